@@ -1,0 +1,95 @@
+"""Settings: defaults < TOML file < environment < command line. This module and observe.py alone read the environment.
+
+One TOML file may configure every role; each reads its own table. `[worker] spool_bytes_max = 1000` in the file,
+`PRIME_WORKER_SPOOL_BYTES_MAX=1000` in the environment and `--set worker.spool_bytes_max=1000` on the command line are the
+same setting; nested names are joined by `__` in the environment and by `.` on the command line.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from prime_protocol.errors import LocalError
+
+
+class Settings(BaseSettings):
+    """Base of every role's settings. A subclass sets `section` and `env_prefix`, and documents each field under it."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_nested_delimiter="__", use_attribute_docstrings=True, nested_model_default_partial_update=True
+    )
+
+    section: ClassVar[str]
+    """Name of the TOML table."""
+
+    @classmethod
+    def load(cls, file: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Merge the sources. `file` is a whole parsed TOML file; `overrides` come from the command line. Raises LocalError."""
+        table = dict((file or {}).get(cls.section, {}))
+        merged = _merge(_merge(table, EnvSettingsSource(cls)()), overrides or {})
+        try:
+            return cls(**merged)
+        except ValidationError as error:
+            raise LocalError(_explain(error, cls.section)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises LocalError with the place of the fault."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LocalError(f"config {path}: no such file; configs/ of the project holds examples") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise LocalError(f"config {path}: {error}") from None
+
+
+def check_sections(file: Mapping[str, Any], known: set[str], *, path: Path) -> None:
+    """A misspelt table would otherwise be ignored. Raises LocalError."""
+    unknown = sorted(file.keys() - known)
+    if unknown:
+        raise LocalError(f"config {path}: unknown table [{unknown[0]}]; known are {', '.join(sorted(known))}")
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, dict[str, Any]]:
+    """`["worker.name=anna", "trainer.loss.type=aipo"]` as nested tables. Values are TOML where they parse, else text."""
+    tables: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        names = path.strip().split(".")
+        if not equals or len(names) < 2 or not all(names):
+            raise LocalError(f"--set {assignment}: expected section.name=value")
+        table: dict[str, Any] = tables
+        for name in names[:-1]:
+            table = table.setdefault(name, {})
+        table[names[-1]] = _toml_value(value.strip())
+    return tables
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables are merged, everything else is replaced."""
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _explain(error: ValidationError, section: str) -> str:
+    lines = [
+        f"[{section}] {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+        for fault in error.errors(include_url=False, include_input=False)
+    ]
+    return "bad setting: " + "; ".join(lines)

@@ -1,0 +1,55 @@
+"""Logging, metrics and progress: one place, one set of names.
+
+Metrics go to a JSONL file (one object per `record`, with the time) and, where prometheus-client is installed, to counters and
+gauges that `/metrics` shows. Names are the field's standard terms, with the unit last: `prime_step_seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None) -> None:
+    """One line a record: time, level, role, module, message. To a file if given, else to standard error."""
+    handler: logging.Handler
+    if file is None:
+        handler = logging.StreamHandler(sys.stderr)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+class JsonLines:
+    """Appends one JSON object a line. A crash loses at most the last line; a reader skips a broken one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+
+    def record(self, **fields: Any) -> None:
+        """Example: record(step=3, reward=0.4)."""
+        self._file.write(json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a JSONL file; none where there is no file."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows

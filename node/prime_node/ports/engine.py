@@ -1,0 +1,87 @@
+"""Inference. An Engine samples (worker), a Scorer judges by one forward pass (validator, evaluation).
+
+Letters: B requests, T completion tokens in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import Completion, EngineInfo
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion to sample. Example: GenerateRequest((72, 105), seed=7)."""
+
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    """The assigned randomness: tokens are argmax(logits / temperature + noise.gumbel_noise(seed, position))."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One finished completion to judge."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    seed: int
+
+
+class Engine(Protocol):
+    """Samples completions. One policy at a time; `load` and `generate` are never called at once."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What a rollout says about the software that made it."""
+        ...
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Swap to other weights (all of them, verified by the caller). Idempotent.
+
+        Raises EngineMismatch where the engine's logprobs on a probe prompt are not those of the weights afterwards:
+        upstream engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
+        """
+        ...
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """One completion for each request, in their order.
+
+        Logprobs are taken at the sampling temperature, without the noise, over the whole vocabulary. Temperature 0 is
+        greedy: no noise, logprobs at temperature 1. A cancelled call leaves the engine usable. Not retried by the engine:
+        the same request gives the same tokens but for rare numerical ties.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free processes and memory. Idempotent."""
+        ...
+
+
+class Scorer(Protocol):
+    """Judges completions by one forward pass over prompt and completion."""
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Swap to other weights. Idempotent."""
+        ...
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        """Logprobs and margins of all T completion tokens, in the requests' order.
+
+        margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 where
+        the chosen token is the best. Temperature 0: without noise, logprobs at temperature 1.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free memory. Idempotent."""
+        ...
+
+
+class EngineMismatch(Exception):
+    """The engine does not compute what its weights say. The worker must not upload until a swap succeeds."""

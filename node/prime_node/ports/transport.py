@@ -1,0 +1,101 @@
+"""How roles reach the coordinator, and where checkpoints come from.
+
+All methods raise PeerError for an answer that is an error or makes no sense, and Unreachable where there was no answer: the
+caller decides how long to try again. Nothing here is retried inside.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from prime_protocol.envelope import Envelope
+from prime_protocol.messages import (
+    BatchRequest,
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseRequest,
+    LeaveRequest,
+    NotYet,
+    ReceiptList,
+    ReceiptsRequest,
+    ReturnLeaseRequest,
+    UploadReply,
+)
+
+
+class Unreachable(Exception):
+    """No answer: refused, cut, timed out. Try again later; nothing is known about whether the request was carried out."""
+
+
+class CheckpointSource(Protocol):
+    """Where signed manifests and their bytes come from: a coordinator, a mirror, a folder. Nothing in it is trusted."""
+
+    async def run_spec(self) -> Envelope: ...
+
+    async def head(self) -> Envelope | None:
+        """The newest manifest that the source knows; None before the first. Cheap: may be polled each second."""
+        ...
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        """Raises PeerError(NOT_FOUND)."""
+        ...
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end) of a blob, unverified: the caller compares digests. Raises PeerError(NOT_FOUND)."""
+        ...
+
+
+class WorkerPort(CheckpointSource, Protocol):
+    """What a worker asks of a coordinator. Requests are signed by the adapter with the worker's key and a fresh nonce."""
+
+    async def join(self, request: JoinRequest) -> JoinReply: ...
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        """A signed lease, not verified yet."""
+        ...
+
+    async def return_lease(self, request: ReturnLeaseRequest) -> None: ...
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        """Idempotent by the parcel's digest: sending it again gives the same answer."""
+        ...
+
+    async def receipts(self, request: ReceiptsRequest) -> ReceiptList: ...
+
+    async def leave(self, request: LeaveRequest) -> None: ...
+
+
+class ValidatorPort(CheckpointSource, Protocol):
+    """What a validator asks of a coordinator."""
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet: ...
+
+    async def bundle(self, request: BundleRequest) -> bytes: ...
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        """Idempotent: the first verdict on a bundle stands."""
+        ...
+
+
+class TrainerPort(CheckpointSource, Protocol):
+    """What the trainer asks of a coordinator."""
+
+    async def batch(self, request: BatchRequest) -> Envelope | NotYet: ...
+
+    async def bundle(self, request: BundleRequest) -> bytes: ...
+
+    async def put_blob(self, data: bytes) -> str:
+        """Store a checkpoint part or a model file. Idempotent; returns the digest."""
+        ...
+
+    async def publish(self, manifest: Envelope) -> None:
+        """Make a manifest the head. All its blobs must be there. Idempotent for the same manifest."""
+        ...

@@ -1,0 +1,122 @@
+"""What the outside of a chunk looks like, and which element types exist. SPEC.md, section "Chunks".
+
+    byte 0      magic 0xC5 (the format's version: another layout takes another magic)
+    byte 1      mode
+    byte 2      dtype code
+    bytes 3-5   number of elements, u24 little-endian, 1 .. CHUNK_ELEMENTS
+    bytes 6-    body, as the mode says; nothing may follow it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol.codec.errors import CodecError
+
+MAGIC = 0xC5
+HEAD_BYTES = 6
+CHUNK_ELEMENTS = 2**18
+"""Most elements in one chunk: small enough to decode in a core's own cache, large enough that the head costs nothing."""
+
+Array = npt.NDArray[Any]
+
+
+class Mode(IntEnum):
+    """How the body holds the elements. Encoders choose freely; decoders know all."""
+
+    SKIP = 0
+    """Nothing changed. The body is empty."""
+    CLASS = 1
+    """Floats of one or two bytes: steps in order of the base's exponent, each class coded by its own parameters."""
+    GAP = 2
+    """Positions of the changes as gaps, and the steps, as byte planes."""
+    DENSE = 3
+    """A step for every element, as byte planes."""
+    FULL = 4
+    """The elements themselves, as byte planes. The only mode without a base."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """One dtype of the wire. Example: bf16 is ElementType("bf16", code=1, itemsize=2, mantissa_bits=7)."""
+
+    name: str
+    code: int
+    itemsize: int
+    mantissa_bits: int | None
+    """Stored fraction bits of a float; None for integers."""
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa_bits is not None
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether CLASS is defined for it."""
+        return self.is_float and self.itemsize <= 2
+
+    @property
+    def storage(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """The unsigned integer, little-endian, that holds one element's bit pattern."""
+        return np.dtype(f"<u{self.itemsize}")
+
+
+TYPES: dict[str, ElementType] = {
+    element.name: element
+    for element in (
+        ElementType("bf16", 1, 2, 7),
+        ElementType("fp16", 2, 2, 10),
+        ElementType("fp32", 3, 4, 23),
+        ElementType("fp64", 4, 8, 52),
+        ElementType("fp8_e4m3", 5, 1, 3),
+        ElementType("fp8_e5m2", 6, 1, 2),
+        ElementType("u8", 16, 1, None),
+        ElementType("u16", 17, 2, None),
+        ElementType("u32", 18, 4, None),
+        ElementType("u64", 19, 8, None),
+        ElementType("i8", 20, 1, None),
+        ElementType("i16", 21, 2, None),
+        ElementType("i32", 22, 4, None),
+        ElementType("i64", 23, 8, None),
+        ElementType("bool", 24, 1, None),
+    )
+}
+DTYPES: dict[str, int] = {element.name: element.itemsize for element in TYPES.values()}
+"""Element types of the wire: name -> bytes per element."""
+
+
+def write_head(mode: Mode, element: ElementType, count: int) -> bytes:
+    assert 1 <= count <= CHUNK_ELEMENTS
+    return bytes((MAGIC, mode, element.code)) + count.to_bytes(3, "little")
+
+
+def read_head(data: bytes, element: ElementType, count: int) -> Mode:
+    """Check the head against what the manifest announced. The head is redundant so that a chunk can be judged alone."""
+    if len(data) < HEAD_BYTES:
+        raise CodecError(f"{len(data)} bytes are no head")
+    if data[0] != MAGIC:
+        raise CodecError(f"magic {data[0]:#04x} is not {MAGIC:#04x}")
+    if data[2] != element.code:
+        raise CodecError(f"dtype code {data[2]} is not that of {element.name}")
+    announced = int.from_bytes(data[3:6], "little")
+    if announced != count or not 1 <= count <= CHUNK_ELEMENTS:
+        raise CodecError(f"{announced} elements announced, {count} expected, at most {CHUNK_ELEMENTS}")
+    return mode_of(data)
+
+
+def mode_of(data: bytes) -> Mode:
+    """A chunk's mode, for statistics and for choosing where to decode it."""
+    if len(data) < HEAD_BYTES or data[1] not in Mode.__members__.values():
+        raise CodecError("unknown mode")
+    return Mode(data[1])
+
+
+def bit_patterns(array: Array, element: ElementType) -> Array:
+    """A flat array seen as its unsigned little-endian bit patterns, without a copy."""
+    assert array.ndim == 1 and array.flags.c_contiguous and array.itemsize == element.itemsize
+    return array.view(element.storage)

@@ -1,0 +1,111 @@
+"""Byte planes: equally placed bytes of many values, side by side, each plane stored raw, as a constant or as one zstd frame.
+
+A plane on the wire: kind u8, length u24 little-endian, payload. The reader knows how many bytes the plane must yield before it
+looks, so a frame that declares anything else is refused unread: python-zstandard ignores `max_output_size` when a frame
+declares its own size, so the declaration is what has to be checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum
+
+import numpy as np
+import zstandard
+
+from prime_protocol.codec.errors import CodecError
+from prime_protocol.codec.layout import Array
+
+PLANE_HEAD_BYTES = 4
+
+
+class PlaneKind(IntEnum):
+    RAW = 0
+    ZSTD = 1
+    CONSTANT = 2
+    """One payload byte stands for all."""
+
+
+ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
+    window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
+)
+"""Nearly no match search: exponents and steps hold no repeats, so zstd's Huffman coder does all the work, fast."""
+MATCHING = zstandard.ZstdCompressionParameters.from_level(3)
+
+_local = threading.local()
+
+
+def _compressor(parameters: zstandard.ZstdCompressionParameters) -> zstandard.ZstdCompressor:
+    """One context per thread and setting: contexts are costly to make and must not be shared."""
+    name = "entropy" if parameters is ENTROPY_ONLY else "matching"
+    found: zstandard.ZstdCompressor | None = getattr(_local, name, None)
+    if found is None:
+        found = zstandard.ZstdCompressor(compression_params=parameters)
+        setattr(_local, name, found)
+    return found
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    found: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
+    if found is None:
+        found = _local.decompressor = zstandard.ZstdDecompressor()
+    return found
+
+
+def looks_incompressible(plane: Array) -> bool:
+    """A guess from 4,096 spread bytes: more than 7.8 bits of entropy each, so that trying would be wasted time."""
+    sample = plane[:: max(1, plane.size // 4096)]
+    counts = np.bincount(sample, minlength=256)
+    shares = counts[counts > 0] / sample.size
+    missing_bits = 255 / (2 * np.log(2) * sample.size)  # Miller-Madow: a sample's entropy is too low by this much
+    return bool(sample.size >= 2048 and -(shares * np.log2(shares)).sum() + missing_bits > 7.8)
+
+
+def write_plane(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> bytes:
+    """One plane of at least one byte, as small as it gets."""
+    first = plane[:1].tobytes()
+    kind, payload = PlaneKind.RAW, b""
+    if plane[-1] == plane[0] and not (plane != plane[0]).any():
+        kind, payload = PlaneKind.CONSTANT, first
+    elif plane.size > 32 and not looks_incompressible(plane):
+        kind, payload = PlaneKind.ZSTD, compress(plane, parameters)
+    if kind is PlaneKind.RAW or len(payload) >= plane.size:
+        kind, payload = PlaneKind.RAW, plane.tobytes()
+    return bytes((kind,)) + len(payload).to_bytes(3, "little") + payload
+
+
+def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
+    """The plane of `size` bytes at `offset`, and where the next one begins."""
+    begin = offset + PLANE_HEAD_BYTES
+    if begin > len(data):
+        raise CodecError("ends inside a plane's head")
+    kind, end = data[offset], begin + int.from_bytes(data[offset + 1 : begin], "little")
+    if end > len(data):
+        raise CodecError("ends inside a plane")
+    payload = data[begin:end]
+    if kind == PlaneKind.RAW and len(payload) == size:
+        return np.frombuffer(payload, np.uint8), end
+    if kind == PlaneKind.CONSTANT and len(payload) == 1:
+        return np.full(size, payload[0], np.uint8), end
+    if kind == PlaneKind.ZSTD:
+        return decompress(payload, size), end
+    raise CodecError(f"plane of kind {kind} with {len(payload)} bytes, {size} expected")
+
+
+def compress(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> bytes:
+    """One zstd frame that declares its content size."""
+    return _compressor(parameters).compress(memoryview(np.ascontiguousarray(plane)))
+
+
+def decompress(frame: memoryview, size: int) -> Array:
+    """Exactly `size` bytes out of exactly one frame, or an error. Allocates no more than `size`."""
+    try:
+        declared = zstandard.get_frame_parameters(frame)
+        if declared.content_size != size or declared.dict_id:
+            raise CodecError(f"a zstd frame declares {declared.content_size} bytes, {size} expected")
+        content = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"zstd: {error}") from error
+    if len(content) != size:
+        raise CodecError(f"a zstd frame yields {len(content)} bytes, {size} expected")
+    return np.frombuffer(content, np.uint8)

@@ -1,0 +1,110 @@
+"""The modes that need nothing but numpy and zstd: GAP, DENSE and FULL, for every element type.
+
+Each body is a run of byte planes (planes.py), lowest byte first. Decoders return the new bit patterns and write nothing, so a
+malformed chunk leaves no trace.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prime_protocol.codec.errors import CodecError
+from prime_protocol.codec.layout import HEAD_BYTES, Array, ElementType
+from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, write_plane
+from prime_protocol.codec.steps import from_ordinal, to_ordinal, unzigzag, zigzag
+
+GAP_PLANES = 3
+"""A gap is smaller than CHUNK_ELEMENTS, so three bytes hold it."""
+
+
+def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) -> bytes:
+    """u24 number of changes, three planes of gaps, then the zigzag steps' planes. `changed` holds the positions, at least one."""
+    gaps = np.diff(changed, prepend=-1) - 1
+    steps = to_ordinal(new[changed], element) - to_ordinal(base[changed], element)
+    body = [len(changed).to_bytes(3, "little")]
+    body += [write_plane(plane, MATCHING) for plane in split_bytes(gaps.astype("<u4"))[:GAP_PLANES]]
+    body += [write_plane(plane, MATCHING) for plane in split_bytes(zigzag(steps, element))]
+    return b"".join(body)
+
+
+def decode_gap(data: bytes, base: Array, element: ElementType) -> Array:
+    view, begin = memoryview(data), HEAD_BYTES + 3
+    num_changes = int.from_bytes(data[HEAD_BYTES:begin], "little")
+    if len(data) < begin or not 1 <= num_changes <= base.size:
+        raise CodecError(f"{num_changes} changes in {base.size} elements")
+    planes, end = _read_planes(view, begin, num_changes, GAP_PLANES + element.itemsize)
+    _require_end(view, end)
+    gaps = join_bytes([*planes[:GAP_PLANES], np.zeros(num_changes, np.uint8)], np.dtype("<u4"))
+    changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if changed[-1] >= base.size:
+        raise CodecError("a change lies behind the last element")
+    steps = unzigzag(join_bytes(planes[GAP_PLANES:], element.storage), element)
+    new = base.copy()
+    new[changed] = from_ordinal(to_ordinal(base[changed], element) + steps, element)
+    return new
+
+
+def encode_dense(new: Array, base: Array, element: ElementType) -> bytes:
+    steps = to_ordinal(new, element) - to_ordinal(base, element)
+    return b"".join(write_plane(plane) for plane in split_bytes(zigzag(steps, element)))
+
+
+def decode_dense(data: bytes, base: Array, element: ElementType) -> Array:
+    view = memoryview(data)
+    planes, end = _read_planes(view, HEAD_BYTES, base.size, element.itemsize)
+    _require_end(view, end)
+    steps = unzigzag(join_bytes(planes, element.storage), element)
+    return from_ordinal(to_ordinal(base, element) + steps, element)
+
+
+def encode_full(new: Array, element: ElementType) -> bytes:
+    """Floats are rotated left by one bit first: the exponent then fills a byte of its own, and the sign joins the mantissa."""
+    return b"".join(write_plane(plane, ENTROPY_ONLY) for plane in split_bytes(rotate_left(new, element)))
+
+
+def decode_full(data: bytes, count: int, element: ElementType) -> Array:
+    view = memoryview(data)
+    planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
+    _require_end(view, end)
+    return rotate_right(join_bytes(planes, element.storage), element)
+
+
+def rotate_left(bits: Array, element: ElementType) -> Array:
+    if not element.is_float:
+        return bits
+    one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
+    return (bits << one) | (bits >> top)
+
+
+def rotate_right(bits: Array, element: ElementType) -> Array:
+    if not element.is_float:
+        return bits
+    one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
+    return (bits >> one) | (bits << top)
+
+
+def split_bytes(values: Array) -> list[Array]:
+    """Values -> their byte planes, lowest byte first."""
+    octets = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
+    return [np.ascontiguousarray(octets[:, place]) for place in range(values.itemsize)]
+
+
+def join_bytes(planes: list[Array], storage: np.dtype[np.unsignedinteger[np.typing.NBitBase]]) -> Array:
+    """The inverse of `split_bytes`."""
+    octets = np.empty((planes[0].size, len(planes)), np.uint8)
+    for place, plane in enumerate(planes):
+        octets[:, place] = plane
+    return octets.reshape(-1).view(storage)
+
+
+def _read_planes(view: memoryview, offset: int, size: int, num_planes: int) -> tuple[list[Array], int]:
+    planes: list[Array] = []
+    for _ in range(num_planes):
+        plane, offset = read_plane(view, offset, size)
+        planes.append(plane)
+    return planes, offset
+
+
+def _require_end(view: memoryview, end: int) -> None:
+    if end != len(view):
+        raise CodecError(f"{len(view) - end} bytes after the end")

@@ -1,0 +1,200 @@
+"""Four intrinsics for numba: 64 elements at a time through wide registers, and the bit tricks around them.
+
+`scatter_block` and `gather_block` are one idea in both directions: the elements of a block fall into classes by their base's
+magnitude; the encoder compresses each class's steps to the end of that class's plane, the decoder expands them from there.
+Both need AVX-512 VBMI2 (`HAS_WIDE`); kernels.py has a scalar loop for every other machine and for the last elements of a chunk.
+The caller keeps all accesses in bounds: 64 elements at `index`, and 64 bytes behind each class's fill level.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+HAS_WIDE = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
+BLOCK = 64
+
+_BIT, _I8, _I16, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(64)
+_MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (_BIT, _I8, _I16))
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
+
+
+def _load(builder: Any, pointer: Any, target: ir.Type) -> Any:
+    loaded = builder.load(pointer, typ=target)
+    loaded.align = 1
+    return loaded
+
+
+def _store(builder: Any, value: Any, pointer: Any) -> None:
+    builder.store(value, pointer).align = 1
+
+
+def _splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
+    lane0 = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
+    return builder.shuffle_vector(lane0, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _constant(vector: ir.VectorType, value: int) -> ir.Constant:
+    return ir.Constant(vector, [value] * BLOCK)
+
+
+def _ordinals(builder: Any, words: Any) -> Any:
+    smeared = builder.ashr(words, _constant(_WORDS, 15))
+    return builder.xor(words, builder.or_(smeared, _constant(_WORDS, 0x8000)))
+
+
+def _patterns(builder: Any, ordinals: Any) -> Any:
+    smeared = builder.not_(builder.ashr(ordinals, _constant(_WORDS, 15)))
+    return builder.xor(ordinals, builder.or_(smeared, _constant(_WORDS, 0x8000)))
+
+
+def _call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
+    return builder.call(function, args)
+
+
+def _for_each_class(context: Any, builder: Any, sig: Any, args: Any, words: Any, body: Any) -> None:
+    """body(class, mask of the class's lanes, fill level); then the fill level grows by the number of those lanes."""
+    (thresholds_t, num_t, fill_t), (thresholds, num, fill) = sig, args
+    del num_t
+    magnitudes = builder.and_(words, _constant(_WORDS, 0x7FFF))
+    before = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
+    with cgutils.for_range(builder, num) as loop:
+        threshold = _load(builder, _pointer(context, builder, thresholds_t, thresholds, loop.index, _I16), _I16)
+        reached = builder.icmp_unsigned(">=", magnitudes, _splat(builder, threshold, _WORDS))
+        reached = builder.bitcast(reached, _I64)
+        lanes = builder.and_(reached, builder.not_(builder.load(before)))
+        builder.store(reached, before)
+        level_at = _pointer(context, builder, fill_t, fill, loop.index, _I64)
+        level = _load(builder, level_at, _I64)
+        body(loop.index, builder.bitcast(lanes, _MASK), level)
+        _store(builder, builder.add(level, _call(builder, "llvm.ctpop.i64", _I64, [lanes])), level_at)
+
+
+@intrinsic  # type: ignore[misc]
+def scatter_block(_: Any, new: Any, base: Any, index: Any, thresholds: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
+    """Append 64 steps to the planes of their classes. Returns the lanes whose step does not fit into a byte."""
+    signature = types.uint64(new, base, index, thresholds, num, fill, planes, stride)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        old = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], _WORDS), _WORDS)
+        young = _load(builder, _pointer(context, builder, sig.args[0], args[0], args[2], _WORDS), _WORDS)
+        steps = builder.sub(_ordinals(builder, young), _ordinals(builder, old))
+        # -127 .. 127 fit; seen as unsigned and shifted by 127 that is 0 .. 254.
+        escaped = builder.icmp_unsigned(">", builder.add(steps, _constant(_WORDS, 127)), _constant(_WORDS, 254))
+        octets = builder.select(escaped, _constant(_BYTES, 0x80), builder.trunc(steps, _BYTES))
+
+        def append(number: Any, lanes: Any, level: Any) -> None:
+            packed = _call(
+                builder, "llvm.x86.avx512.mask.compress.v64i8", _BYTES, [octets, _constant(_BYTES, 0), lanes]
+            )
+            at = builder.add(builder.mul(number, args[7]), level)
+            _store(builder, packed, _pointer(context, builder, sig.args[6], args[6], at, _BYTES))
+
+        _for_each_class(context, builder, (sig.args[3], sig.args[4], sig.args[5]), args[3:6], old, append)
+        return builder.bitcast(escaped, _I64)
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[misc]
+def gather_block(_: Any, out: Any, base: Any, index: Any, thresholds: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
+    """Write 64 elements: base plus the next steps of each class's plane. Returns the lanes that hold the escape byte."""
+    signature = types.uint64(out, base, index, thresholds, num, fill, planes, stride)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        old = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], _WORDS), _WORDS)
+        octets = cgutils.alloca_once_value(builder, _constant(_BYTES, 0))
+
+        def take(number: Any, lanes: Any, level: Any) -> None:
+            at = builder.add(builder.mul(number, args[7]), level)
+            packed = _load(builder, _pointer(context, builder, sig.args[6], args[6], at, _BYTES), _BYTES)
+            spread = _call(
+                builder, "llvm.x86.avx512.mask.expand.v64i8", _BYTES, [packed, _constant(_BYTES, 0), lanes]
+            )
+            builder.store(builder.or_(builder.load(octets), spread), octets)
+
+        _for_each_class(context, builder, (sig.args[3], sig.args[4], sig.args[5]), args[3:6], old, take)
+        steps = builder.load(octets)
+        words = _patterns(builder, builder.add(_ordinals(builder, old), builder.sext(steps, _WORDS)))
+        _store(builder, words, _pointer(context, builder, sig.args[0], args[0], args[2], _WORDS))
+        return builder.bitcast(builder.icmp_unsigned("==", steps, _constant(_BYTES, 0x80)), _I64)
+
+    return signature, generate
+
+
+def _compare_block(lane: ir.Type) -> Any:
+    vector = ir.VectorType(lane, BLOCK)
+
+    @intrinsic  # type: ignore[misc]
+    def differing(_: Any, left: Any, right: Any, index: Any) -> Any:
+        """The lanes among 64 at `index` in which two arrays differ."""
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            one = _load(builder, _pointer(context, builder, sig.args[0], args[0], args[2], vector), vector)
+            two = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], vector), vector)
+            return builder.bitcast(builder.icmp_unsigned("!=", one, two), _I64)
+
+        return types.uint64(left, right, index), generate
+
+    return differing
+
+
+differing_words = _compare_block(_I16)
+
+
+@intrinsic  # type: ignore[misc]
+def nonzero_bytes(_: Any, plane: Any, index: Any) -> Any:
+    """The nonzero bytes among 64 at `index`."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        octets = _load(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _BYTES), _BYTES)
+        return builder.bitcast(builder.icmp_unsigned("!=", octets, _constant(_BYTES, 0)), _I64)
+
+    return types.uint64(plane, index), generate
+
+
+@intrinsic  # type: ignore[misc]
+def load_word(_: Any, octets: Any, index: Any) -> Any:
+    """Eight bytes at `index` as a little-endian number."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _load(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _I64), _I64)
+
+    return types.uint64(octets, index), generate
+
+
+@intrinsic  # type: ignore[misc]
+def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
+    """The inverse of `load_word`."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _store(builder, args[2], _pointer(context, builder, sig.args[0], args[0], args[1], _I64))
+        return context.get_dummy_value()
+
+    return types.void(octets, index, types.uint64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def trailing_zeros(_: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def leading_zeros(_: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.ctlz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
+
+    return types.int64(types.uint64), generate

@@ -1,0 +1,16 @@
+"""Digests: lowercase hexadecimal BLAKE3-256, 64 characters, everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from blake3 import blake3
+from pydantic import StringConstraints
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""A pydantic type: `digest_of(b"")` is `af1349b9...`."""
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """The digest of some bytes."""
+    return blake3(data).hexdigest()

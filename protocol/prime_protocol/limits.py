@@ -1,0 +1,57 @@
+"""Every bound on what a peer may send, with its unit in its name.
+
+Two kinds. `Limits` belongs to a run: the RunSpec carries it, so the root key signs it and every side uses the same
+numbers. The constants below hold before a RunSpec is known, or bound what no run may change.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ENVELOPE_BYTES_MAX = 4 * 2**20
+"""A signed JSON envelope. The largest one is a manifest: about 200 bytes a chunk, so 20,000 chunks or 10 GB of bf16."""
+JSON_DEPTH_MAX = 16
+"""Nesting of objects and arrays in any JSON payload."""
+SIGNATURES_MAX = 16
+"""Signatures on one envelope."""
+RUN_SPEC_BYTES_MAX = 256 * 2**10
+"""A RunSpec payload; it is fetched before anything is trusted."""
+PARCEL_HEADER_BYTES_MAX = 256 * 2**10
+"""The signed header in front of a parcel's body."""
+ERROR_BODY_BYTES_MAX = 16 * 2**10
+"""An error answer that a client reads."""
+NAME_CHARS_MAX = 200
+"""Names of tensors, files, environments, workers."""
+TENSOR_RANK_MAX = 8
+"""Dimensions of one tensor."""
+REQUEST_AGE_S_MAX = 120.0
+"""A signed request is valid this long before and after its time stamp; its nonce is remembered at least twice as long."""
+LEASE_ROLLOUTS_MAX = 4096
+"""Rollouts that one lease may ask for."""
+
+
+class Limits(BaseModel):
+    """The limits of one run, part of its signed RunSpec. Example: Limits(rollout_bytes_max=1 << 20)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_tokens_max: int = Field(default=8_192, ge=1, le=1_048_576)
+    """Tokens of one prompt."""
+    completion_tokens_max: int = Field(default=32_768, ge=1, le=1_048_576)
+    """Tokens of one completion, the stop token included."""
+    rollout_bytes_max: int = Field(default=64 * 2**20, ge=1_024, le=2**31)
+    """Compressed body of one uploaded bundle."""
+    rollout_decompressed_bytes_max: int = Field(default=256 * 2**20, ge=1_024, le=2**33)
+    """The same after decompression."""
+    blob_bytes_max: int = Field(default=64 * 2**20, ge=1_024, le=2**31)
+    """One blob: a checkpoint chunk or a model file."""
+    checkpoint_bytes_max: int = Field(default=2**40, ge=1_024, le=2**45)
+    """All tensors of one policy, raw."""
+    checkpoint_tensors_max: int = Field(default=100_000, ge=1, le=1_000_000)
+    """Tensors of one policy."""
+    workers_max: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Workers joined at one time."""
+    leases_per_worker_max: int = Field(default=4, ge=1, le=1_024)
+    """Open leases of one worker."""
+    bundles_pending_per_worker_max: int = Field(default=8, ge=1, le=1_024)
+    """Bundles of one worker that wait for a verdict."""

@@ -1,0 +1,260 @@
+"""What the coordinator is asked and what it answers. SPEC.md, section "HTTP".
+
+Every request body is a DSSE envelope of type REQUEST, signed by the asker; its payload is a `Stamped` request, told apart by
+its `action`. Run, time stamp and nonce are inside the signature, so a request can neither be replayed nor carried to
+another run. Answers come over the connection that the client opened; those that outlive it (leases, receipts, batches) are
+signed envelopes themselves.
+
+`wait_s` lets the server hold a request open until there is something to answer, so nobody has to poll fast.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prime_protocol import limits
+from prime_protocol.assignment import Lease, Name, Problem, TokenId
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+from prime_protocol.errors import ErrorCode
+from prime_protocol.identity import KeyId
+from prime_protocol.parcel import ParcelHeader
+from prime_protocol.rollout import EngineInfo
+from prime_protocol.verdict import Verdict
+
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+WaitSeconds = Annotated[float, Field(ge=0.0, le=30.0)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class JoinRequest(WireModel):
+    """A worker asks to take part. Joining again with the same key is allowed and starts a new session."""
+
+    action: Literal["join"] = "join"
+    name: Name
+    """What the contributor calls the machine. Shown to the operator; proves nothing."""
+    software: Name
+    """Version of the worker's software."""
+    engine: EngineInfo
+    rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    """Completions that this worker samples at once with profit."""
+
+
+class WorkerState(StrEnum):
+    """What a worker says it is doing. For people; nothing is decided by it."""
+
+    FETCHING = "fetching"
+    """Downloading or verifying a policy."""
+    GENERATING = "generating"
+    IDLE = "idle"
+    """Has a policy, waits for a lease."""
+    DRAINING = "draining"
+    """Takes no new lease and finishes what it has."""
+
+
+class HeartbeatRequest(WireModel):
+    """A worker is alive. Four missed ones, and its leases go to others."""
+
+    action: Literal["heartbeat"] = "heartbeat"
+    state: WorkerState
+    policy_version: int = Field(ge=-1)
+    """The policy that its engine holds; -1 before the first."""
+    bundles_spooled: Count
+    """Bundles that wait on its disk to be uploaded."""
+
+
+class LeaseRequest(WireModel):
+    """A worker asks for work."""
+
+    action: Literal["lease"] = "lease"
+    policy_version: Count
+    policy_digest: Digest
+    """The manifest of the policy that it holds, verified by itself."""
+    rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    wait_s: WaitSeconds = 0.0
+
+
+class ReturnLeaseRequest(WireModel):
+    """A worker hands back a lease that it will not finish."""
+
+    action: Literal["return_lease"] = "return_lease"
+    lease_id: Digest
+
+
+class LeaveRequest(WireModel):
+    """A worker goes. Its open leases are handed back."""
+
+    action: Literal["leave"] = "leave"
+
+
+class ReceiptsRequest(WireModel):
+    """A worker asks what became of its bundles. Answered with a ReceiptList."""
+
+    action: Literal["receipts"] = "receipts"
+    after: Count = 0
+    """Cursor: the `next` of the last answer, 0 at first."""
+
+
+class CheckRequest(WireModel):
+    """A validator asks for a bundle to judge."""
+
+    action: Literal["check"] = "check"
+    policy_versions: tuple[Count, ...] = Field(max_length=1_024)
+    """Policies that it has at hand; bundles of these come first."""
+    wait_s: WaitSeconds = 0.0
+
+
+class CheckResultRequest(WireModel):
+    """A validator's verdict on a bundle, with the rewards that it computed itself."""
+
+    action: Literal["check_result"] = "check_result"
+    bundle: Digest
+    verdict: Verdict
+    rewards: tuple[float, ...] = Field(max_length=limits.LEASE_ROLLOUTS_MAX)
+    """One for each completion of an accepted bundle, in its order; empty where it was refused."""
+    measured: dict[Name, float] = Field(default_factory=dict, max_length=64)
+    """The numbers behind the verdict, for the operator and for calibration."""
+
+
+class BatchRequest(WireModel):
+    """The trainer asks for the groups of one step. Asking again for the same step gives the same batch."""
+
+    action: Literal["batch"] = "batch"
+    step: Count
+    durable_step: Count
+    """The step that its own durable checkpoint would resume at; older batches need not be kept."""
+    wait_s: WaitSeconds = 0.0
+
+
+class BundleRequest(WireModel):
+    """A validator or the trainer asks for the bytes of a bundle."""
+
+    action: Literal["bundle"] = "bundle"
+    bundle: Digest
+
+
+class AdminRequest(WireModel):
+    """The operator, by the root or coordinator key."""
+
+    action: Literal["ban", "unban", "drain"]
+    worker: KeyId | None = None
+    """Needed to ban and to unban."""
+    reason: str = Field(default="", max_length=500)
+
+
+Request = Annotated[
+    JoinRequest
+    | HeartbeatRequest
+    | LeaseRequest
+    | ReturnLeaseRequest
+    | LeaveRequest
+    | ReceiptsRequest
+    | CheckRequest
+    | CheckResultRequest
+    | BatchRequest
+    | BundleRequest
+    | AdminRequest,
+    Field(discriminator="action"),
+]
+
+
+class Stamped(WireModel):
+    """What is signed: a request, for which run, when, and once only."""
+
+    run: Digest
+    nonce: Nonce
+    """16 random bytes; a server refuses one that it has seen."""
+    issued_at_ms: Count
+    """Unix time by the asker's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
+    request: Request
+
+
+class JoinReply(WireModel):
+    """Welcome. The worker's limits are in the RunSpec, which it has already verified."""
+
+    step: Count
+    head: int = Field(ge=-1)
+    """Newest published policy; -1 before the first."""
+    server_time_ms: Count
+    """So that a worker with a wrong clock learns by how much."""
+
+
+class HeartbeatReply(WireModel):
+    step: Count
+    head: int = Field(ge=-1)
+    draining: bool = False
+    """The run is ending or the operator drains it: finish, upload, leave."""
+    notice: str = Field(default="", max_length=500)
+    """For the contributor's screen: why nothing is leased, an upgrade hint, ..."""
+
+
+class NotYet(WireModel):
+    """HTTP 202: nothing to hand out now. Says why, so that nobody waits without knowing for what."""
+
+    reason: str = Field(max_length=500)
+    retry_after_s: float = Field(ge=0.0, le=3_600.0)
+
+
+class UploadReply(WireModel):
+    """What became of an uploaded bundle so far. The same bundle again gets the same answer."""
+
+    bundle: Digest
+    verdict: Verdict | None = None
+    """None while it waits for a validator; the final word comes as a receipt."""
+
+
+class ReceiptList(WireModel):
+    """Receipt envelopes, oldest first, as JSON texts."""
+
+    receipts: tuple[str, ...]
+    next: Count
+
+
+class CheckTask(WireModel):
+    """A bundle to judge, with the lease that it answers."""
+
+    bundle: Digest
+    lease: Lease
+    deadline_ms: Count
+    """After this the bundle goes to another validator."""
+
+
+class BatchGroup(WireModel):
+    """One accepted group of a training batch."""
+
+    slot: Count
+    problem: Problem
+    prompt_token_ids: tuple[TokenId, ...]
+    worker: KeyId
+    policy_version: Count
+    bundle: Digest
+    first: Count
+    """Index of the group's first completion in its bundle; the others follow."""
+    rewards: tuple[float, ...]
+    """By a validator. Length G."""
+
+
+class TrainBatch(WireModel):
+    """The coordinator's signed list of what one step trains on (envelope type BATCH)."""
+
+    run: Digest
+    step: Count
+    groups: tuple[BatchGroup, ...]
+
+
+class BlobHeader(ParcelHeader):
+    """Header of a blob upload (envelope type BLOB). The body's digest is its address."""
+
+    run: Digest
+    issued_at_ms: Count
+
+
+class ErrorBody(WireModel):
+    """The body of every HTTP answer with a status of 400 or above."""
+
+    code: ErrorCode
+    detail: str = Field(max_length=2_000)
+    retry_after_s: float | None = Field(default=None, ge=0.0)

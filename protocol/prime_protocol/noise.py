@@ -1,0 +1,87 @@
+"""Assigned randomness: the Gumbel noise that decides each token, as a function of (seed, position, token id).
+
+A worker must choose token = argmax over tokens of logits / temperature + gumbel(seed, position, token). Adding Gumbel
+noise and taking the argmax samples exactly from softmax(logits / temperature) (Gumbel 1954; Maddison et al., "A* Sampling",
+2014), so an honest worker samples as always. But the coordinator assigns the seed, so a validator can recompute the noise
+and see whether a token is *the* one that an honest worker gets (the idea is in DiFR, arXiv 2511.20621).
+
+The hash is murmur3_x86_32 over four 32-bit words (seed low, seed high, position, token id) with hash seed 0. It is cheap
+on every kind of machine and needs no state. It is not cryptographic and need not be: the seed is secret until the lease.
+
+    h       = murmur3_x86_32(seed & 0xffffffff, seed >> 32, position, token)
+    u       = (h + 0.5) / 2**32                        in float64, so 0 < u < 1
+    gumbel  = -log(-log1p(-u))                         rounded to float32
+
+`position` counts the tokens of the completion from 0. SPEC.md has golden vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+SEED_MAX = 2**63 - 1
+"""Seeds are non-negative and fit a signed 64-bit integer, as JSON readers and tensor files want them."""
+
+_U32 = np.uint32
+_MASK = 0xFFFFFFFF
+
+
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> npt.NDArray[np.float32]:
+    """Noise for each of B (seed, position) pairs over the whole vocabulary.
+
+    Returns float32 [B, V]. Example: gumbel_noise([7], [0], 264) is the noise of the first token of the completion with seed 7.
+    """
+    prefixes = np.array([_prefix(seed, position) for seed, position in zip(seeds, positions, strict=True)], dtype=_U32)
+    return _to_gumbel(_finish(prefixes[:, None] ^ _token_words(vocab_size)[None, :]))
+
+
+def gumbel_of_tokens(
+    seeds: Sequence[int], positions: Sequence[int], token_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """Noise for chosen tokens only. token_ids [B, K]; returns float32 [B, K], equal to the columns of `gumbel_noise`."""
+    prefixes = np.array([_prefix(seed, position) for seed, position in zip(seeds, positions, strict=True)], dtype=_U32)
+    return _to_gumbel(_finish(prefixes[:, None] ^ _scramble(token_ids.astype(_U32))))
+
+
+def _prefix(seed: int, position: int) -> int:
+    """The hash state after the three words that all tokens of one position share."""
+    state = 0
+    for word in (seed & _MASK, (seed >> 32) & _MASK, position & _MASK):
+        word = (word * 0xCC9E2D51) & _MASK
+        word = ((word << 15) | (word >> 17)) & _MASK
+        state ^= (word * 0x1B873593) & _MASK
+        state = ((state << 13) | (state >> 19)) & _MASK
+        state = (state * 5 + 0xE6546B64) & _MASK
+    return state
+
+
+def _scramble(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    words = words * _U32(0xCC9E2D51)  # array arithmetic wraps modulo 2**32
+    words = (words << _U32(15)) | (words >> _U32(17))
+    return words * _U32(0x1B873593)
+
+
+@lru_cache(maxsize=4)
+def _token_words(vocab_size: int) -> npt.NDArray[np.uint32]:
+    return _scramble(np.arange(vocab_size, dtype=_U32))
+
+
+def _finish(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    state = (state << _U32(13)) | (state >> _U32(19))
+    state = state * _U32(5) + _U32(0xE6546B64)
+    state ^= _U32(16)  # bytes hashed
+    state ^= state >> _U32(16)
+    state = state * _U32(0x85EBCA6B)
+    state ^= state >> _U32(13)
+    state = state * _U32(0xC2B2AE35)
+    state ^= state >> _U32(16)
+    return state
+
+
+def _to_gumbel(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    uniform = (state.astype(np.float64) + 0.5) * 2.0**-32
+    return (-np.log(-np.log1p(-uniform))).astype(np.float32)

@@ -1,0 +1,223 @@
+"""Rollout bundles: what a worker signs and uploads for one lease.
+
+A bundle is a parcel. Its header (RolloutHeader) names the lease, the policy and the body's digest; its body is
+zstd(safetensors) with these tensors, N completions with T tokens in all:
+
+    token_ids   int32   [T]     the completions' tokens one after another, in the lease's order of groups and seeds
+    logprobs    float32 [T]     nats, log-probability of each token under the policy and temperature that sampled it
+    lengths     int32   [N]     tokens of each completion, at least 1
+    finish      uint8   [N]     FinishReason
+    slots       int64   [N]     which group of the lease each completion belongs to
+    seeds       int64   [N]     the assigned seed that each completion used
+    spans       int32   [S, 3]  (completion, policy_version, num_tokens): which policy sampled which tokens, in order
+
+The order of checks is fixed: framing, signature, schema, digest of the body, declared size, decompression under a bound,
+then the tensors' shapes and values. Everything after that works with `Rollouts`, whose invariants `parse_body` has checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from pydantic import Field
+
+from prime_protocol import limits
+from prime_protocol.assignment import Lease, Name
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.limits import Limits
+from prime_protocol.parcel import ParcelHeader
+from prime_protocol.tensor_file import pack_tensors, unpack_tensors
+
+
+class FinishReason(IntEnum):
+    """Why a completion ended."""
+
+    STOP = 0
+    """It chose a stop token; that token is its last."""
+    LENGTH = 1
+    """It reached the length limit without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled completion. Example: Completion((104, 105, 257), (-0.1, -0.7, -0.01), FinishReason.STOP)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Nats, one for each token, of the policy (at the run's temperature, without the noise) that sampled it."""
+    finish: FinishReason
+
+
+class EngineInfo(WireModel):
+    """Which software sampled, for calibration. Example: EngineInfo(name="transformers", version="5.19.0", dtype="fp32", device="cpu")."""
+
+    name: Name
+    version: Name
+    dtype: Name
+    device: Name
+
+
+class RolloutHeader(ParcelHeader):
+    """The signed header of a bundle."""
+
+    run: Digest
+    worker: KeyId
+    lease_id: Digest
+    step: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
+    policy_digest: Digest
+    num_rollouts: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    decompressed_bytes: int = Field(ge=1)
+    """Size of the tensor file inside the body. Declared, so that it can be refused before anything is decompressed."""
+    engine: EngineInfo
+    created_at_ms: int = Field(ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The parsed body: N completions, T tokens in all. Consistent in itself; not compared with any lease yet."""
+
+    token_ids_T: npt.NDArray[np.int32]  # [T]
+    logprobs_T: npt.NDArray[np.float32]  # [T] nats
+    lengths_N: npt.NDArray[np.int32]  # [N] each >= 1, sum T
+    finish_N: npt.NDArray[np.uint8]  # [N] FinishReason
+    slots_N: npt.NDArray[np.int64]  # [N]
+    seeds_N: npt.NDArray[np.int64]  # [N]
+    spans_S3: npt.NDArray[np.int32]  # [S, 3] (completion, policy_version, num_tokens)
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    def completion(self, index: int) -> Completion:
+        """The index-th completion by itself."""
+        end = int(self.lengths_N[: index + 1].sum())
+        part = slice(end - int(self.lengths_N[index]), end)
+        return Completion(
+            tuple(self.token_ids_T[part].tolist()),
+            tuple(self.logprobs_T[part].tolist()),
+            FinishReason(int(self.finish_N[index])),
+        )
+
+    def completions(self) -> list[Completion]:
+        return [self.completion(index) for index in range(len(self))]
+
+
+def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
+    """What an honest worker uploads: its completions in the lease's order, all by the lease's policy."""
+    assert len(completions) == lease.num_rollouts
+    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int32)
+    versions = np.full(len(lengths), lease.policy_version, dtype=np.int32)
+    return Rollouts(
+        token_ids_T=np.array([token for c in completions for token in c.token_ids], dtype=np.int32),
+        logprobs_T=np.array([logprob for c in completions for logprob in c.logprobs], dtype=np.float32),
+        lengths_N=lengths,
+        finish_N=np.array([c.finish for c in completions], dtype=np.uint8),
+        slots_N=np.array([group.slot for group in lease.groups for _ in group.seeds], dtype=np.int64),
+        seeds_N=np.array([seed for group in lease.groups for seed in group.seeds], dtype=np.int64),
+        spans_S3=np.stack([np.arange(len(lengths), dtype=np.int32), versions, lengths], axis=1),
+    )
+
+
+def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
+    """Compress. Returns the body and its size before compression."""
+    raw = pack_tensors(
+        {
+            "token_ids": rollouts.token_ids_T,
+            "logprobs": rollouts.logprobs_T,
+            "lengths": rollouts.lengths_N,
+            "finish": rollouts.finish_N,
+            "slots": rollouts.slots_N,
+            "seeds": rollouts.seeds_N,
+            "spans": rollouts.spans_S3,
+        }
+    )
+    return zstandard.ZstdCompressor(level=3).compress(raw), len(raw)
+
+
+def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) -> Rollouts:
+    """Decompress and check a body whose digest has been compared with the header's. Raises PeerError."""
+    if header.decompressed_bytes > bounds.rollout_decompressed_bytes_max:
+        raise LimitExceeded(
+            "rollout_decompressed_bytes_max",
+            header.decompressed_bytes,
+            bounds.rollout_decompressed_bytes_max,
+            code=ErrorCode.DECOMPRESSED_TOO_LARGE,
+        )
+    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT)
+    rollouts = Rollouts(*(tensors[name] for name in _LAYOUT))
+    _check_consistent(rollouts, header, bounds)
+    return rollouts
+
+
+def decompress(body: bytes | memoryview, *, size: int) -> bytes:
+    """Exactly `size` bytes out of one zstd frame. Raises PeerError.
+
+    zstandard's `max_output_size` is ignored where the frame declares a size of its own, so the frame's header is read
+    first, and the output is streamed into a buffer that never grows past `size`.
+    """
+    try:
+        declared = zstandard.frame_content_size(body)
+        if declared not in (-1, size):
+            raise PeerError(ErrorCode.DECOMPRESSED_TOO_LARGE, f"the frame declares {declared} bytes, the header {size}")
+        stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body, read_across_frames=False)
+        data = stream.read(size + 1)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise PeerError(ErrorCode.MALFORMED, f"the body is no zstd frame: {str(error)[:100]}") from None
+    if len(data) > size:
+        raise LimitExceeded("decompressed_bytes", None, size, code=ErrorCode.DECOMPRESSED_TOO_LARGE)
+    if len(data) < size:
+        raise PeerError(ErrorCode.MALFORMED, f"the body holds {len(data)} bytes, its header says {size}")
+    return data
+
+
+_LAYOUT = {
+    "token_ids": ("I32", 1),
+    "logprobs": ("F32", 1),
+    "lengths": ("I32", 1),
+    "finish": ("U8", 1),
+    "slots": ("I64", 1),
+    "seeds": ("I64", 1),
+    "spans": ("I32", 2),
+}
+"""Tensor name -> (safetensors dtype, rank), in the order of the fields of `Rollouts`."""
+
+
+def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits) -> None:
+    """Shapes and values that hold for any bundle of any lease."""
+    num, tokens = header.num_rollouts, len(rollouts.token_ids_T)
+    for name in ("lengths_N", "finish_N", "slots_N", "seeds_N"):
+        if len(getattr(rollouts, name)) != num:
+            raise PeerError(ErrorCode.MALFORMED, f"{name[:-2]} has {len(getattr(rollouts, name))} entries, not {num}")
+    if len(rollouts.logprobs_T) != tokens:
+        raise PeerError(ErrorCode.MALFORMED, f"{len(rollouts.logprobs_T)} logprobs for {tokens} tokens")
+    lengths = rollouts.lengths_N.astype(np.int64)
+    if lengths.min() < 1 or lengths.sum() != tokens:
+        raise PeerError(ErrorCode.MALFORMED, "lengths must be at least 1 and add up to the number of tokens")
+    if lengths.max() > bounds.completion_tokens_max:
+        raise LimitExceeded("completion_tokens_max", int(lengths.max()), bounds.completion_tokens_max)
+    if rollouts.finish_N.max() > max(FinishReason):
+        raise PeerError(ErrorCode.MALFORMED, "unknown finish reason")
+    if not np.isfinite(rollouts.logprobs_T).all() or rollouts.logprobs_T.max() > 1e-4:
+        raise PeerError(ErrorCode.MALFORMED, "a logprob is not finite or is above 0")
+    if rollouts.token_ids_T.min() < 0:
+        raise PeerError(ErrorCode.MALFORMED, "a token id is negative")
+    spans = rollouts.spans_S3
+    if spans.shape[1] != 3 or len(spans) < num or spans[:, 2].min() < 1 or (np.diff(spans[:, 0]) < 0).any():
+        raise PeerError(ErrorCode.MALFORMED, "spans are rows (completion, policy_version, num_tokens) in order")
+    if spans[0, 0] < 0 or spans[-1, 0] >= num:
+        raise PeerError(ErrorCode.MALFORMED, "a span names a completion that is not there")
+    covered = np.bincount(spans[:, 0], weights=spans[:, 2], minlength=num)
+    if not np.array_equal(covered.astype(np.int64), lengths):
+        raise PeerError(ErrorCode.MALFORMED, "the spans of a completion must cover its tokens exactly")

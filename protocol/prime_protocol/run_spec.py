@@ -1,0 +1,174 @@
+"""The RunSpec: what a run is, signed by its root key and pinned by its digest in the join link.
+
+A worker never learns its trust root from the network. The join link `http://host:port/#<digest>` holds the digest of the
+RunSpec's payload; whoever serves other bytes is found out before anything in them is read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from prime_protocol import limits
+from prime_protocol.assignment import Name, Sampling
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.limits import Limits
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of the wire that an older peer cannot read."""
+
+
+class RoleKeys(WireModel):
+    """Who may sign what. Key ids, each role at least one."""
+
+    root: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    """Signs this RunSpec."""
+    coordinator: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    """Signs leases, receipts and batches."""
+    trainer: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    """Signs manifests."""
+    validator: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    """Signs verdicts."""
+
+
+class ModelFile(WireModel):
+    """A file beside the weights: config.json, tokenizer.json, ... Its bytes are a blob of that digest."""
+
+    name: Name = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    digest: Digest
+    size: int = Field(ge=0)
+
+
+class EnvironmentSpec(WireModel):
+    """One environment of the run. Example: EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})."""
+
+    name: Name
+    id: Name
+    """Which implementation, found by name."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Share of the problems, relative to the other environments."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the problem generator."""
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict, max_length=64)
+    """What the implementation takes."""
+
+
+class CheckPolicy(WireModel):
+    """When a validator refuses a bundle by its numbers. Defaults hold for fp32 arithmetic on bf16 weights."""
+
+    logprob_error_mean_max: float = Field(default=0.01, gt=0.0)
+    """Nats. Mean over the bundle's tokens of |claimed - recomputed|; honest is below 6e-4 (fp32) to 2e-3 (bf16)."""
+    logprob_error_max: float = Field(default=0.5, gt=0.0)
+    """Nats. For any single token; the largest honest one seen is 0.01 (fp32) to 0.24 (bf16)."""
+    seed_flips_share_max: float = Field(default=0.03, ge=0.0, le=1.0)
+    """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
+    strikes_max: int = Field(default=2, ge=1)
+    """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
+
+
+class RunSpec(WireModel):
+    """One training run. Immutable: another RunSpec is another run."""
+
+    protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1)
+    name: Name
+    created_at_ms: int = Field(ge=0)
+    keys: RoleKeys
+    model_files: tuple[ModelFile, ...] = Field(min_length=1, max_length=64)
+    """Configuration and tokenizer, fixed for the run. Weights come by manifest."""
+    vocab_size: int = Field(ge=1, le=2**24)
+    """Token ids are below this."""
+    environments: tuple[EnvironmentSpec, ...] = Field(min_length=1, max_length=256)
+    sampling: Sampling
+    async_level: int = Field(default=2, ge=0, le=64)
+    """k: a rollout tagged n comes from a policy v with 0 <= n - v <= k."""
+    max_steps: int = Field(ge=1)
+    """The run ends when policy `max_steps` is published."""
+    groups_per_step: int = Field(ge=1, le=2**20)
+    """R: groups that one step trains on."""
+    rollouts_per_group: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    """G: completions of one prompt."""
+    lease_seconds: float = Field(default=600.0, gt=0.0)
+    """How long a worker has for one lease."""
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    """How often a worker reports; after four missed ones its leases go to others."""
+    limits: Limits = Field(default_factory=Limits)
+    checks: CheckPolicy = Field(default_factory=CheckPolicy)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        for what, names in (
+            ("model file", [file.name for file in self.model_files]),
+            ("environment", [environment.name for environment in self.environments]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"two {what}s have the same name")
+        return self
+
+    def step_of(self, slot: int) -> int:
+        """The step that trains a slot."""
+        return slot // self.groups_per_step
+
+    @property
+    def num_slots(self) -> int:
+        """Groups of the whole run."""
+        return self.max_steps * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRun:
+    """A RunSpec whose digest was compared with the pinned one and whose root signatures were verified."""
+
+    digest: str
+    spec: RunSpec
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    """Where a run is and which one it is. Example: `http://203.0.113.5:8400/#af13...`."""
+
+    url: str
+    run: str
+
+    @classmethod
+    def parse(cls, text: str) -> JoinLink:
+        """Raises ValueError with what is wrong with the link: it comes from the user."""
+        parts = urlsplit(text.strip())
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"a join link looks like http://host:port/#<64 hex digits>, got {text[:120]!r}")
+        if not re.fullmatch(r"[0-9a-f]{64}", parts.fragment):
+            raise ValueError("the join link lacks its run digest: 64 hex digits after '#'. Ask the operator for the whole link")
+        return cls(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}", parts.fragment)
+
+    def __str__(self) -> str:
+        return f"{self.url}/#{self.run}"
+
+
+def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
+    """Check a RunSpec against the digest of the join link. Raises PeerError.
+
+    (1) size; (2) digest of the raw payload is the pinned one; (3) protocol version; (4) schema and bounds;
+    (5) every root key named inside signs it.
+    """
+    if len(envelope.payload) > limits.RUN_SPEC_BYTES_MAX:  # (1)
+        raise LimitExceeded("RUN_SPEC_BYTES_MAX", len(envelope.payload), limits.RUN_SPEC_BYTES_MAX)
+    if envelope.digest != pinned:  # (2)
+        raise PeerError(ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest[:12]}, the join link names {pinned[:12]}")
+    fields = load_json(envelope.payload)
+    version = fields.get("protocol_version") if isinstance(fields, dict) else None
+    if version != PROTOCOL_VERSION:  # (3)
+        raise PeerError(
+            ErrorCode.VERSION_UNSUPPORTED,
+            f"the run speaks protocol {version!r:.20}, this software {PROTOCOL_VERSION}; install the matching release",
+        )
+    spec = parse_json(envelope.payload, RunSpec)  # (4)
+    roots = spec.keys.root
+    envelope.verify(PayloadType.RUN_SPEC, trusted=roots, threshold=len(set(roots)))  # (5)
+    return PinnedRun(pinned, spec, envelope)

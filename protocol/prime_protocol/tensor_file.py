@@ -1,0 +1,79 @@
+"""safetensors files as values: named arrays to bytes and back, strict on what comes from a peer.
+
+The published parser accepts duplicate names (safetensors 0.8), so the header is read here: it is JSON without duplicate
+keys, its tensors have the expected names, types and ranks, lie one after another without gap or overlap, and fill the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from prime_protocol import limits
+from prime_protocol.envelope import load_json
+from prime_protocol.errors import ErrorCode, PeerError
+
+_NUMPY: dict[str, type[np.generic]] = {
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F32": np.float32,
+}
+_HEADER_BYTES_MAX = 64 * 2**10
+
+
+def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Example: pack_tensors({"lengths": np.array([3], np.int32)})."""
+    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+
+
+def unpack_tensors(data: bytes, layout: Mapping[str, tuple[str, int]]) -> dict[str, npt.NDArray[Any]]:
+    """Exactly the tensors of `layout` (name -> safetensors dtype, rank), as read-only views of `data`. Raises PeerError."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or header_bytes > min(_HEADER_BYTES_MAX, len(data) - 8):
+        raise _malformed("its header does not fit")
+    header = load_json(data[8 : 8 + header_bytes])
+    if not isinstance(header, dict) or header.keys() != layout.keys():
+        raise _malformed(f"expected exactly the tensors {', '.join(layout)}")
+    body = memoryview(data)[8 + header_bytes :]
+    arrays = {}
+    covered = []
+    for name, (dtype, rank) in layout.items():
+        shape, start, end = _entry(name, header[name], dtype, rank)
+        count = int(np.prod(shape, dtype=object)) if shape else 1
+        if end - start != count * np.dtype(_NUMPY[dtype]).itemsize or end > len(body):
+            raise _malformed(f"{name} does not have the bytes of its shape")
+        arrays[name] = np.frombuffer(body[start:end], dtype=_NUMPY[dtype]).reshape(shape)
+        covered.append((start, end))
+    covered.sort()
+    if covered[0][0] != 0 or covered[-1][1] != len(body) or any(a[1] != b[0] for a, b in zip(covered, covered[1:])):
+        raise _malformed("its tensors overlap or leave gaps")
+    if any(array.size == 0 for array in arrays.values()):
+        raise _malformed("a tensor is empty")
+    return arrays
+
+
+def _entry(name: str, entry: object, dtype: str, rank: int) -> tuple[list[int], int, int]:
+    """One header entry as (shape, start, end)."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _malformed(f"{name} needs exactly dtype, shape and data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if entry["dtype"] != dtype or not _are_sizes(shape, rank) or not _are_sizes(offsets, 2) or offsets[0] > offsets[1]:
+        raise _malformed(f"{name} must be {dtype} of rank {rank}")
+    return shape, offsets[0], offsets[1]
+
+
+def _are_sizes(value: object, count: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(type(item) is int and 0 <= item < 2**40 for item in value)
+    )
+
+
+def _malformed(detail: str) -> PeerError:
+    return PeerError(ErrorCode.MALFORMED, f"tensor file: {detail[: limits.NAME_CHARS_MAX]}")

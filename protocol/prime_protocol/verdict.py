@@ -1,0 +1,111 @@
+"""Verdicts: what became of a bundle, why, and the signed receipt that a worker can keep."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+from prime_protocol.identity import KeyId
+
+
+class RejectReason(StrEnum):
+    """Why a well-formed, signed bundle was refused. `is_dishonest` says which of them count as a strike."""
+
+    STALE = "stale"
+    """Its step has been trained, or its policy is more than async_level behind."""
+    FUTURE = "future"
+    """Its step or policy does not exist yet."""
+    LEASE_EXPIRED = "lease_expired"
+    """The lease ended before the upload came; its groups have gone to another worker."""
+    DUPLICATE = "duplicate"
+    """The lease has been redeemed by another bundle."""
+    WRONG_POLICY = "wrong_policy"
+    """Another policy, or other spans of policies, than the lease names."""
+    WRONG_ASSIGNMENT = "wrong_assignment"
+    """Other groups, order or seeds than assigned."""
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"  # noqa: S105 - not a password
+    """A token id outside the vocabulary."""
+    BAD_TERMINATION = "bad_termination"
+    """It goes on after a stop token, stops without one, or ends before its limit."""
+    LOGPROB_MISMATCH = "logprob_mismatch"
+    """The claimed logprobs are not those of the claimed policy."""
+    SEED_MISMATCH = "seed_mismatch"
+    """The tokens are not the ones that the assigned seeds choose."""
+    MALFORMED = "malformed"
+    """The signed header is sound, but the body is not what SPEC.md describes."""
+    BANNED = "banned"
+    """The worker was banned while the bundle waited."""
+    UNVERIFIABLE = "unverifiable"
+    """No validator could judge it in time. Nobody's fault: its groups are leased again."""
+
+    @property
+    def is_dishonest(self) -> bool:
+        """True where neither bad luck nor a slow line explains it."""
+        return self in _DISHONEST
+
+
+_DISHONEST = frozenset(
+    {
+        RejectReason.WRONG_POLICY,
+        RejectReason.WRONG_ASSIGNMENT,
+        RejectReason.TOKEN_OUT_OF_RANGE,
+        RejectReason.BAD_TERMINATION,
+        RejectReason.LOGPROB_MISMATCH,
+        RejectReason.SEED_MISMATCH,
+        RejectReason.MALFORMED,
+    }
+)
+
+
+class Verdict(WireModel):
+    """Accepted, or refused with a reason. Example: Verdict(accepted=False, reason=RejectReason.STALE, detail="step 3 is trained")."""
+
+    accepted: bool
+    reason: RejectReason | None = None
+    detail: str = Field(default="", max_length=500)
+    """For a person. Never holds what would help to cheat better."""
+
+    @model_validator(mode="after")
+    def _reason_goes_with_refusal(self) -> Verdict:
+        if self.accepted == (self.reason is not None):
+            raise ValueError("a refused verdict has a reason, an accepted one has none")
+        return self
+
+    @classmethod
+    def accept(cls) -> Verdict:
+        return cls(accepted=True)
+
+    @classmethod
+    def refuse(cls, reason: RejectReason, detail: str = "") -> Verdict:
+        return cls(accepted=False, reason=reason, detail=detail[:500])
+
+
+class BundleStatus(StrEnum):
+    """Where a bundle is on its way."""
+
+    PENDING = "pending"
+    """Durable at the coordinator, waiting for a validator."""
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+class Receipt(WireModel):
+    """The coordinator's signed word on one bundle. A worker that keeps its receipts can prove what it did."""
+
+    run: Digest
+    worker: KeyId
+    lease_id: Digest
+    bundle: Digest
+    """Digest of the whole parcel as uploaded."""
+    step: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
+    num_rollouts: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+    """Completion tokens that were credited; 0 where the bundle was refused before it was counted."""
+    status: BundleStatus
+    reason: RejectReason | None = None
+    detail: str = Field(default="", max_length=500)
+    at_ms: int = Field(ge=0)

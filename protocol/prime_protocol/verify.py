@@ -1,0 +1,102 @@
+"""The checks on a bundle of rollouts. Numbered, cheap ones first; the first that fails gives the reason.
+
+    (1) the policy and its spans are the lease's          WRONG_POLICY
+    (2) groups, order and seeds are the assigned ones     WRONG_ASSIGNMENT
+    (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
+    (4) each completion ends where it must                BAD_TERMINATION
+    (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
+    (6) tokens are the ones that the seeds choose         SEED_MISMATCH
+
+(1) to (4) need only the lease. (5) and (6) need a forward pass of the claimed policy over prompt and completion, by someone
+trusted; they take its numbers as arrays. Steps are judged by step.check, envelopes by envelope.py, before any of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
+from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.verdict import RejectReason, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a trusted forward pass says about a bundle's T completion tokens, in the bundle's order."""
+
+    logprobs_T: npt.NDArray[np.float32]  # [T] nats, at the run's temperature
+    margins_T: npt.NDArray[np.float32]
+    """[T] best noisy score minus the chosen token's: 0 where the token is the one that the seed chooses, else above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The numbers behind a verdict."""
+
+    logprob_error_mean: float
+    logprob_error_max: float
+    seed_flips_share: float
+
+
+def check_assignment(header: RolloutHeader, rollouts: Rollouts, lease: Lease, *, vocab_size: int) -> Verdict:
+    """Checks (1) to (4)."""
+    versions = rollouts.spans_S3[:, 1]
+    same_policy = header.policy_version == lease.policy_version and header.policy_digest == lease.policy_digest
+    if not same_policy or (versions != lease.policy_version).any():  # (1)
+        return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
+    slots = [group.slot for group in lease.groups for _ in group.seeds]
+    seeds = [seed for group in lease.groups for seed in group.seeds]
+    if header.step != lease.step or rollouts.slots_N.tolist() != slots or rollouts.seeds_N.tolist() != seeds:  # (2)
+        return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "groups, order or seeds differ from the lease")
+    if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
+        return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids are below {vocab_size}")
+    fault = _termination_fault(rollouts, lease.sampling)
+    if fault is not None:  # (4)
+        return Verdict.refuse(RejectReason.BAD_TERMINATION, fault)
+    return Verdict.accept()
+
+
+def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
+    """Compare claims with a trusted forward pass."""
+    errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
+    errors_T = np.nan_to_num(errors_T, nan=np.inf, posinf=np.inf)
+    return Measured(
+        logprob_error_mean=float(errors_T.mean()),
+        logprob_error_max=float(errors_T.max()),
+        seed_flips_share=float((prefill.margins_T > 0).mean()),
+    )
+
+
+def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
+    """Checks (5) and (6)."""
+    if measured.logprob_error_mean > policy.logprob_error_mean_max or measured.logprob_error_max > policy.logprob_error_max:
+        return Verdict.refuse(  # (5)
+            RejectReason.LOGPROB_MISMATCH,
+            f"claimed logprobs differ by {measured.logprob_error_mean:.4f} nats on average, {measured.logprob_error_max:.3f} at most",
+        )
+    if measured.seed_flips_share > policy.seed_flips_share_max:  # (6)
+        return Verdict.refuse(
+            RejectReason.SEED_MISMATCH, f"{measured.seed_flips_share:.2%} of the tokens are not the ones that the seeds choose"
+        )
+    return Verdict.accept()
+
+
+def _termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:
+    """Why some completion ends where it must not, or None."""
+    is_stop_T = np.isin(rollouts.token_ids_T, np.array(sampling.stop_token_ids, dtype=np.int64))
+    ends_N = np.cumsum(rollouts.lengths_N.astype(np.int64))
+    last_is_stop_N = is_stop_T[ends_N - 1]
+    if int(rollouts.lengths_N.max()) > sampling.completion_tokens_max:
+        return "a completion is longer than the run's limit"
+    if int(is_stop_T.sum()) != int(last_is_stop_N.sum()):
+        return "a completion goes on after a stop token"
+    says_stop_N = rollouts.finish_N == FinishReason.STOP
+    if (says_stop_N != last_is_stop_N).any():
+        return "a finish reason does not fit its completion's last token"
+    if (~last_is_stop_N & (rollouts.lengths_N != sampling.completion_tokens_max)).any():
+        return "a completion ends without a stop token before the length limit"
+    return None

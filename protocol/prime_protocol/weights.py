@@ -1,0 +1,71 @@
+"""Weights as values: named flat arrays with a wire dtype, and the digest that names a whole set of them.
+
+bf16 and other types that numpy lacks are held as the unsigned integers of their bit patterns, beside the dtype's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from prime_protocol.codec import DTYPES
+from prime_protocol.digest import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensor:
+    """One tensor. Example: WeightTensor("bf16", (2, 3), np.zeros(6, np.uint16))."""
+
+    dtype: str
+    """A key of `codec.DTYPES`."""
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]  # [prod(shape)], contiguous, unsigned bit patterns where numpy has no such type
+
+    def __post_init__(self) -> None:
+        assert self.data.ndim == 1 and len(self.data) == prod(self.shape) and self.data.flags.c_contiguous
+        assert self.data.itemsize == DTYPES[self.dtype]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the raw little-endian bytes."""
+        return digest_of(memoryview(self.data).cast("B")) if len(self.data) else digest_of(b"")
+
+
+Weights = Mapping[str, WeightTensor]
+"""Tensor name -> tensor, in the model's own order."""
+
+
+def state_root(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
+    """One digest for a whole set of weights, from rows (name, dtype, shape, digest) sorted by name.
+
+    Each row is hashed as UTF-8 "name NUL dtype NUL d0,d1,... NUL digest LF"; SPEC.md, section "State root". A single
+    tensor is proven by the table and its own bytes; the table is in the signed manifest.
+    """
+    hasher = blake3()
+    for name, dtype, shape, digest in sorted(tensors):
+        hasher.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{digest}\n".encode())
+    return hasher.hexdigest()
+
+
+def root_of(weights: Weights) -> str:
+    """The state root of weights at hand."""
+    return state_root((name, tensor.dtype, tensor.shape, tensor.digest) for name, tensor in weights.items())
+
+
+def num_bytes(weights: Weights) -> int:
+    """Raw bytes of all tensors."""
+    return sum(tensor.data.nbytes for tensor in weights.values())
+
+
+def empty_like(dtype: str, shape: tuple[int, ...]) -> WeightTensor:
+    """An uninitialised tensor to decode into."""
+    return WeightTensor(dtype, shape, np.empty(prod(shape), dtype=_STORAGE[DTYPES[dtype]]))
+
+
+_STORAGE: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
