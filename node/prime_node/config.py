@@ -17,12 +17,18 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from prime_protocol.errors import LocalError
 
+__all__ = ["Settings", "SettingsConfigDict", "check_sections", "parse_overrides", "read_toml"]
+
 
 class Settings(BaseSettings):
     """Base of every role's settings. A subclass sets `section` and `env_prefix`, and documents each field under it."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_nested_delimiter="__", use_attribute_docstrings=True, nested_model_default_partial_update=True
+        extra="forbid",
+        frozen=True,
+        env_nested_delimiter="__",
+        use_attribute_docstrings=True,
+        nested_model_default_partial_update=True,
     )
 
     section: ClassVar[str]

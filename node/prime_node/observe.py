@@ -37,7 +37,9 @@ class JsonLines:
 
     def record(self, **fields: Any) -> None:
         """Example: record(step=3, reward=0.4)."""
-        self._file.write(json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n")
+        self._file.write(
+            json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n"
+        )
 
     def close(self) -> None:
         self._file.close()

@@ -38,16 +38,27 @@ PROMPT, COMPLETION, PROBLEMS, GROUP = 48, 48, 8, 8
 def to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 -> bf16 bit patterns, round to nearest even (finite values only)."""
     bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+        np.uint16
+    )
 
 
 def synthetic_pair(rate: float, *, elements: int = 1 << 22, seed: int = 0) -> tuple[Weights, Weights]:
     """Two neighbouring policies. The four tensors differ in scale as embedding, attention, MLP and norm weights do."""
     rng = np.random.default_rng([seed, int(rate * 1e9)])
     base, new = {}, {}
-    for name, scale, share in (("embed", 0.02, 0.25), ("attention", 0.04, 0.25), ("mlp", 0.03, 0.4995), ("norm", 0.0, 0.0005)):
+    for name, scale, share in (
+        ("embed", 0.02, 0.25),
+        ("attention", 0.04, 0.25),
+        ("mlp", 0.03, 0.4995),
+        ("norm", 0.0, 0.0005),
+    ):
         shape = (max(1, int(elements * share) // 1024), 1024)
-        master = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale) if scale else np.ones(shape, np.float32)
+        master = (
+            rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+            if scale
+            else np.ones(shape, np.float32)
+        )
         update = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.4)
         update *= np.sqrt(rng.standard_exponential(shape, dtype=np.float32))
         base[name], new[name] = to_bf16(master), to_bf16(master - np.float32(rate) * update)
@@ -81,7 +92,9 @@ def corpus(folder: Path) -> np.ndarray:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         texts[: len(texts) // 4],
-        trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+        ),
     )
     ids = [np.asarray([0, *encoded.ids], np.uint16) for encoded in tokenizer.encode_batch(texts)]
     tokens = np.concatenate(ids)
@@ -147,7 +160,10 @@ def snapshot(model: Any) -> Weights:
     import torch
 
     state = model.state_dict().items()
-    return {name: t.detach().to(torch.bfloat16).contiguous().view(torch.uint16).numpy().copy() for name, t in state}
+    return {
+        name: t.detach().to(torch.bfloat16).contiguous().view(torch.uint16).numpy().copy()
+        for name, t in state
+    }
 
 
 def overlap(completion: np.ndarray, truth: set[int]) -> float:
@@ -203,7 +219,9 @@ def grpo(folder: Path, pretrained: Path, rate: float, steps: int, keep: int, see
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pretrain-steps", type=int, default=250)
     parser.add_argument("--steps", type=int, default=12)

@@ -14,9 +14,9 @@ only when a tensor is large enough to profit; without numba everything works, sl
 
 from __future__ import annotations
 
-from prime_protocol.codec.api import CHUNK_ELEMENTS, EncodedChunk, decode_chunk, encode_tensor, warm_up
+from prime_protocol.codec.api import EncodedChunk, decode_chunk, encode_tensor, encode_tensors, warm_up
 from prime_protocol.codec.errors import CodecError
-from prime_protocol.codec.layout import DTYPES, Mode, mode_of
+from prime_protocol.codec.layout import CHUNK_ELEMENTS, DTYPES, Mode, mode_of
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -26,6 +26,7 @@ __all__ = [
     "Mode",
     "decode_chunk",
     "encode_tensor",
+    "encode_tensors",
     "mode_of",
     "warm_up",
 ]

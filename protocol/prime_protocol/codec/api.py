@@ -1,13 +1,22 @@
-"""What the rest of the project calls: a tensor in, chunks out; a chunk in, a range of a tensor out."""
+"""What the rest of the project calls: a tensor in, chunks out; a chunk in, a range of a tensor out.
+
+The kernels are used for tensors of at least KERNEL_ELEMENTS elements; so importing numba is never the price of a small model,
+and the same tensors always give the same bytes on machines with the same packages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import importlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prime_protocol.codec import portable
+from prime_protocol.codec import class_portable, portable
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import (
     CHUNK_ELEMENTS,
@@ -21,13 +30,22 @@ from prime_protocol.codec.layout import (
     write_head,
 )
 
+if TYPE_CHECKING:
+    from prime_protocol.codec import classes
+
+KERNEL_ELEMENTS = 2**14
+"""Chunks smaller than this are coded with numpy alone."""
 GAP_DENSITY_MAX = 0.2
 """Above this share of changed elements a step for each element is smaller than positions."""
+CHUNKS_AHEAD = 16
+"""Encoded chunks that may wait for the reader when a pool encodes."""
+CLASS_SHARE_MAX = 0.6
+"""A CLASS chunk over this share of the raw bytes is compared with the elements themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """Elements start .. start + count of one tensor. Example: EncodedChunk(b"\\xc5\\x00...", start=262144, count=262144)."""
+    """Elements start .. start + count of one tensor. Example: EncodedChunk(b"...", start=262144, count=1000)."""
 
     data: bytes
     start: int
@@ -35,35 +53,66 @@ class EncodedChunk:
 
 
 def encode_tensor(new: Array, base: Array | None, *, dtype: str) -> Iterator[EncodedChunk]:
-    """Chunks of a flat, contiguous tensor in order; none where the tensor is empty. `base` None makes an anchor."""
-    element = TYPES[dtype]
-    new_bits = bit_patterns(new, element)
-    base_bits = None if base is None else bit_patterns(base, element)
-    assert base_bits is None or base_bits.size == new_bits.size
-    for start in range(0, new_bits.size, CHUNK_ELEMENTS):
-        part = slice(start, start + CHUNK_ELEMENTS)
-        data = encode_chunk(new_bits[part], None if base_bits is None else base_bits[part], element)
-        yield EncodedChunk(data, start, new_bits[part].size)
+    """Chunks of a flat, contiguous tensor in order; none where it is empty. `base` None makes an anchor."""
+    return (chunk for _, chunk in encode_tensors([(new, base, dtype)]))
 
 
-def decode_chunk(
-    data: bytes, out: Array, base: Array | None, *, dtype: str, start: int, count: int
-) -> None:
-    """Write elements start .. start + count of `out`.
+def encode_tensors(
+    tensors: Iterable[tuple[Array, Array | None, str]], *, pool: Executor | None = None
+) -> Iterator[tuple[int, EncodedChunk]]:
+    """(tensor's number, chunk) in order, for tensors given as (new, base or None, dtype).
 
-    Raises CodecError, and nothing else, on any bytes. A chunk that is refused has written nothing. `out` may be `base`
-    itself, to update weights in place; applying a delta twice is then wrong, so keep a record per chunk.
+    With a pool of threads, chunks are encoded side by side: the work holds no GIL. At most CHUNKS_AHEAD chunks wait to be
+    taken and `tensors` is read no further than that, so that a checkpoint may stream through, larger than memory.
+    """
+    if pool is None:
+        for tensor, (start, new, base, element) in _ranges(tensors):
+            yield tensor, EncodedChunk(encode_chunk(new, base, element), start, new.size)
+        return
+    waiting: deque[tuple[int, int, int, Future[bytes]]] = deque()
+    for tensor, (start, new, base, element) in _ranges(tensors):
+        waiting.append((tensor, start, new.size, pool.submit(encode_chunk, new, base, element)))
+        if len(waiting) > CHUNKS_AHEAD:
+            yield _taken(waiting)
+    while waiting:
+        yield _taken(waiting)
+
+
+def _ranges(
+    tensors: Iterable[tuple[Array, Array | None, str]],
+) -> Iterator[tuple[int, tuple[int, Array, Array | None, ElementType]]]:
+    for number, (new, base, dtype) in enumerate(tensors):
+        element = TYPES[dtype]
+        new_bits = bit_patterns(new, element)
+        base_bits = None if base is None else bit_patterns(base, element)
+        assert base_bits is None or base_bits.size == new_bits.size
+        for start in range(0, new_bits.size, CHUNK_ELEMENTS):
+            part = slice(start, start + CHUNK_ELEMENTS)
+            yield number, (start, new_bits[part], None if base_bits is None else base_bits[part], element)
+
+
+def _taken(waiting: deque[tuple[int, int, int, Future[bytes]]]) -> tuple[int, EncodedChunk]:
+    tensor, start, count, data = waiting.popleft()
+    return tensor, EncodedChunk(data.result(), start, count)
+
+
+def decode_chunk(data: bytes, out: Array, base: Array | None, *, dtype: str, start: int, count: int) -> None:
+    """Write elements start .. start + count of `out`. Raises CodecError, and nothing else, on any bytes.
+
+    `out` may be `base` itself, to update weights in place; applying a delta twice is then wrong, so keep a record per
+    chunk. After a CodecError the range is undefined: a chunk that does not fit its base is noticed while it is applied.
     """
     element = TYPES[dtype]
-    assert 0 <= start and start + count <= out.size and (base is None or base.size == out.size)
+    assert 0 <= start <= start + count <= out.size
+    assert base is None or base.size == out.size
     target = bit_patterns(out, element)[start : start + count]
-    source = None if base is None else bit_patterns(base, element)[start : start + count]
     mode = read_head(data, element, count)
     if mode is Mode.FULL:
         target[:] = portable.decode_full(data, count, element)
         return
-    if source is None:
+    if base is None:
         raise CodecError(f"mode {mode.name} needs a base")
+    source = bit_patterns(base, element)[start : start + count]
     if mode is Mode.SKIP:
         if len(data) != HEAD_BYTES:
             raise CodecError("a skipped chunk has no body")
@@ -72,24 +121,53 @@ def decode_chunk(
         target[:] = portable.decode_gap(data, source, element)
     elif mode is Mode.DENSE:
         target[:] = portable.decode_dense(data, source, element)
+    elif not element.has_classes:
+        raise CodecError(f"mode CLASS is for floats of one or two bytes, not for {element.name}")
+    elif count >= KERNEL_ELEMENTS and (kernels := load_kernels()):
+        kernels.decode_classes(data, target, source, element)
     else:
-        raise CodecError(f"mode {mode.name} is not known")
+        target[:] = class_portable.decode_classes(data, source, element)
 
 
 def encode_chunk(new: Array, base: Array | None, element: ElementType) -> bytes:
     """One chunk in the mode that costs least."""
     if base is None:
-        return write_head(Mode.FULL, element, new.size) + portable.encode_full(new, element)
+        return _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element))
+    if element.has_classes and new.size >= KERNEL_ELEMENTS and (kernels := load_kernels()):
+        body = kernels.encode_classes(new, base, element)
+        mode = Mode.SKIP if body is None else Mode.CLASS
+        chunk = _chunk(mode, element, new.size, body or b"")
+        if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
+            return chunk
+        return min(chunk, _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element)), key=len)
     changed = np.flatnonzero(new != base)
     if not changed.size:
-        return write_head(Mode.SKIP, element, new.size)
+        return _chunk(Mode.SKIP, element, new.size, b"")
     if changed.size <= GAP_DENSITY_MAX * new.size:
-        return write_head(Mode.GAP, element, new.size) + portable.encode_gap(new, base, element, changed)
-    dense = portable.encode_dense(new, base, element)
-    full = portable.encode_full(new, element)
-    mode, body = (Mode.DENSE, dense) if len(dense) < len(full) else (Mode.FULL, full)
-    return write_head(mode, element, new.size) + body
+        return _chunk(Mode.GAP, element, new.size, portable.encode_gap(new, base, element, changed))
+    dense = _chunk(Mode.DENSE, element, new.size, portable.encode_dense(new, base, element))
+    return min(dense, _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element)), key=len)
+
+
+def _chunk(mode: Mode, element: ElementType, count: int, body: bytes) -> bytes:
+    return write_head(mode, element, count) + body
+
+
+@functools.cache
+def load_kernels() -> classes | None:
+    """The CLASS mode's fast path, or None where numba is missing."""
+    try:
+        return importlib.import_module("prime_protocol.codec.classes")  # type: ignore[return-value]
+    except ImportError:
+        return None
 
 
 def warm_up() -> None:
-    """Load what the fast paths need, so that the first chunk does not wait for it. Optional."""
+    """Load or compile the kernels now, so that the first chunk does not wait for them. Optional."""
+    if kernels := load_kernels():
+        base = np.full(KERNEL_ELEMENTS, 0x3C00, np.uint16)
+        new = base.copy()
+        new[::7] += 1
+        body = kernels.encode_classes(new, base, TYPES["bf16"])
+        assert body is not None
+        decode_chunk(_chunk(Mode.CLASS, TYPES["bf16"], base.size, body), new, base, dtype="bf16", start=0, count=base.size)

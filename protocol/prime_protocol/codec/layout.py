@@ -61,6 +61,12 @@ class ElementType:
         return self.is_float and self.itemsize <= 2
 
     @property
+    def exponent_shift(self) -> int:
+        """Where the exponent begins in a float's bit pattern."""
+        assert self.mantissa_bits is not None
+        return self.mantissa_bits
+
+    @property
     def storage(self) -> np.dtype[np.unsignedinteger[Any]]:
         """The unsigned integer, little-endian, that holds one element's bit pattern."""
         return np.dtype(f"<u{self.itemsize}")
@@ -90,6 +96,11 @@ DTYPES: dict[str, int] = {element.name: element.itemsize for element in TYPES.va
 """Element types of the wire: name -> bytes per element."""
 
 
+def chunk_bytes_max(element: ElementType, count: int) -> int:
+    """No encoder needs more: FULL stores raw planes where nothing is smaller."""
+    return HEAD_BYTES + count * element.itemsize + 1024
+
+
 def write_head(mode: Mode, element: ElementType, count: int) -> bytes:
     assert 1 <= count <= CHUNK_ELEMENTS
     return bytes((MAGIC, mode, element.code)) + count.to_bytes(3, "little")
@@ -106,6 +117,8 @@ def read_head(data: bytes, element: ElementType, count: int) -> Mode:
     announced = int.from_bytes(data[3:6], "little")
     if announced != count or not 1 <= count <= CHUNK_ELEMENTS:
         raise CodecError(f"{announced} elements announced, {count} expected, at most {CHUNK_ELEMENTS}")
+    if len(data) > chunk_bytes_max(element, count):
+        raise CodecError(f"{len(data)} bytes are too many for {count} elements")
     return mode_of(data)
 
 

@@ -6,6 +6,8 @@ malformed chunk leaves no trace.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from prime_protocol.codec.errors import CodecError
@@ -89,7 +91,7 @@ def split_bytes(values: Array) -> list[Array]:
     return [np.ascontiguousarray(octets[:, place]) for place in range(values.itemsize)]
 
 
-def join_bytes(planes: list[Array], storage: np.dtype[np.unsignedinteger[np.typing.NBitBase]]) -> Array:
+def join_bytes(planes: list[Array], storage: np.dtype[Any]) -> Array:
     """The inverse of `split_bytes`."""
     octets = np.empty((planes[0].size, len(planes)), np.uint8)
     for place, plane in enumerate(planes):

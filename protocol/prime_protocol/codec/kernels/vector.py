@@ -64,26 +64,28 @@ def _call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
 
 def _for_each_class(context: Any, builder: Any, sig: Any, args: Any, words: Any, body: Any) -> None:
     """body(class, mask of the class's lanes, fill level); then the fill level grows by the number of those lanes."""
-    (thresholds_t, num_t, fill_t), (thresholds, num, fill) = sig, args
-    del num_t
+    (shift_t, lowest_t, num_t, fill_t), (shift, lowest, num, fill) = sig, args
+    del shift_t, num_t
+    places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
     magnitudes = builder.and_(words, _constant(_WORDS, 0x7FFF))
-    before = cgutils.alloca_once_value(builder, ir.Constant(_I64, 0))
+    exponents = builder.trunc(builder.lshr(magnitudes, places), _BYTES)
+    above = cgutils.alloca_once_value(builder, _constant(_MASK, 0))
     with cgutils.for_range(builder, num) as loop:
-        threshold = _load(builder, _pointer(context, builder, thresholds_t, thresholds, loop.index, _I16), _I16)
-        reached = builder.icmp_unsigned(">=", magnitudes, _splat(builder, threshold, _WORDS))
-        reached = builder.bitcast(reached, _I64)
-        lanes = builder.and_(reached, builder.not_(builder.load(before)))
-        builder.store(reached, before)
+        limit = _load(builder, _pointer(context, builder, lowest_t, lowest, loop.index, _I8), _I8)
+        reached = builder.icmp_unsigned(">=", exponents, _splat(builder, limit, _BYTES))
+        lanes = builder.xor(reached, builder.load(above))
+        builder.store(reached, above)
         level_at = _pointer(context, builder, fill_t, fill, loop.index, _I64)
         level = _load(builder, level_at, _I64)
-        body(loop.index, builder.bitcast(lanes, _MASK), level)
-        _store(builder, builder.add(level, _call(builder, "llvm.ctpop.i64", _I64, [lanes])), level_at)
+        body(loop.index, lanes, level)
+        size = _call(builder, "llvm.ctpop.i64", _I64, [builder.bitcast(lanes, _I64)])
+        _store(builder, builder.add(level, size), level_at)
 
 
 @intrinsic  # type: ignore[misc]
-def scatter_block(_: Any, new: Any, base: Any, index: Any, thresholds: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
+def scatter_block(_: Any, new: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
     """Append 64 steps to the planes of their classes. Returns the lanes whose step does not fit into a byte."""
-    signature = types.uint64(new, base, index, thresholds, num, fill, planes, stride)
+    signature = types.uint64(new, base, index, shift, lowest, num, fill, planes, stride)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         old = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], _WORDS), _WORDS)
@@ -97,33 +99,33 @@ def scatter_block(_: Any, new: Any, base: Any, index: Any, thresholds: Any, num:
             packed = _call(
                 builder, "llvm.x86.avx512.mask.compress.v64i8", _BYTES, [octets, _constant(_BYTES, 0), lanes]
             )
-            at = builder.add(builder.mul(number, args[7]), level)
-            _store(builder, packed, _pointer(context, builder, sig.args[6], args[6], at, _BYTES))
+            at = builder.add(builder.mul(number, args[8]), level)
+            _store(builder, packed, _pointer(context, builder, sig.args[7], args[7], at, _BYTES))
 
-        _for_each_class(context, builder, (sig.args[3], sig.args[4], sig.args[5]), args[3:6], old, append)
+        _for_each_class(context, builder, sig.args[3:7], args[3:7], old, append)
         return builder.bitcast(escaped, _I64)
 
     return signature, generate
 
 
 @intrinsic  # type: ignore[misc]
-def gather_block(_: Any, out: Any, base: Any, index: Any, thresholds: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
+def gather_block(_: Any, out: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, fill: Any, planes: Any, stride: Any) -> Any:
     """Write 64 elements: base plus the next steps of each class's plane. Returns the lanes that hold the escape byte."""
-    signature = types.uint64(out, base, index, thresholds, num, fill, planes, stride)
+    signature = types.uint64(out, base, index, shift, lowest, num, fill, planes, stride)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         old = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], _WORDS), _WORDS)
         octets = cgutils.alloca_once_value(builder, _constant(_BYTES, 0))
 
         def take(number: Any, lanes: Any, level: Any) -> None:
-            at = builder.add(builder.mul(number, args[7]), level)
-            packed = _load(builder, _pointer(context, builder, sig.args[6], args[6], at, _BYTES), _BYTES)
+            at = builder.add(builder.mul(number, args[8]), level)
+            packed = _load(builder, _pointer(context, builder, sig.args[7], args[7], at, _BYTES), _BYTES)
             spread = _call(
                 builder, "llvm.x86.avx512.mask.expand.v64i8", _BYTES, [packed, _constant(_BYTES, 0), lanes]
             )
             builder.store(builder.or_(builder.load(octets), spread), octets)
 
-        _for_each_class(context, builder, (sig.args[3], sig.args[4], sig.args[5]), args[3:6], old, take)
+        _for_each_class(context, builder, sig.args[3:7], args[3:7], old, take)
         steps = builder.load(octets)
         words = _patterns(builder, builder.add(_ordinals(builder, old), builder.sext(steps, _WORDS)))
         _store(builder, words, _pointer(context, builder, sig.args[0], args[0], args[2], _WORDS))

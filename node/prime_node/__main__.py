@@ -1,0 +1,5 @@
+"""`python -m prime_node` is `prime-node`."""
+
+from prime_node.cli.main import main
+
+main()

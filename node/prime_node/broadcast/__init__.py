@@ -1,0 +1,1 @@
+"""How checkpoints travel: the publisher's side, and the side of everybody who follows."""

@@ -1,0 +1,33 @@
+"""A run's model files: configuration and tokenizer, fetched by digest and written to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_node.ports.transport import CheckpointSource
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.run_spec import ModelFile, PinnedRun
+
+
+async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
+    """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in run.spec.model_files:
+        path = folder / file.name
+        if not path.exists() or digest_of(path.read_bytes()) != file.digest:
+            data = await _fetch(source, file, run)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_bytes(data)
+            partial.replace(path)
+    return folder
+
+
+async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> bytes:
+    bound = run.spec.limits.blob_bytes_max
+    if file.size > bound:
+        raise LimitExceeded("blob_bytes_max", file.size, bound)
+    data = await source.blob(file.digest)
+    if digest_of(data) != file.digest:
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"model file {file.name} is not the one that the RunSpec names")
+    return data

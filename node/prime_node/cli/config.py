@@ -1,0 +1,72 @@
+"""`prime-node config`: every setting with its default and its meaning, from the code itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from prime_node.cli.options import SECTIONS
+from prime_node.config import Settings
+
+
+def config(
+    section: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(sorted(SECTIONS))}; all if left out.")
+    ] = None,
+) -> None:
+    """Print every setting with its default and what it means."""
+    for settings in all_settings():
+        if section in (None, settings.section):
+            print("\n".join(describe(settings, settings.section)), end="\n\n")
+
+
+def all_settings() -> list[type[Settings]]:
+    """One class a table, in the order of the flow."""
+    from prime_node.cli.up_config import UpConfig
+    from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.coordinator.new_run import RunConfig
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.validator.config import ValidatorConfig
+    from prime_node.worker.config import WorkerConfig
+
+    return [RunConfig, UpConfig, CoordinatorConfig, TrainerConfig, ValidatorConfig, WorkerConfig]
+
+
+def describe(model: type[BaseModel], table: str) -> Iterator[str]:
+    """TOML with a comment above each setting; nested tables after the plain settings."""
+    yield f"[{table}]"
+    nested: list[tuple[str, type[BaseModel]]] = []
+    for name, field in model.model_fields.items():
+        inner = [item for item in (field.annotation, *get_args(field.annotation)) if _is_model(item)]
+        if inner and (field.is_required() or isinstance(field.get_default(call_default_factory=True), BaseModel)):
+            nested.append((name, inner[0]))
+            continue
+        yield f"# {' '.join((field.description or '').split())}"
+        yield f"{name} = {_toml(field.get_default(call_default_factory=True))}"
+    for name, inner_model in nested:
+        yield ""
+        yield from describe(inner_model, f"{table}.{name}")
+
+
+def _is_model(item: object) -> bool:
+    return isinstance(item, type) and issubclass(item, BaseModel)
+
+
+def _toml(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "...  # needed"
+    if value is None:
+        return '""  # none'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return f'"{value}"'

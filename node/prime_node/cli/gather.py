@@ -1,0 +1,75 @@
+"""From the coordinator's status and the roles' own files to one `Progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.screen import Progress, Row, recent
+from prime_node.cli.supervisor import ChildState
+from prime_node.observe import read_json_lines
+from prime_protocol.run_spec import PinnedRun
+
+
+def progress_of(
+    run_dir: RunDir,
+    run: PinnedRun,
+    status: Mapping[str, Any],
+    processes: Mapping[str, ChildState],
+    *,
+    elapsed_s: float,
+) -> Progress:
+    """`status` is the coordinator's; empty before it has answered."""
+    rows = read_json_lines(run_dir.trainer_metrics)
+    trained = [row for row in rows if "reward_mean" in row]
+    workers = {worker["name"]: worker for worker in status.get("workers", ())}
+    return Progress(
+        phase=_phase(status, rows, run),
+        step=int(status.get("step", 0)),
+        max_steps=run.spec.max_steps,
+        elapsed_s=elapsed_s,
+        rewards=[row["reward_mean"] for row in trained],
+        lag_mean=recent(trained, "lag_mean"),
+        evaluation=_evaluation(rows),
+        sent_bytes=int(status.get("bytes_published", 0)),
+        rows=[_row(name, state, workers.get(name), trained) for name, state in processes.items()],
+        waiting_for=str(status.get("waiting_for", "")),
+        refused=status.get("rollouts", {}).get("refused", {}),
+    )
+
+
+def _phase(status: Mapping[str, Any], rows: list[dict[str, Any]], run: PinnedRun) -> str:
+    if not status:
+        return "starting"
+    head = int(status.get("head", -1))
+    if head < 0:
+        taught = [row for row in rows if "sft_step" in row]
+        return f"teaching the format (supervised step {taught[-1]['sft_step']})" if taught else "starting"
+    return "finishing" if head >= run.spec.max_steps else "learning"
+
+
+def _evaluation(rows: list[dict[str, Any]]) -> str:
+    evaluated = [row for row in rows if "eval_greedy" in row]
+    if not evaluated:
+        return ""
+    last = evaluated[-1]
+    return f"{last['eval_greedy']:.2f} greedy, {last['eval_sampled']:.2f} sampled at step {last['step']}"
+
+
+def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: list[dict[str, Any]]) -> Row:
+    if worker is None:
+        idle = recent(trained, "idle_share") if name == "trainer" else None
+        return Row(name, state, "" if idle is None else f"idle {idle:.0%}")
+    refused: Mapping[str, int] = worker.get("refused", {})
+    ban = worker.get("ban")
+    note = f"banned at step {ban['step']}: {ban['reason']}" if ban else ""
+    return Row(
+        name,
+        state,
+        str(worker.get("state", "")),
+        policy=str(worker.get("policy_version", "")),
+        accepted=int(worker.get("accepted", 0)),
+        refused=sum(refused.values()),
+        note=note,
+    )

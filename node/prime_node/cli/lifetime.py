@@ -1,0 +1,78 @@
+"""How a role's process lives and ends: one event loop, one stop event.
+
+The first SIGINT or SIGTERM sets the stop event, and the role ends in order; a second one, or the end of `grace_s`, cancels it.
+With `stop_with_parent`, the end of standard input does the same as a signal: a supervisor that dies, by whatever cause, closes
+the pipe, so nothing is orphaned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after a second signal, or where the grace period was not enough."""
+
+
+def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
+    """Run `main(stop)` to its end and return its exit code."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_live(main, stop_with_parent=stop_with_parent, grace_s=grace_s))
+
+
+async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
+    stop, cut = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (cut if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    if stop_with_parent:
+        threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()
+
+    role = asyncio.ensure_future(main(stop))
+    deadline = asyncio.create_task(_cut_after(stop, cut, grace_s))
+    cutting = asyncio.create_task(cut.wait())
+    await asyncio.wait({role, cutting}, return_when=asyncio.FIRST_COMPLETED)
+    if not role.done():
+        log.warning("stopping at once")
+        role.cancel()
+    deadline.cancel()
+    cutting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        return await role
+    return INTERRUPTED
+
+
+async def _cut_after(stop: asyncio.Event, cut: asyncio.Event, grace_s: float) -> None:
+    await stop.wait()
+    await asyncio.sleep(grace_s)
+    log.warning("not finished %.0f s after the request to stop", grace_s)
+    cut.set()
+
+
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Blocks until standard input ends. Raw reads: the interpreter's own lock on sys.stdin would block its shutdown."""
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1_024):
+            pass
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself meanwhile
+        loop.call_soon_threadsafe(stop.set)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

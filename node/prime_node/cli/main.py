@@ -1,0 +1,48 @@
+"""`prime-node`: the commands, and what every one of them does with an error.
+
+Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
+side refused (banned, wrong run, ...); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from prime_node import __version__
+from prime_node.cli import config, coordinator, doctor, join, new, trainer, up, validator, verify
+from prime_protocol.errors import LocalError, PeerError
+
+app = typer.Typer(
+    name="prime-node",
+    help="Train one model with workers that nobody has to trust.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (up, join, verify, new, coordinator, trainer, validator, doctor, config):
+    name = module.__name__.rpartition(".")[2]
+    app.command(name)(getattr(module, name))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
+    problem = Console(stderr=True)
+    try:
+        app()
+    except LocalError as error:
+        problem.print(f"prime-node: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(3)
+    except PeerError as error:
+        problem.print(f"prime-node: refused by the other side: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(4)

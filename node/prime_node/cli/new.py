@@ -1,0 +1,73 @@
+"""`prime-node new`: makes the folder of a run: keys, model files, RunSpec, join link."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prime_node.cli.options import ConfigFile, Options, Set
+from prime_node.cli.run_dir import RunDir, write_atomically, write_key
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import JoinLink, PinnedRun
+
+
+def new(
+    directory: Annotated[Path, typer.Argument(help="Where to make the run.")],
+    url: Annotated[str, typer.Option(help="Where contributors will reach the coordinator.")] = "http://127.0.0.1:8400",
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+) -> None:
+    """Make a run: keys, model files, the signed RunSpec and the join link."""
+    options = Options(config, assignments)
+    run = make_run(RunDir(directory), options, config_file=config)
+    link = write_join_link(RunDir(directory), run, url=url)
+    print(f"run {run.digest[:12]} made in {directory}\njoin link: {link}")
+
+
+def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> PinnedRun:
+    """Everything but the join link. The RunSpec is written last: a folder without it is half made and made again.
+
+    Raises LocalError where the folder already holds a run.
+    """
+    from prime_node.cli import wire
+    from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
+
+    if run_dir.exists:
+        raise LocalError(
+            f"{run_dir.path} already holds a run; choose another folder, or `prime-node up` to go on with it"
+        )
+    settings = options.load(RunConfig)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    for leftover in (run_dir.path / "keys", run_dir.model):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    keys = {role: SigningKey(secrets.token_bytes(32)) for role in ROLES}
+    for role, key in keys.items():
+        write_key(run_dir.key(role), key)
+    model = wire.make_model_files(settings.model, run_dir.model)
+    run = build_run_spec(
+        settings,
+        keys=keys,
+        model_files=model.files,
+        vocab_size=model.vocab_size,
+        stop_token_ids=model.stop_token_ids,
+        now_ms=time.time_ns() // 1_000_000,
+    )
+    if config_file is not None:
+        write_atomically(run_dir.config, config_file.read_bytes())
+    write_atomically(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
+    write_atomically(run_dir.run_spec, run.envelope.to_bytes())
+    return run
+
+
+def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:
+    """The link for contributors. It changes with the address; the digest in it never does."""
+    link = JoinLink.parse(f"{url.rstrip('/')}/#{run.digest}")
+    write_atomically(run_dir.join_link_file, f"{link}\n".encode())
+    return link

@@ -1,0 +1,48 @@
+"""Options that several commands share, and how they become settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from prime_node.config import Settings, check_sections, parse_overrides, read_toml
+
+SECTIONS = {"run", "up", "coordinator", "trainer", "validator", "worker"}
+"""Tables that a config file may hold."""
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="TOML file; it holds only what differs from the defaults.", show_default=False),
+]
+Set = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="SECTION.NAME=VALUE",
+        help="Override one setting; may be given often.",
+        show_default=False,
+    ),
+]
+StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True, help="Stop when standard input ends.")]
+LogLevel = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")]
+
+S = TypeVar("S", bound=Settings)
+
+
+class Options:
+    """A parsed config file and the overrides of the command line."""
+
+    def __init__(self, file: Path | None, assignments: list[str]) -> None:
+        self.tables: dict[str, Any] = {} if file is None else read_toml(file)
+        if file is not None:
+            check_sections(self.tables, SECTIONS, path=file)
+        self.assignments = assignments
+        self.overrides = parse_overrides(assignments)
+        check_sections(self.overrides, SECTIONS, path=Path("--set"))
+
+    def load(self, settings: type[S]) -> S:
+        """One role's settings. Raises LocalError."""
+        return settings.load(self.tables, self.overrides.get(settings.section))

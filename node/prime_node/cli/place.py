@@ -1,0 +1,53 @@
+"""Where a trusted role finds its run: a run directory made by `prime-node new`, or a join link with a key of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prime_node.cli.run_dir import RunDir, load_key
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import JoinLink
+
+Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
+Key = Annotated[
+    Path | None,
+    typer.Option("--key", help="Private key of the role; the run directory's own if left out.", show_default=False),
+]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Where the role keeps its state.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A role's run, key and folder."""
+
+    link: JoinLink
+    key: SigningKey
+    folder: Path
+
+
+def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) -> Place:
+    """Raises LocalError where something is missing."""
+    if run.startswith(("http://", "https://")):
+        if key is None or folder is None:
+            raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
+        return Place(parse_link(run), load_key(key), folder)
+    run_dir = RunDir(Path(run))
+    run_dir.load_run()
+    if not run_dir.join_link_file.exists():
+        raise LocalError(
+            f"{run_dir.path} has no join link yet; `prime-node coordinator {run_dir.path}` or `up` writes it"
+        )
+    return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), folder or run_dir.path / role)
+
+
+def parse_link(text: str) -> JoinLink:
+    """Raises LocalError: the link was typed or pasted by a person."""
+    try:
+        return JoinLink.parse(text)
+    except ValueError as error:
+        raise LocalError(str(error)) from None

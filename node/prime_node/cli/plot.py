@@ -1,0 +1,70 @@
+"""The learning curve, as a PNG and in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What the plot shows, by step. Rewards are means over a step's rollouts, evaluations are on held-out problems."""
+
+    steps: Sequence[int]
+    rewards: Sequence[float]
+    evaluation_steps: Sequence[int]
+    greedy: Sequence[float]
+    sampled: Sequence[float]
+    ban_step: int | None = None
+    """The step at which a worker was banned."""
+
+
+def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> Curve:
+    """From the trainer's metrics. A step that was trained again after a crash counts once."""
+    trained = {row["step"]: row["reward_mean"] for row in rows if "reward_mean" in row}
+    evaluated = {row["step"]: row for row in rows if "eval_greedy" in row}
+    return Curve(
+        steps=sorted(trained),
+        rewards=[trained[step] for step in sorted(trained)],
+        evaluation_steps=sorted(evaluated),
+        greedy=[evaluated[step]["eval_greedy"] for step in sorted(evaluated)],
+        sampled=[evaluated[step]["eval_sampled"] for step in sorted(evaluated)],
+        ban_step=ban_step,
+    )
+
+
+def save_png(curve: Curve, path: Path, *, title: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(curve.steps, curve.rewards, color="#b0b7c3", linewidth=0.8, label="reward of the step's rollouts")
+    axes.plot(
+        curve.evaluation_steps, curve.greedy, color="#1b6ca8", marker="o", markersize=3.5, label="held-out, greedy"
+    )
+    axes.plot(
+        curve.evaluation_steps, curve.sampled, color="#d9822b", marker="o", markersize=3.5, label="held-out, sampled"
+    )
+    if curve.ban_step is not None:
+        axes.axvline(curve.ban_step, color="#b3261e", linewidth=1, linestyle=":", label="cheater banned")
+    axes.set(xlabel="step", ylabel="exact answers / reward", ylim=(0, 1), title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def terminal_plot(curve: Curve, *, width: int = 76, height: int = 15) -> str:
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, height)
+    plotext.plot(curve.steps, curve.rewards, label="reward of the step")
+    plotext.scatter(curve.evaluation_steps, curve.sampled, label="held-out, sampled", marker="o")
+    plotext.ylim(0, 1)
+    plotext.xlabel("step")
+    return str(plotext.build())

@@ -1,0 +1,138 @@
+"""The folder of a run: who keeps what where.
+
+config.toml        the settings that the run was made with
+overrides          the --set assignments beside it, one a line
+run.json           the signed RunSpec
+join-link          the link that contributors need (the digest in it is the trust root)
+keys/ROLE.key      private keys, mode 0600
+model/             configuration and tokenizer
+coordinator/       state, bundles, and public/ (what anyone may download)
+trainer/ validator/ worker-N/
+logs/ROLE.log
+curve.png summary.json
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_protocol.envelope import open_envelope
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run. Example: RunDir(Path("runs/demo"))."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def overrides_file(self) -> Path:
+        return self.path / "overrides"
+
+    def overrides(self) -> list[str]:
+        """The `--set` assignments that the run was made with."""
+        return self.overrides_file.read_text(encoding="utf-8").splitlines() if self.overrides_file.exists() else []
+
+    @property
+    def run_spec(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def join_link_file(self) -> Path:
+        return self.path / "join-link"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def coordinator(self) -> Path:
+        return self.path / "coordinator"
+
+    @property
+    def public(self) -> Path:
+        """What the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
+        return self.coordinator / "public"
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / "trainer"
+
+    @property
+    def trainer_metrics(self) -> Path:
+        return self.trainer / "metrics.jsonl"
+
+    @property
+    def validator(self) -> Path:
+        return self.path / "validator"
+
+    def worker(self, number: int) -> Path:
+        return self.path / f"worker-{number}"
+
+    def log(self, role: str) -> Path:
+        return self.path / "logs" / f"{role}.log"
+
+    def key(self, role: str) -> Path:
+        return self.path / "keys" / f"{role}.key"
+
+    @property
+    def exists(self) -> bool:
+        """True once the run has been made; the RunSpec is written last."""
+        return self.run_spec.exists()
+
+    def join_link(self) -> JoinLink:
+        return JoinLink.parse(self.join_link_file.read_text(encoding="utf-8"))
+
+    def load_run(self) -> PinnedRun:
+        """The RunSpec of this folder, which is its own trust root. Raises LocalError where there is none."""
+        if not self.exists:
+            raise LocalError(f"{self.path} holds no run: no run.json. `prime-node new {self.path}` makes one")
+        envelope = open_envelope(self.run_spec.read_bytes())
+        return open_run_spec(envelope, pinned=envelope.digest)
+
+
+def load_key(path: Path) -> SigningKey:
+    """A private key of 32 raw bytes in hexadecimal. Raises LocalError."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise LocalError(f"key {path} can be read by others; run: chmod 600 {path}")
+        return SigningKey(bytes.fromhex(path.read_text(encoding="ascii").strip()))
+    except FileNotFoundError:
+        raise LocalError(f"key {path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise LocalError(f"key {path}: {error}") from None
+
+
+def write_key(path: Path, key: SigningKey) -> None:
+    """Write a new key file, mode 0600, durably; never over an existing one."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(key.to_bytes().hex() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Readers see the old file or the new one; after a crash, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""What `prime-node up` shows while it runs: a live table on a terminal, one line every few seconds elsewhere.
+
+Pure rendering: everything comes from `Progress`, which up.py fills from the coordinator's status and the trainer's metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One process."""
+
+    name: str
+    process: str
+    """running, restarting, done, ..."""
+    doing: str
+    policy: str = ""
+    accepted: int = 0
+    refused: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of the run."""
+
+    phase: str
+    """Starting, teaching the format, learning, finishing."""
+    step: int
+    max_steps: int
+    elapsed_s: float
+    rewards: Sequence[float] = ()
+    """Mean reward of each trained step."""
+    lag_mean: float | None = None
+    evaluation: str = ""
+    sent_bytes: int = 0
+    rows: Sequence[Row] = ()
+    waiting_for: str = ""
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+def render(progress: Progress) -> RenderableType:
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(progress.phase, style="bold"),
+        Text(f"step {progress.step}/{progress.max_steps}"),
+        ProgressBar(total=progress.max_steps, completed=progress.step, width=30),
+        Text(f"{progress.elapsed_s:.0f} s"),
+    )
+    numbers = Text(f"reward {sparkline(progress.rewards, width=40)} {_latest(progress.rewards)}")
+    if progress.evaluation:
+        numbers.append(f"   held-out: {progress.evaluation}", style="cyan")
+    detail = Text(f"lag {_or_dash(progress.lag_mean)}   broadcast {size(progress.sent_bytes)}", style="dim")
+    if progress.waiting_for:
+        detail.append(f"   waiting for: {progress.waiting_for}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("who", "process", "doing", "policy", "accepted", "refused", ""):
+        table.add_column(column, justify="right" if column in ("policy", "accepted", "refused") else "left")
+    for row in progress.rows:
+        style = "red" if row.note.startswith("banned") else ""
+        table.add_row(
+            row.name, row.process, row.doing, row.policy, str(row.accepted), str(row.refused), row.note, style=style
+        )
+    return Group(head, numbers, detail, table)
+
+
+def one_line(progress: Progress) -> str:
+    """For a log or a pipe."""
+    parts = [
+        f"{progress.elapsed_s:6.0f} s  {progress.phase}",
+        f"step {progress.step}/{progress.max_steps}",
+        f"reward {_latest(progress.rewards)}",
+        f"lag {_or_dash(progress.lag_mean)}",
+    ]
+    if progress.evaluation:
+        parts.append(f"held-out {progress.evaluation}")
+    if progress.refused:
+        parts.append("refused " + ", ".join(f"{count} {reason}" for reason, count in progress.refused.items()))
+    parts.extend(f"{row.name} {row.note}" for row in progress.rows if row.note)
+    return "  ".join(parts)
+
+
+def sparkline(values: Sequence[float], *, width: int) -> str:
+    """Values in [0, 1] as bars, averaged to `width` columns."""
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    means = []
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        means.append(sum(part) / len(part))
+    return "".join(_BARS[min(len(_BARS) - 1, max(0, int(mean * len(_BARS))))] for mean in means)
+
+
+def size(num_bytes: float) -> str:
+    """1536 -> '1.5 kB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1_000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1_000
+    return f"{num_bytes:.1f} TB"
+
+
+def recent(rows: Sequence[Mapping[str, Any]], name: str, *, count: int = 20) -> float | None:
+    """Mean of the last values of a metric."""
+    values = [row[name] for row in rows if name in row][-count:]
+    return sum(values) / len(values) if values else None
+
+
+def _latest(values: Sequence[float], *, count: int = 10) -> str:
+    return f"{sum(values[-count:]) / len(values[-count:]):.2f}" if values else "-"
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

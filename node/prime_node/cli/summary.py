@@ -1,0 +1,98 @@
+"""The end of `prime-node up`: what was learned, what was refused, who was banned, and whether the whole chain verifies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from prime_node.cli import wire
+from prime_node.cli.plot import curve_of, save_png, terminal_plot
+from prime_node.cli.run_dir import RunDir, write_atomically
+from prime_node.cli.screen import size
+from prime_node.observe import read_json_lines
+from prime_protocol.run_spec import PinnedRun
+
+
+async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], console: Console) -> int:
+    """Print and write the summary. Returns 0, or 1 where the chain does not verify."""
+    rows = read_json_lines(run_dir.trainer_metrics)
+    bans = [
+        {"worker": worker["name"], **worker["ban"]}
+        for worker in status.get("workers", ())
+        if worker.get("ban") is not None
+    ]
+    report = await wire.audit_folder(run_dir.public, run, chain=True)
+    summary = {
+        "run": run.digest,
+        "policies": run.spec.max_steps,
+        "evaluation": _evaluations(rows),
+        "rollouts": status.get("rollouts", {}),
+        "bans": bans,
+        "bytes_published": status.get("bytes_published", 0),
+        "trainer_idle_share": _idle_share(rows),
+        "verification": {
+            "ok": report.passed,
+            "checks": [f"{check.title}: {check.detail}" for check in report.checks if check.passed],
+            "reason": None if report.failure is None else f"{report.failure.title}: {report.failure.detail}",
+        },
+    }
+    curve = curve_of(rows, ban_step=bans[0]["step"] if bans else None)
+    _show(summary, console)
+    if curve.steps:
+        console.print(terminal_plot(curve), markup=False, highlight=False)
+        save_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
+        console.print(f"curve: {run_dir.path / 'curve.png'}", highlight=False)
+    write_atomically(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
+    return 0 if report.passed else 1
+
+
+def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """First and last evaluation on held-out problems."""
+    evaluated = [row for row in rows if "eval_greedy" in row]
+    if not evaluated:
+        return {}
+    names = ("step", "eval_greedy", "eval_sampled", "eval_reward")
+    return {
+        place: {name: row[name] for name in names if name in row}
+        for place, row in (("before", evaluated[0]), ("after", evaluated[-1]))
+    }
+
+
+def _idle_share(rows: list[dict[str, Any]]) -> float | None:
+    """Share of the reinforcement learning's time in which the trainer waited for a batch."""
+    idle = sum(row.get("idle_seconds", 0.0) for row in rows)
+    total = sum(row.get("step_seconds", 0.0) for row in rows)
+    return idle / total if total else None
+
+
+def _show(summary: Mapping[str, Any], console: Console) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    evaluation = summary["evaluation"]
+    if evaluation:
+        for label, name in (
+            ("exact, greedy", "eval_greedy"),
+            ("exact, sampled", "eval_sampled"),
+            ("reward", "eval_reward"),
+        ):
+            if name in evaluation["before"]:
+                before, after = evaluation["before"][name], evaluation["after"][name]
+                table.add_row(f"held-out {label}", f"{before:.2f} -> {after:.2f}")
+    rollouts = summary["rollouts"]
+    table.add_row("rollouts accepted", f"{rollouts.get('accepted', 0):,}")
+    for reason, count in sorted(rollouts.get("refused", {}).items()):
+        table.add_row(f"  refused: {reason}", f"{count:,}")
+    for ban in summary["bans"]:
+        table.add_row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
+    table.add_row("broadcast", f"{size(summary['bytes_published'])} of checkpoints")
+    if summary["trainer_idle_share"] is not None:
+        table.add_row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
+    verification = summary["verification"]
+    for check in verification["checks"]:
+        table.add_row("verified", check)
+    table.add_row("whole chain", "verified" if verification["ok"] else f"DOES NOT HOLD: {verification['reason']}")
+    console.print()
+    console.print(table)

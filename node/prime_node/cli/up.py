@@ -1,0 +1,263 @@
+"""`prime-node up`: the whole system on one machine, from nothing or from where it stopped.
+
+Order of life: coordinator, then trainer, validators and workers together. Order of death: workers, validators, trainer,
+coordinator, so that everything that was made is taken in. A child that dies unexpectedly is started again; each resumes from
+its own disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from prime_node.cli.options import ConfigFile, Options, Set
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.screen import Progress, one_line, render
+from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
+from prime_node.cli.up_config import UpConfig
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import JoinLink, PinnedRun
+
+log = logging.getLogger(__name__)
+
+COORDINATOR, TRAINER, VALIDATOR = "coordinator", "trainer", "validator"
+BANNED = 4
+"""Exit code of a worker that was refused for good; it is not started again."""
+REFRESH_S = 0.5
+LINE_S = 5.0
+"""Without a terminal: one line this often."""
+START_S_MAX = 60.0
+"""For the coordinator to answer."""
+GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
+
+
+def up(
+    directory: Annotated[
+        Path, typer.Argument(help="Folder of the run; made if it is not there, resumed if it is.")
+    ] = Path("runs/demo"),
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    engine: Annotated[str, typer.Option(help="Inference engine of the workers: auto, transformers or vllm.")] = "auto",
+) -> None:
+    """Start everything on this machine and train, or go on with a run that was stopped."""
+    from prime_node.observe import setup_logging
+
+    run_dir = RunDir(directory)
+    setup_logging("up", file=run_dir.log("up"))
+    options = _options(run_dir, config, assignments)
+    code = asyncio.run(_up(run_dir, options, config_file=config or _shipped_demo(), engine=engine))
+    raise typer.Exit(code)
+
+
+async def _up(run_dir: RunDir, options: Options, *, config_file: Path, engine: str) -> int:
+    console = Console()
+    run, resumed = _open_or_make(run_dir, options, config_file)
+    settings = options.load(UpConfig)
+    link = _choose_address(run_dir, run, settings)
+    console.print(f"{'resuming' if resumed else 'new run'} in {run_dir.path}", highlight=False)
+    console.print(
+        f"  join link  {link}\n  status     {link.url}/v1/status\n  metrics    {link.url}/metrics",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command goes on\n", highlight=False)
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    session = Session(run_dir, run, link, options, settings, engine)
+    try:
+        await session.start()
+        finished = await session.watch(console, stop)
+    finally:
+        await session.stop()
+    if not finished:
+        console.print(f"\nstopped at step {session.progress.step}; `prime-node up {run_dir.path}` goes on")
+        return 130 if stop.is_set() else 3
+    from prime_node.cli.summary import summarise
+
+    return await summarise(run_dir, run, session.status, console)
+
+
+class Session:
+    """One stretch of a run: from `up` to its end or to Ctrl-C."""
+
+    def __init__(
+        self, run_dir: RunDir, run: PinnedRun, link: JoinLink, options: Options, settings: UpConfig, engine: str
+    ) -> None:
+        self._run_dir, self._run, self._link = run_dir, run, link
+        self._settings, self._engine = settings, engine
+        self._supervisor = Supervisor()
+        self._began = time.monotonic()
+        self._workers = [f"worker-{number}" for number in range(1, settings.num_workers + 1)]
+        self.status: dict[str, Any] = {}
+        self.progress = Progress("starting", 0, run.spec.max_steps, 0.0)
+
+    async def start(self) -> None:
+        """All children. Raises LocalError with the end of the coordinator's log where it does not come up."""
+        host, port = self._settings.host, self._link.url.rpartition(":")[2]
+        await self._start(COORDINATOR, "--set", f"coordinator.host={host}", "--set", f"coordinator.port={port}")
+        await self._until_healthy()
+        await self._start(TRAINER)
+        await self._start(VALIDATOR)
+        for number, name in enumerate(self._workers, start=1):
+            arguments = [
+                str(self._link),
+                "--folder",
+                str(self._run_dir.worker(number)),
+                "--name",
+                name,
+                "--engine",
+                self._engine,
+            ]
+            cheat = self._settings.unsafe_cheaters.get(str(number))
+            if cheat is not None:
+                arguments += ["--unsafe-cheat", cheat, "--unsafe-cheat-after", str(self._settings.cheat_after_leases)]
+            await self._start(name, *arguments, command="join", positional=False)
+
+    async def watch(self, console: Console, stop: asyncio.Event) -> bool:
+        """Show progress until the trainer is done (True), or until `stop` or a failure (False)."""
+        trainer = asyncio.create_task(self._supervisor.wait(TRAINER))
+        stopping = asyncio.create_task(stop.wait())
+        with contextlib.ExitStack() as stack:
+            live = stack.enter_context(Live(console=console, refresh_per_second=4)) if console.is_terminal else None
+            line_at = 0.0
+            while not (trainer.done() or stopping.done()):
+                await self._refresh()
+                if live is not None:
+                    live.update(render(self.progress))
+                elif time.monotonic() >= line_at:
+                    print(one_line(self.progress), flush=True)
+                    line_at = time.monotonic() + LINE_S
+                await asyncio.wait({trainer, stopping}, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED)
+            await self._refresh()
+            if live is not None:
+                live.update(render(self.progress))
+        stopping.cancel()
+        if not trainer.done():
+            trainer.cancel()
+            return False
+        ended = trainer.result()
+        if ended.state is ChildState.DONE:
+            return True
+        console.print(
+            f"the trainer failed; the end of {ended.log_file}:\n{last_lines(ended.log_file, 15)}", markup=False
+        )
+        return False
+
+    async def stop(self) -> None:
+        """In the order that loses nothing."""
+        await asyncio.gather(*(self._supervisor.stop(name, grace_s=GRACE_S["worker"]) for name in self._workers))
+        for name in (VALIDATOR, TRAINER, COORDINATOR):
+            await self._supervisor.stop(name, grace_s=GRACE_S[name])
+
+    async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
+        where = [str(self._run_dir.path)] if positional else []
+        stored = ["--config", str(self._run_dir.config)]
+        for assignment in self._run_dir.overrides():
+            stored += ["--set", assignment]
+        await self._supervisor.start(
+            Child(
+                name,
+                ["-m", "prime_node", command or name, *where, *arguments, *stored, "--stop-with-parent"],
+                self._run_dir.log(name),
+                environment={
+                    "OMP_NUM_THREADS": str(self._settings.threads),
+                    "NUMBA_NUM_THREADS": str(self._settings.threads),
+                },
+                final_codes=frozenset({0, BANNED}) if command == "join" else frozenset({0}),
+            )
+        )
+
+    async def _until_healthy(self) -> None:
+        child = self._supervisor.children[COORDINATOR]
+        deadline = time.monotonic() + START_S_MAX
+        while await self._get("/healthz") is None:
+            if child.state is ChildState.FAILED or time.monotonic() > deadline:
+                raise LocalError(
+                    f"the coordinator did not start; the end of {child.log_file}:\n{last_lines(child.log_file, 15)}"
+                )
+            await asyncio.sleep(0.05)
+
+    async def _refresh(self) -> None:
+        from prime_node.cli.gather import progress_of
+
+        self.status = await self._get("/v1/status") or self.status
+        self.progress = await asyncio.to_thread(
+            progress_of,
+            self._run_dir,
+            self._run,
+            self.status,
+            {child.name: child.state for child in self._supervisor.children.values()},
+            elapsed_s=time.monotonic() - self._began,
+        )
+
+    async def _get(self, path: str) -> dict[str, Any] | None:
+        from prime_node.cli import wire
+
+        return await wire.get_json(self._link.url + path)
+
+
+def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:
+    """A new run takes the given config, or the demo's. A run that exists keeps its own; only its roles may be overridden."""
+    if not run_dir.exists:
+        return Options(config or _shipped_demo(), assignments)
+    if config is not None and config.read_bytes() != run_dir.config.read_bytes():
+        raise LocalError(f"{run_dir.path} was made with another config; leave --config away, or choose another folder")
+    options = Options(run_dir.config, [*run_dir.overrides(), *assignments])
+    if any(assignment.startswith("run.") for assignment in assignments):
+        raise LocalError(f"the run in {run_dir.path} is signed and fixed: --set run.* is for a new folder")
+    return options
+
+
+def _open_or_make(run_dir: RunDir, options: Options, config_file: Path) -> tuple[PinnedRun, bool]:
+    if run_dir.exists:
+        return run_dir.load_run(), True
+    from prime_node.cli.new import make_run
+
+    return make_run(run_dir, options, config_file=config_file), False
+
+
+def _choose_address(run_dir: RunDir, run: PinnedRun, settings: UpConfig) -> JoinLink:
+    """The address of last time if it is free, else the configured port, else any free one."""
+    from prime_node.cli.new import write_join_link
+
+    wanted = [settings.port]
+    if run_dir.join_link_file.exists():
+        wanted.insert(0, int(run_dir.join_link().url.rpartition(":")[2]))
+    port = next((port for port in wanted if port and _is_free(settings.host, port)), 0) or _free_port(settings.host)
+    return write_join_link(run_dir, run, url=f"http://{settings.host}:{port}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _shipped_demo() -> Path:
+    from prime_node.cli.shipped import config_path
+
+    return config_path("demo.toml")

@@ -1,0 +1,27 @@
+"""Settings of `prime-node up`: the [up] table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from prime_node.config import Settings, SettingsConfigDict
+
+
+class UpConfig(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_UP_")
+    section: ClassVar[str] = "up"
+
+    num_workers: int = Field(default=3, ge=1)
+    """Workers on this machine."""
+    unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
+    """Which of them cheat, and how (`altered`: noise on the weights; `stale`: never swaps them), to see them caught."""
+    cheat_after_leases: int = Field(default=40, ge=0)
+    """A cheater is honest for this many leases first, so that it is caught in the middle of the run."""
+    host: str = "127.0.0.1"
+    """Address that the coordinator listens on. Others can join only where they can reach it."""
+    port: int = Field(default=8400, ge=0, le=65535)
+    """Its port; the next free one is taken where it is in use."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of each process for arithmetic. More than cores / processes makes everything slower."""

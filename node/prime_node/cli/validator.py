@@ -1,0 +1,72 @@
+"""`prime-node validator`: judges rollouts. Several may run at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import typer
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import Folder, Key, Place, Run, find_place
+
+GRACE_S = 8.0
+
+
+def validator(
+    run: Run,
+    key: Key = None,
+    folder: Folder = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
+    from prime_node.cli.lifetime import run_role
+    from prime_node.observe import setup_logging
+
+    setup_logging("validator", level=log_level)
+    place = find_place(run, "validator", key=key, folder=folder)
+    options = Options(config, assignments)
+    raise typer.Exit(
+        run_role(lambda stop: _validate(place, options, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S)
+    )
+
+
+async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
+    from prime_node.cli import wire
+    from prime_node.validator.config import ValidatorConfig
+    from prime_node.validator.loop import Validator
+    from prime_node.validator.loop import run as run_validator
+
+    settings = options.load(ValidatorConfig)
+    async with wire.connect(place.link, place.key) as (client, pinned):
+        model = await wire.model_folder(client, pinned, place.folder / "model")
+        follower = wire.follower(
+            pinned, client, place.folder, policies_kept=max(settings.policies_kept, pinned.spec.async_level + 2)
+        )
+        tokenizer = wire.tokenizer(model)
+        scorer = wire.scorer(model, dtype=settings.dtype, threads=settings.threads)
+        following = asyncio.create_task(follower.follow())
+        try:
+            await run_validator(
+                Validator(
+                    run=pinned,
+                    config=settings,
+                    coordinator=client,
+                    scorer=scorer,
+                    environments=wire.environments(pinned.spec, tokenizer),
+                    tokenizer=tokenizer,
+                    policy=follower.weights,
+                    policy_versions=follower.versions,
+                    clock=wire.clock(),
+                ),
+                stop,
+            )
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            await scorer.close()
+    return 0

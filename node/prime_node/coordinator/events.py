@@ -1,0 +1,201 @@
+"""Events: the facts that the coordinator's state is folded from.
+
+An event says what has been decided, not what was asked: a lease event names its slots. So a later release with another
+scheduler replays an older log to the same state. Time is logged beside each event and is an argument of `tick`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from prime_protocol.verdict import RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A key takes part, for the first time or again. Its open leases of an earlier session lapse."""
+
+    worker: str
+    name: str
+    software: str
+    engine: str
+    rollouts_max: int
+    type: Literal["worker_joined"] = "worker_joined"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker said goodbye. Its open leases lapse."""
+
+    worker: str
+    type: Literal["worker_left"] = "worker_left"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersLost:
+    """Workers that were silent for too long. Their open leases lapse; they may join again."""
+
+    workers: tuple[str, ...]
+    type: Literal["workers_lost"] = "workers_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBanned:
+    """The operator bans a worker. (A ban by strikes follows from a verdict and needs no event of its own.)"""
+
+    worker: str
+    reason: str
+    type: Literal["worker_banned"] = "worker_banned"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnbanned:
+    """The operator forgives a worker: ban and strikes are gone."""
+
+    worker: str
+    type: Literal["worker_unbanned"] = "worker_unbanned"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """Some slots of one step are promised to a worker."""
+
+    lease_id: str
+    worker: str
+    step: int
+    policy_version: int
+    policy_digest: str
+    slots: tuple[int, ...]
+    expires_at_ms: int
+    type: Literal["lease_granted"] = "lease_granted"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturned:
+    """A worker hands a lease back; it cannot be redeemed any more."""
+
+    lease_id: str
+    type: Literal["lease_returned"] = "lease_returned"
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesExpired:
+    """Leases whose time is up. They lapse."""
+
+    lease_ids: tuple[str, ...]
+    type: Literal["leases_expired"] = "leases_expired"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleArrived:
+    """A bundle is durable and redeems its lease; it waits for a verdict."""
+
+    bundle: str
+    lease_id: str
+    worker: str
+    num_rollouts: int
+    num_bytes: int
+    type: Literal["bundle_arrived"] = "bundle_arrived"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleTurnedAway:
+    """A signed bundle came too late for its lease. Its bytes are not kept, its receipt is."""
+
+    bundle: str
+    lease_id: str
+    worker: str
+    num_rollouts: int
+    reason: RejectReason
+    detail: str
+    type: Literal["bundle_turned_away"] = "bundle_turned_away"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictGiven:
+    """What a validator found, or UNVERIFIABLE by the coordinator where no validator answered."""
+
+    bundle: str
+    reason: RejectReason | None
+    """None: accepted."""
+    detail: str
+    rewards: tuple[float, ...]
+    num_tokens: int
+    validator: str
+    type: Literal["verdict_given"] = "verdict_given"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFixed:
+    """The trainer was given the batch of a step. It never changes from now on."""
+
+    step: int
+    type: Literal["batch_fixed"] = "batch_fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerDurable:
+    """The trainer would resume at this step: what earlier steps trained on may be forgotten."""
+
+    step: int
+    type: Literal["trainer_durable"] = "trainer_durable"
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPublished:
+    """The next policy is out."""
+
+    policy_version: int
+    digest: str
+    base: int | None
+    sent_bytes: int
+    type: Literal["manifest_published"] = "manifest_published"
+
+
+@dataclass(frozen=True, slots=True)
+class PoliciesForgotten:
+    """Old checkpoints whose bytes are being deleted. Their manifests stay."""
+
+    policy_versions: tuple[int, ...]
+    type: Literal["policies_forgotten"] = "policies_forgotten"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSet:
+    """The operator lets the run drain: nothing is leased, everything out is taken in."""
+
+    type: Literal["drain_set"] = "drain_set"
+
+
+Event = (
+    WorkerJoined
+    | WorkerLeft
+    | WorkersLost
+    | WorkerBanned
+    | WorkerUnbanned
+    | LeaseGranted
+    | LeaseReturned
+    | LeasesExpired
+    | BundleArrived
+    | BundleTurnedAway
+    | VerdictGiven
+    | BatchFixed
+    | TrainerDurable
+    | ManifestPublished
+    | PoliciesForgotten
+    | DrainSet
+)
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+def to_json(event: Event) -> str:
+    return _EVENT.dump_json(event).decode()
+
+
+def from_json(payload: str) -> Event:
+    """An event of our own log. A pydantic ValidationError means that the log was written by another release."""
+    return _EVENT.validate_json(payload)

@@ -1,0 +1,127 @@
+"""Making a run: the [run] table of a config, some keys and the model's files become a signed RunSpec.
+
+What the RunSpec says is fixed for the life of the run; another RunSpec is another run. Everything that may be changed while a
+run goes on is in the roles' own settings instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prime_node.config import Settings, SettingsConfigDict
+from prime_protocol.assignment import Sampling
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
+from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
+
+ROLES = ("root", "coordinator", "trainer", "validator")
+"""One key each is made for a new run."""
+
+
+class TinyModel(BaseModel):
+    """A small Qwen3-architecture model with a byte-level tokenizer, made on the spot."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["tiny"] = "tiny"
+    hidden_size: int = Field(default=128, ge=16)
+    """Width."""
+    num_layers: int = Field(default=2, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Attention heads; key and value heads are as many."""
+    intermediate_size: int = Field(default=384, ge=16)
+    """Width of the MLP."""
+
+
+class PretrainedModel(BaseModel):
+    """A model folder in Hugging Face format, or a model of a hub."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["pretrained"]
+    name_or_path: str
+    """A folder with config.json, tokenizer files and safetensors, or a hub's model name such as `Qwen/Qwen3-0.6B`."""
+
+
+class RunConfig(Settings):
+    """The [run] table: read once, when the run directory is made."""
+
+    model_config = SettingsConfigDict(env_prefix="PRIME_RUN_")
+    section: ClassVar[str] = "run"
+
+    name: str = "run"
+    """What contributors see."""
+    async_level: int = Field(default=2, ge=0, le=64)
+    """k: inference may be this many policies behind the trainer. 2 hides the broadcast."""
+    max_steps: int = Field(default=1_000, ge=1)
+    """The run ends with this policy."""
+    groups_per_step: int = Field(default=64, ge=1)
+    """Prompts of one step."""
+    rollouts_per_group: int = Field(default=8, ge=1)
+    """Completions of one prompt."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature."""
+    completion_tokens_max: int = Field(default=1_024, ge=1)
+    """Length limit of a completion, the stop token included."""
+    lease_seconds: float = Field(default=600.0, gt=0.0)
+    """How long a worker has for one lease."""
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    """How often a worker reports."""
+    model: Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")] = TinyModel()
+    """What is trained."""
+    environments: tuple[EnvironmentSpec, ...] = Field(min_length=1)
+    """Where problems come from, with their weights."""
+    limits: Limits = Limits()
+    """Bounds on everything that a peer may send."""
+    checks: CheckPolicy = CheckPolicy()
+    """When a validator refuses."""
+
+
+def build_run_spec(
+    config: RunConfig,
+    *,
+    keys: Mapping[str, SigningKey],
+    model_files: Mapping[str, bytes],
+    vocab_size: int,
+    stop_token_ids: tuple[int, ...],
+    now_ms: int,
+) -> PinnedRun:
+    """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together."""
+    try:
+        spec = RunSpec(
+            name=config.name,
+            created_at_ms=now_ms,
+            keys=RoleKeys(**{role: (keys[role].key_id,) for role in ROLES}),
+            model_files=tuple(
+                ModelFile(name=name, digest=digest_of(data), size=len(data))
+                for name, data in sorted(model_files.items())
+            ),
+            vocab_size=vocab_size,
+            environments=config.environments,
+            sampling=Sampling(
+                temperature=config.temperature,
+                completion_tokens_max=config.completion_tokens_max,
+                stop_token_ids=stop_token_ids,
+            ),
+            async_level=config.async_level,
+            max_steps=config.max_steps,
+            groups_per_step=config.groups_per_step,
+            rollouts_per_group=config.rollouts_per_group,
+            lease_seconds=config.lease_seconds,
+            heartbeat_seconds=config.heartbeat_seconds,
+            limits=config.limits,
+            checks=config.checks,
+        )
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in fault["loc"])
+        raise LocalError(f"[run] {place}: {fault['msg']}") from None
+    envelope = seal(spec, PayloadType.RUN_SPEC, keys["root"])
+    return PinnedRun(envelope.digest, spec, envelope)

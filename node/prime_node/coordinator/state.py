@@ -1,0 +1,332 @@
+"""The coordinator's state machine: `tick` folds one event into the state and says what follows from it.
+
+Rule 1: everything that decides what is leased, accepted, trained or banned is in `State` and changes only here. The same
+events give the same state on every machine: `tick` reads no clock, draws no random number and does no I/O. Who was last
+heard of when, and which validator looks at which bundle, decide nothing that outlives a restart and are kept elsewhere.
+
+Rule 2: each slot of a step in the window is in exactly one place: open, in one open lease, in one pending bundle, or
+accepted. A slot that comes back keeps its number, so a step can always become full (invariants.py says it in code).
+
+Rule 3: memory is bounded by the window (steps from the trainer's durable one to head + async_level) and by the number of
+workers. What became of a bundle for ever is in its receipt, in the store.
+
+Whoever decides on an event (scheduler.py, intake.py, ...) has checked that it is possible; here that is asserted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Any
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.records import (
+    AcceptedGroup,
+    Ban,
+    BundleForgotten,
+    Effect,
+    LeaseEnd,
+    LeaseRecord,
+    PendingBundle,
+    Publication,
+    Settled,
+    State,
+    Step,
+    Topic,
+    Woken,
+    Worker,
+)
+from prime_protocol.verdict import BundleStatus, RejectReason
+
+LEASES_REMEMBERED_MAX = 64
+"""Ended leases kept for each worker, so that a late upload gets a precise answer."""
+WORKERS_REMEMBERED_FACTOR = 4
+"""Beyond this many times `workers_max`, workers that went away are forgotten, oldest first. The banned are not."""
+
+
+def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
+    """Change `state` as `event` says; returns what follows, in order."""
+    return _HANDLERS[type(event)](state, event, at_ms)
+
+
+# Workers
+
+
+def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Effect]:
+    worker = state.workers.pop(event.worker, None) or Worker(event.worker, "", "", "", 0, at_ms)
+    assert worker.banned is None
+    effects = _lapse_leases(state, worker)
+    worker.name, worker.software, worker.engine = event.name, event.software, event.engine
+    worker.rollouts_max, worker.joined_at_ms = event.rollouts_max, at_ms
+    state.num_active += not worker.active
+    worker.active = True
+    state.workers[event.worker] = worker
+    return effects
+
+
+def _worker_left(state: State, event: ev.WorkerLeft, at_ms: int) -> list[Effect]:
+    return _deactivate(state, state.workers[event.worker])
+
+
+def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effect]:
+    return [effect for worker in event.workers for effect in _deactivate(state, state.workers[worker])]
+
+
+def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Effect]:
+    return _ban(state, state.workers[event.worker], Ban(at_ms, event.reason, None))
+
+
+def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list[Effect]:
+    worker = state.workers[event.worker]
+    if worker.banned is not None and worker.banned.evidence is not None:
+        state.evidence.remove(worker.banned.evidence)
+    worker.banned, worker.strikes = None, 0
+    return []
+
+
+# Leases
+
+
+def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Effect]:
+    step, worker = state.steps[event.step], state.workers[event.worker]
+    assert worker.active and worker.banned is None
+    for slot in event.slots:
+        _remove(step.open, slot)
+    attempts = tuple(step.attempts.get(slot, 0) for slot in event.slots)
+    step.attempts.update((slot, attempt + 1) for slot, attempt in zip(event.slots, attempts, strict=True))
+    state.leases[event.lease_id] = LeaseRecord(
+        lease_id=event.lease_id,
+        worker=event.worker,
+        step=event.step,
+        policy_version=event.policy_version,
+        policy_digest=event.policy_digest,
+        slots=event.slots,
+        attempts=attempts,
+        issued_at_ms=at_ms,
+        expires_at_ms=event.expires_at_ms,
+    )
+    worker.leases.append(event.lease_id)
+    state.num_leases += 1
+    return []
+
+
+def _lease_returned(state: State, event: ev.LeaseReturned, at_ms: int) -> list[Effect]:
+    return _give_back(state, event.lease_id, LeaseEnd.RETURNED)
+
+
+def _leases_expired(state: State, event: ev.LeasesExpired, at_ms: int) -> list[Effect]:
+    return [effect for lease in event.lease_ids for effect in _give_back(state, lease, LeaseEnd.LAPSED)]
+
+
+# Bundles
+
+
+def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[Effect]:
+    worker = state.workers[event.worker]
+    lease = state.lease_of(event.lease_id, event.worker)
+    assert lease is not None and lease.worker == event.worker and state.is_redeemable(lease)
+    step = state.steps[lease.step]
+    if lease.end is None:
+        del state.leases[lease.lease_id]
+        worker.leases.remove(lease.lease_id)
+    else:  # lapsed, but nobody took over
+        del worker.ended[lease.lease_id]
+        for slot in lease.slots:
+            _remove(step.open, slot)
+    lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
+    step.bundles.append(event.bundle)
+    worker.pending[lease.lease_id] = event.bundle
+    state.bundles[event.bundle] = PendingBundle(event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms)
+    return [Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING), Woken(Topic.CHECK)]
+
+
+def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
+    worker = state.workers[event.worker]
+    lease = worker.ended[event.lease_id]
+    assert lease.bundle is None
+    lease.bundle = event.bundle
+    return [_refused(state, lease, event.num_rollouts, event.reason, event.detail)]
+
+
+def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
+    pending = state.bundles[event.bundle]
+    worker = state.workers[pending.lease.worker]
+    if event.reason is None:
+        return _accept(state, pending, event)
+    effects = _refuse(state, pending, event.reason, event.detail)
+    worker.strikes += event.reason.is_dishonest
+    if event.reason.is_dishonest and worker.strikes >= state.rules.strikes_max and worker.banned is None:
+        reason = f"{worker.strikes} bundles refused, the last one as {event.reason}"
+        effects += _ban(state, worker, Ban(at_ms, reason, event.bundle))
+    return effects
+
+
+# Training
+
+
+def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:
+    assert state.is_ready(event.step)
+    state.steps[event.step].fixed = True
+    return []
+
+
+def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
+    effects: list[Effect] = []
+    for number in range(state.first_step, event.step):
+        step = state.steps.pop(number)
+        assert step.fixed
+        effects += [BundleForgotten(bundle) for bundle in step.bundles if bundle not in state.evidence]
+    state.first_step = event.step
+    return effects
+
+
+def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -> list[Effect]:
+    assert event.policy_version == state.head + 1
+    state.head = event.policy_version
+    state.published[event.policy_version] = Publication(event.digest, event.base, event.sent_bytes)
+    state.bytes_published += event.sent_bytes
+    size = state.rules.groups_per_step
+    for step in range(state.first_step + len(state.steps), state.last_step + 1):
+        state.steps[step] = Step(open=list(range(step * size, (step + 1) * size)))
+    return [Woken(Topic.LEASE), Woken(Topic.CHECK)]
+
+
+def _policies_forgotten(state: State, event: ev.PoliciesForgotten, at_ms: int) -> list[Effect]:
+    for version in event.policy_versions:
+        del state.published[version]
+    return []
+
+
+def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
+    state.draining = True
+    return [Woken(Topic.LEASE)]
+
+
+_HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
+    ev.WorkerJoined: _worker_joined,
+    ev.WorkerLeft: _worker_left,
+    ev.WorkersLost: _workers_lost,
+    ev.WorkerBanned: _worker_banned,
+    ev.WorkerUnbanned: _worker_unbanned,
+    ev.LeaseGranted: _lease_granted,
+    ev.LeaseReturned: _lease_returned,
+    ev.LeasesExpired: _leases_expired,
+    ev.BundleArrived: _bundle_arrived,
+    ev.BundleTurnedAway: _bundle_turned_away,
+    ev.VerdictGiven: _verdict_given,
+    ev.BatchFixed: _batch_fixed,
+    ev.TrainerDurable: _trainer_durable,
+    ev.ManifestPublished: _manifest_published,
+    ev.PoliciesForgotten: _policies_forgotten,
+    ev.DrainSet: _drain_set,
+}
+
+
+# What several events have in common
+
+
+def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> list[Effect]:
+    lease, size = pending.lease, state.rules.rollouts_per_group
+    assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
+    step = state.steps[lease.step]
+    for index, slot in enumerate(lease.slots):
+        assert slot not in step.accepted
+        rewards = event.rewards[index * size : (index + 1) * size]
+        step.accepted[slot] = AcceptedGroup(
+            lease.worker, lease.policy_version, event.bundle, index * size, rewards
+        )
+    worker = _stop_waiting(state, pending)
+    worker.accepted += pending.num_rollouts
+    state.accepted += pending.num_rollouts
+    settled = Settled(event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED)
+    if not state.is_ready(lease.step):
+        return [settled]
+    # The last step of the run being full is news for those who wait for a lease, too: there will be none.
+    return [settled, Woken(Topic.BATCH), *([Woken(Topic.LEASE)] if state.is_complete else [])]
+
+
+def _refuse(state: State, pending: PendingBundle, reason: RejectReason, detail: str) -> list[Effect]:
+    _stop_waiting(state, pending)
+    settled = _refused(state, pending.lease, pending.num_rollouts, reason, detail)
+    return [settled, *_reopen(state, pending.lease)]
+
+
+def _refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
+    """Note a refusal everywhere it is counted."""
+    assert lease.bundle is not None
+    lease.reason, lease.detail = reason, detail
+    worker = state.workers[lease.worker]
+    for counts in (worker.refused, state.refused):
+        counts[reason] = counts.get(reason, 0) + num_rollouts
+    return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
+
+
+def _stop_waiting(state: State, pending: PendingBundle) -> Worker:
+    worker = state.workers[pending.lease.worker]
+    del state.bundles[pending.bundle]
+    del worker.pending[pending.lease.lease_id]
+    _remember_ended(worker, pending.lease)
+    return worker
+
+
+def _give_back(state: State, lease_id: str, end: LeaseEnd) -> list[Effect]:
+    """End an open lease without a bundle."""
+    lease = state.leases.pop(lease_id)
+    worker = state.workers[lease.worker]
+    worker.leases.remove(lease_id)
+    lease.end = end
+    _remember_ended(worker, lease)
+    return _reopen(state, lease)
+
+
+def _reopen(state: State, lease: LeaseRecord) -> list[Effect]:
+    """The slots keep their numbers and wait for another lease."""
+    open_slots = state.steps[lease.step].open
+    for slot in lease.slots:
+        insort(open_slots, slot)
+    return [Woken(Topic.LEASE)]
+
+
+def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
+    worker.ended[lease.lease_id] = lease
+    if len(worker.ended) > LEASES_REMEMBERED_MAX:
+        del worker.ended[next(iter(worker.ended))]
+
+
+def _lapse_leases(state: State, worker: Worker) -> list[Effect]:
+    return [effect for lease in list(worker.leases) for effect in _give_back(state, lease, LeaseEnd.LAPSED)]
+
+
+def _deactivate(state: State, worker: Worker) -> list[Effect]:
+    effects = _lapse_leases(state, worker)
+    state.num_active -= worker.active
+    worker.active = False
+    if not worker.has_history:
+        del state.workers[worker.worker]
+    elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
+        _forget_one_worker(state)
+    return effects
+
+
+def _forget_one_worker(state: State) -> None:
+    for key, worker in state.workers.items():
+        if not worker.active and not worker.banned and not worker.pending:
+            del state.workers[key]
+            return
+
+
+def _ban(state: State, worker: Worker, ban: Ban) -> list[Effect]:
+    """Nothing of a banned worker is taken any more: leases end, and what waits for a verdict is refused."""
+    worker.banned = ban
+    if ban.evidence is not None:
+        state.evidence.append(ban.evidence)
+    effects = _deactivate(state, worker)
+    for bundle in list(worker.pending.values()):
+        effects += _refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
+    return effects
+
+
+def _remove(ascending: list[int], value: int) -> None:
+    place = bisect_left(ascending, value)
+    assert ascending[place] == value
+    del ascending[place]

@@ -1,0 +1,27 @@
+"""Settings of a validator: the [validator] table."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from prime_node.config import Settings, SettingsConfigDict
+
+
+class ValidatorConfig(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
+    section: ClassVar[str] = "validator"
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward pass. Published weights are bf16 either way; fp32 arithmetic is closest to any engine."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of the forward pass. Processes that share a machine must not have more threads than cores in all."""
+    prefetch: int = Field(default=2, ge=1, le=64)
+    """Bundles fetched ahead of the one being judged."""
+    policies_kept: int = Field(default=4, ge=1)
+    """Policies held in memory; async_level + 1 is enough for all that can be asked."""
+    poll_seconds: float = Field(default=0.5, gt=0.0)
+    """How often to look for a new policy."""
+    wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
+    """How long a request for work may be held open by the coordinator."""

@@ -1,0 +1,152 @@
+"""The validator's loop.
+
+Who waits for whom: `fetch` asks the coordinator for work (long poll, so the coordinator's news wakes it) and fills a bounded
+queue; `judge` empties it. The policy that a bundle needs comes from the follower, which has verified it. Nothing waits
+without a deadline: a request that gets no answer is tried again with growing pauses, and a task whose deadline has passed
+is dropped, because the coordinator has given it to somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.engine import Scorer
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.transport import Unreachable, ValidatorPort
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_protocol.errors import PeerError
+from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+RETRY_S_MIN, RETRY_S_MAX = 0.2, 15.0
+
+
+@dataclass
+class Validator:
+    """What the loop works with. `policy` gives verified weights of a version, waiting for them if need be."""
+
+    run: PinnedRun
+    config: ValidatorConfig
+    coordinator: ValidatorPort
+    scorer: Scorer
+    environments: Mapping[str, Environment]
+    tokenizer: Tokenizer
+    policy: Callable[[int], Awaitable[Weights]]
+    policy_versions: Callable[[], tuple[int, ...]]
+    clock: Clock
+    verdicts: Counter[str] = field(default_factory=Counter)
+    """How many bundles were accepted, and refused by reason."""
+    loaded: int = -1
+    """The policy that the scorer holds."""
+
+
+async def run(validator: Validator, stop: asyncio.Event) -> None:
+    """Judge bundles until `stop` is set; what has been fetched is judged first."""
+    tasks: asyncio.Queue[tuple[CheckTask, bytes] | None] = asyncio.Queue(validator.config.prefetch)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_fetch(validator, tasks, stop))
+        group.create_task(_judge(validator, tasks))
+
+
+async def _fetch(
+    validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None], stop: asyncio.Event
+) -> None:
+    stopped = asyncio.create_task(stop.wait())
+    while not stop.is_set():
+        work = asyncio.create_task(_next_task(validator))
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            break
+        found = work.result()
+        if found is not None:
+            await tasks.put(found)
+    stopped.cancel()
+    await tasks.put(None)
+
+
+async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
+    request = CheckRequest(policy_versions=validator.policy_versions(), wait_s=validator.config.wait_seconds)
+    task = await _persist(validator, lambda: validator.coordinator.check(request))
+    if task is None:
+        return None
+    if isinstance(task, NotYet):
+        await validator.clock.sleep(task.retry_after_s)
+        return None
+    bundle = await _persist(validator, lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)))
+    return None if bundle is None else (task, bundle)
+
+
+async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None]) -> None:
+    while (item := await tasks.get()) is not None:
+        task, parcel = item
+        if validator.clock.now_ms() > task.deadline_ms:
+            log.warning(
+                "bundle %s: its deadline passed before it was judged; another validator has it", task.bundle[:12]
+            )
+            continue
+        judgement = await judge_task(validator, task, parcel)
+        if judgement is None:
+            continue
+        validator.verdicts[judgement.verdict.reason or "accepted"] += 1
+        if not judgement.verdict.accepted:
+            log.info("bundle %s of %s refused: %s", task.bundle[:12], task.lease.worker, judgement.verdict)
+        result = CheckResultRequest(
+            bundle=task.bundle,
+            verdict=judgement.verdict,
+            rewards=judgement.rewards,
+            measured=dict(judgement.measured),
+        )
+        await _persist(validator, lambda result=result: validator.coordinator.check_result(result))  # type: ignore[misc]
+
+
+async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Judgement | None:
+    """One bundle, with the right policy loaded. None where the policy cannot be had in time: the deadline hands it on."""
+    opened = open_bundle(parcel, task.lease, validator.run)
+    if not isinstance(opened, OpenedBundle):
+        return opened
+    version = task.lease.policy_version
+    if validator.loaded != version:
+        seconds_left = (task.deadline_ms - validator.clock.now_ms()) / 1_000
+        try:
+            weights = await asyncio.wait_for(validator.policy(version), seconds_left)
+        except TimeoutError:
+            log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
+            return None
+        await validator.scorer.load(weights, policy_version=version)
+        validator.loaded = version
+    return await judge_bundle(
+        opened,
+        validator.scorer,
+        run=validator.run,
+        environments=validator.environments,
+        tokenizer=validator.tokenizer,
+    )
+
+
+async def _persist(validator: Validator, call: Callable[[], Awaitable[T]]) -> T | None:
+    """Try until there is an answer. An answer that is an error is logged and gives None: the coordinator knows why."""
+    pause_s = RETRY_S_MIN
+    while True:
+        try:
+            return await call()
+        except Unreachable as error:
+            log.warning("coordinator unreachable (%s); trying again in %.1f s", error, pause_s)
+        except PeerError as error:
+            log.warning("coordinator refused: %s", error)
+            if not error.is_transient:
+                await validator.clock.sleep(RETRY_S_MIN)
+                return None
+        await validator.clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_S_MAX)

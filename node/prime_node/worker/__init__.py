@@ -1,0 +1,1 @@
+"""The worker: leases, generates, signs, spools, uploads; follows the published policies beside it."""

@@ -1,0 +1,51 @@
+"""What every kernel file shares: the compiler's settings, the plan's columns, and floats as places on a line.
+
+Importing this package imports numba and compiles, or loads, machine code. All kernels release the GIL and none starts threads
+of its own: numba's `parallel=True` collapses where cores are shared. numba's cache notices a change of a kernel's own file, not
+of a file whose functions it inlines: after editing this one or vector.py, touch the others.
+
+Words: a class's *plane* holds one signed byte per element of the class: the step in units in the last place, 0 where nothing
+changed, wire.ESCAPE where the step does not fit. A *rank* is an element's number inside its class. A *plan* has a row per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import int64, njit, uint64
+
+from prime_protocol.codec.kernels.vector import leading_zeros
+
+CODER, COUNT, GAP_BITS, MAGNITUDES, NUM_EXCEPTIONS, MAGNITUDE_BITS, FIRST = range(7)
+"""The plan's columns."""
+PLAN_COLUMNS = 7
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """njit with an on-disk cache where some folder takes one: compiling costs seconds, loading milliseconds."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # numba found neither __pycache__ nor the user's cache folder writable
+        return njit(nogil=True)(function)
+
+
+inline = njit(inline="always")
+
+
+@inline
+def ordinal(bits):
+    """A bit pattern's place among all floats in order of value; negative ones counted down."""
+    bits = int64(bits)
+    return 0xFFFF - bits if bits & 0x8000 else bits ^ 0x8000
+
+
+@inline
+def pattern(place):
+    place = place & 0xFFFF
+    return place ^ 0x8000 if place & 0x8000 else 0xFFFF - place
+
+
+@inline
+def floor_log2(value):
+    return int64(63) - leading_zeros(uint64(value))

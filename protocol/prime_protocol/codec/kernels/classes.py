@@ -1,0 +1,138 @@
+"""Elements by class: choosing the classes, spreading steps over their planes, and applying planes to a base.
+
+The wide loops take whole blocks and need AVX-512; the scalar ones do the rest of a chunk, or all of it on other machines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, uint16, uint64
+
+from prime_protocol.codec.kernels.base import inline, kernel, ordinal, pattern
+from prime_protocol.codec.kernels.vector import BLOCK, differing_words, gather_block, scatter_block, trailing_zeros
+from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
+
+
+@kernel
+def count_exponents(new, base, shift, population, changes):
+    """Histograms of the base's exponents: of every 32nd block, and of the changed elements in every 4th."""
+    for begin in range(0, new.size - BLOCK + 1, BLOCK * 4):
+        differing = differing_words(new, base, begin)
+        while differing:
+            changes[(base[begin + trailing_zeros(differing)] & 0x7FFF) >> shift] += 1
+            differing &= differing - uint64(1)
+        if begin % (BLOCK * 32) == 0:
+            for i in range(begin, begin + BLOCK):
+                population[(base[i] & 0x7FFF) >> shift] += 1
+
+
+@inline
+def class_cost(elements, changes):
+    """Bits for a class of so many elements: which of them changed, and a row of the plan."""
+    if changes == 0:
+        return 2.0
+    kept = max(elements - changes, 1.0)
+    return changes * np.log2(elements / changes) + kept * np.log2(elements / kept) + 40.0
+
+
+@kernel
+def choose_classes(new, base, shift):
+    """Cut the binades into the classes that cost least. Returns the top exponent and the boundaries, as on the wire."""
+    population, changes = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    count_exponents(new, base, shift, population, changes)
+    total, top, above = changes.sum(), 255, int64(0)
+    while top > 1 and (above + changes[top]) * 1000 <= total:
+        above += changes[top]
+        top -= 1
+    # Cells: at or above the top exponent, each binade below it, and everything below the window.
+    elements, changed = np.zeros(WINDOW + 1), np.zeros(WINDOW + 1)
+    for exponent in range(256):
+        cell = min(max(top - exponent, 0), WINDOW)
+        changed[cell] += changes[exponent] * 4
+        elements[cell] += population[exponent] * 32
+    best, cut = np.zeros(WINDOW + 2), np.zeros(WINDOW + 2, np.int64)
+    for end in range(1, WINDOW + 2):
+        best[end] = 1e18
+        inside, hits = 0.0, 0.0
+        for begin in range(end - 1, -1, -1):
+            inside += elements[begin]
+            hits += changed[begin]
+            cost = best[begin] + class_cost(max(inside, hits), hits)
+            if cost < best[end]:
+                best[end], cut[end] = cost, begin
+    boundaries, end = int64(0), cut[WINDOW + 1]
+    while end > 0:
+        if top - (end - 1) >= 1:
+            boundaries |= int64(1) << (end - 1)
+        end = cut[end]
+    return top, boundaries
+
+
+@inline
+def class_of(bits, shift, lowest, num_classes):
+    exponent = (bits & 0x7FFF) >> shift
+    number = 0
+    while number < num_classes - 1 and exponent < lowest[number]:
+        number += 1
+    return number
+
+
+@kernel
+def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, escapes, num_escapes):
+    """Append the steps of the elements from `begin` on to their classes' planes. Returns the number of escapes so far."""
+    for i in range(begin, new.size):
+        number = class_of(base[i], shift, lowest, num_classes)
+        step = ordinal(new[i]) - ordinal(base[i])
+        if step < -127 or step > 127:
+            escapes[num_escapes] = uint16(step & 0xFFFF)
+            num_escapes += 1
+            step = int64(ESCAPE)
+        planes[number, fill[number]] = step
+        fill[number] += 1
+    return num_escapes
+
+
+@kernel
+def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
+    """`scatter_scalar` for whole blocks."""
+    num_escapes = int64(0)
+    for begin in range(0, new.size - BLOCK + 1, BLOCK):
+        escaped = scatter_block(new, base, begin, shift, lowest, num_classes, fill, planes, planes.shape[1])
+        while escaped:
+            i = begin + trailing_zeros(escaped)
+            escapes[num_escapes] = uint16((ordinal(new[i]) - ordinal(base[i])) & 0xFFFF)
+            num_escapes += 1
+            escaped &= escaped - uint64(1)
+    return num_escapes
+
+
+@kernel
+def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, escapes, num_escapes):
+    """Apply the planes' steps from `begin` on. Returns the escapes used so far, or -1 if there are too few."""
+    for i in range(begin, out.size):
+        number = class_of(base[i], shift, lowest, num_classes)
+        step = int64(planes[number, fill[number]])
+        fill[number] += 1
+        if step == ESCAPE:
+            if num_escapes >= escapes.size:
+                return -1
+            step = int64(escapes[num_escapes])
+            num_escapes += 1
+        out[i] = pattern(ordinal(base[i]) + step)
+    return num_escapes
+
+
+@kernel
+def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes):
+    """`gather_scalar` for whole blocks. An escape was first applied as if it were a step; that is taken back."""
+    num_escapes = int64(0)
+    for begin in range(0, out.size - BLOCK + 1, BLOCK):
+        escaped = gather_block(out, base, begin, shift, lowest, num_classes, fill, planes, planes.shape[1])
+        while escaped:
+            i = begin + trailing_zeros(escaped)
+            if num_escapes >= escapes.size:
+                return int64(-1)
+            out[i] = pattern(ordinal(out[i]) - ESCAPE + int64(escapes[num_escapes]))
+            num_escapes += 1
+            escaped &= escaped - uint64(1)
+    return num_escapes

@@ -1,0 +1,270 @@
+"""Plan and bit streams -> planes, on bytes that may be hostile. SPEC.md, section "CLASS".
+
+The invariant: every number from the wire is checked before it is used as an index or a shift, and `octets` ends in PADDING zero
+bytes that no check may let a decoder pass by more. Negative results are reasons, in the order of REASONS.
+"""
+
+from __future__ import annotations
+
+from numba import int64, uint64
+
+from prime_protocol.codec.kernels.base import (
+    CODER,
+    COUNT,
+    FIRST,
+    GAP_BITS,
+    MAGNITUDES,
+    MAGNITUDE_BITS,
+    NUM_EXCEPTIONS,
+    floor_log2,
+    inline,
+    kernel,
+)
+from prime_protocol.codec.kernels.vector import load_word, trailing_zeros
+from prime_protocol.codec.wire import (
+    EMPTY,
+    EXCEPTIONS,
+    GOLOMB,
+    ONES,
+    PARAMETER_BITS_MAX,
+    PLANE,
+    PREFIX_MAX,
+    SPARSE,
+)
+
+PADDING = 64
+REASONS = (
+    "",
+    "ends inside the bit streams",
+    "a class's parameters are out of range",
+    "a change lies behind the last element",
+    "a step is out of range",
+)
+
+
+@inline
+def take(octets, position, width):
+    """`width` <= 32 bits at bit `position`."""
+    word = load_word(octets, position >> 3) >> uint64(position & 7)
+    return int64(word & ((uint64(1) << uint64(width)) - uint64(1)))
+
+
+@inline
+def take_length(octets, position):
+    """The inverse of `put_length`: the value, 0 if it is malformed, and the next position."""
+    length = take(octets, position, 5)
+    if length < 1 or length > 19:
+        return int64(0), position
+    value = (int64(1) << (length - 1)) | take(octets, position + 5, length - 1)
+    return value, position + 4 + length
+
+
+@kernel
+def take_unary(octets, position, end, count, quotients):
+    """The next `count` unary codes. Returns the position behind them, or -1 if they do not end before `end`."""
+    word = load_word(octets, position >> 3) & (~uint64(0) << uint64(position & 7))
+    origin = position & ~int64(7)  # the bit number of the word's lowest bit
+    after = position  # behind the last one that was found
+    found = int64(0)
+    while True:
+        while word:
+            at = origin + trailing_zeros(word)
+            quotients[found] = at - after
+            after = at + 1
+            word &= word - uint64(1)
+            found += 1
+            if found == count:
+                return after if after <= end else int64(-1)
+        origin += 64
+        if origin >= end:
+            return int64(-1)
+        word = load_word(octets, origin >> 3)
+
+
+@kernel
+def read_plan(octets, end, num_classes, count, plan):
+    """Parse the classes' parameters. Returns the position behind them and the number of escapes, or (-1, reason)."""
+    position, changes, in_planes = int64(0), int64(0), int64(0)
+    for number in range(num_classes):
+        row = plan[number]
+        row[:] = 0
+        if position > end:
+            return int64(-1), int64(1)
+        coder = take(octets, position, 2)
+        position += 2
+        if coder == EMPTY:
+            continue
+        size, position = take_length(octets, position)
+        if coder > PLANE or size < 1 or size > count:
+            return int64(-1), int64(2)
+        row[CODER], row[COUNT] = coder, size
+        if coder == PLANE:
+            in_planes += size
+            continue
+        row[FIRST] = changes
+        changes += size
+        row[GAP_BITS] = take(octets, position, 5)
+        row[MAGNITUDES] = take(octets, position + 5, 2)
+        position += 7
+        if row[GAP_BITS] > PARAMETER_BITS_MAX:
+            return int64(-1), int64(2)
+        if row[MAGNITUDES] == EXCEPTIONS:
+            row[NUM_EXCEPTIONS], position = take_length(octets, position)
+            row[MAGNITUDE_BITS] = take(octets, position, 5)
+            position += 5
+            if row[NUM_EXCEPTIONS] < 1 or row[NUM_EXCEPTIONS] > size or row[MAGNITUDE_BITS] > PARAMETER_BITS_MAX:
+                return int64(-1), int64(2)
+        elif row[MAGNITUDES] != ONES:
+            row[MAGNITUDE_BITS] = take(octets, position, 3)
+            position += 3
+    escapes, position = take_length(octets, position)
+    if position > end:
+        return int64(-1), int64(1)
+    if escapes < 1 or escapes - 1 > count or changes + in_planes > count:
+        return int64(-1), int64(2)
+    return position, escapes - 1
+
+
+@kernel
+def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients):
+    """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
+
+    Everything that `scatter_steps` uses as an index has been checked when this returns a position.
+    """
+    sign_at = position
+    low_at, unary_at = position, position
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] == SPARSE:
+            low_at += row[COUNT]
+            unary_at += row[COUNT] * (1 + row[GAP_BITS])
+            if row[MAGNITUDES] == EXCEPTIONS:
+                unary_at += row[NUM_EXCEPTIONS] * row[MAGNITUDE_BITS]
+            elif row[MAGNITUDES] != ONES:
+                unary_at += row[COUNT] * row[MAGNITUDE_BITS]
+    if unary_at > end:
+        return int64(-1)
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] != SPARSE:
+            continue
+        first, size, bits = row[FIRST], row[COUNT], row[GAP_BITS]
+        unary_at = take_unary(octets, unary_at, end, size, quotients)
+        if unary_at < 0:
+            return int64(-1)
+        rank = int64(-1)
+        for j in range(size):
+            rank += ((int64(quotients[j]) << bits) | take(octets, low_at, bits)) + 1
+            low_at += bits
+            ranks[first + j] = rank
+        if rank >= count:
+            return int64(-3)
+        steps[first : first + size] = 1
+        kind, bits = row[MAGNITUDES], row[MAGNITUDE_BITS]
+        if kind == EXCEPTIONS:
+            unary_at = take_unary(octets, unary_at, end, row[NUM_EXCEPTIONS], quotients)
+            if unary_at < 0:
+                return int64(-1)
+            j = int64(-1)
+            for e in range(row[NUM_EXCEPTIONS]):
+                j += ((int64(quotients[e]) << bits) | take(octets, low_at, bits)) + 1
+                low_at += bits
+                if j >= size:
+                    return int64(-4)
+                steps[first + j] = 2
+            unary_at = take_unary(octets, unary_at, end, row[NUM_EXCEPTIONS], quotients)
+            if unary_at < 0:
+                return int64(-1)
+            e = int64(0)
+            for j in range(first, first + size):
+                if steps[j] == 2:
+                    if quotients[e] > PREFIX_MAX:
+                        return int64(-4)
+                    steps[j] = 1 + (int64(1) << int64(quotients[e]))
+                    e += 1
+        elif kind != ONES:
+            unary_at = take_unary(octets, unary_at, end, size, quotients)
+            if unary_at < 0:
+                return int64(-1)
+            for j in range(size):
+                quotient = int64(quotients[j])
+                low = take(octets, low_at, bits)
+                low_at += bits
+                if kind == GOLOMB:
+                    if quotient > PREFIX_MAX:
+                        return int64(-4)
+                    quotient = (int64(1) << quotient) - 1
+                if quotient > 127:
+                    return int64(-4)
+                value = 1 + ((quotient << bits) | low)
+                if value > 128:
+                    return int64(-4)
+                steps[first + j] = value
+    unary_at = read_suffixes(octets, unary_at, end, num_classes, plan, steps)
+    if unary_at < 0:
+        return unary_at
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] == SPARSE:
+            for j in range(row[FIRST], row[FIRST] + row[COUNT]):
+                negative = take(octets, sign_at, 1)
+                sign_at += 1
+                if steps[j] == 128 and not negative:
+                    return int64(-4)
+                steps[j] = (steps[j] ^ -negative) + negative
+    return unary_at
+
+
+@inline
+def read_suffixes(octets, position, end, num_classes, plan, steps):
+    """Complete the magnitudes whose prefix alone is known: 1 + 2^p (EXCEPTIONS) or 1 + ((2^p - 1) << b | low) (GOLOMB)."""
+    for number in range(num_classes):
+        row = plan[number]
+        kind = row[MAGNITUDES]
+        if row[CODER] != SPARSE or (kind != EXCEPTIONS and kind != GOLOMB):
+            continue
+        bits = row[MAGNITUDE_BITS] if kind == GOLOMB else int64(0)
+        offset = int64(kind == GOLOMB)
+        for j in range(row[FIRST], row[FIRST] + row[COUNT]):
+            value = ((int64(steps[j]) - 1) >> bits) + offset
+            if value > 1:
+                length = floor_log2(value)
+                steps[j] += take(octets, position, length) << bits
+                position += length
+                if steps[j] > 128 or position > end:
+                    return int64(-4)
+    return position
+
+
+@kernel
+def scatter_steps(plan, num_classes, ranks, steps, planes):
+    """Put checked steps into planes that are all zero."""
+    for number in range(num_classes):
+        if plan[number, CODER] == SPARSE:
+            plane = planes[number]
+            for j in range(plan[number, FIRST], plan[number, FIRST] + plan[number, COUNT]):
+                plane[ranks[j]] = steps[j]
+
+
+@kernel
+def clear(plan, num_classes, ranks, planes):
+    """Make the planes all zero again, touching only what was written."""
+    for number in range(num_classes):
+        plane = planes[number]
+        if plan[number, CODER] == SPARSE:
+            for j in range(plan[number, FIRST], plan[number, FIRST] + plan[number, COUNT]):
+                plane[ranks[j]] = 0
+        elif plan[number, CODER] == PLANE:
+            plane[: plan[number, COUNT]] = 0
+
+
+@kernel
+def check_fill(plan, num_classes, ranks, fill):
+    """Whether every class has exactly as many elements as its plane, or more than its last rank."""
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] == PLANE and fill[number] != row[COUNT]:
+            return False
+        if row[CODER] == SPARSE and fill[number] <= ranks[row[FIRST] + row[COUNT] - 1]:
+            return False
+    return True

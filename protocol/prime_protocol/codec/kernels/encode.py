@@ -1,0 +1,249 @@
+"""Planes -> plan and bit streams. SPEC.md, section "CLASS"; the order of the streams is in `write`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, uint64
+
+from prime_protocol.codec.kernels.base import (
+    CODER,
+    COUNT,
+    FIRST,
+    GAP_BITS,
+    MAGNITUDES,
+    MAGNITUDE_BITS,
+    NUM_EXCEPTIONS,
+    floor_log2,
+    inline,
+    kernel,
+)
+from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes, store_word, trailing_zeros
+from prime_protocol.codec.wire import EMPTY, EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
+
+
+@inline
+def put(octets, writer, value, width):
+    """Append `width` <= 32 bits. A writer is (byte offset, bits not yet whole bytes, their number < 8)."""
+    at, bits, filled = writer
+    bits |= uint64(value) << uint64(filled)
+    filled += width
+    store_word(octets, at, bits)
+    return at + (filled >> 3), bits >> uint64(filled & 56), filled & 7
+
+
+@inline
+def put_unary(octets, writer, value):
+    """`value` zeros and a one."""
+    while value >= 32:
+        writer = put(octets, writer, int64(0), int64(32))
+        value -= 32
+    return put(octets, writer, int64(1) << value, value + 1)
+
+
+@inline
+def rice_cost(values, begin, end, low_bits):
+    total = int64(0)
+    for j in range(begin, end):
+        total += values[j] >> low_bits
+    return total + (end - begin) * (1 + low_bits)
+
+
+@inline
+def rice_bits(total, count):
+    """The best number of low bits for `count` geometric values that sum up to `total`."""
+    bits = int64(0)
+    while bits < 18 and (count << bits) * 141 < total * 69:  # switch where 2^bits * sqrt 2 = mean * ln 2
+        bits += 1
+    return bits
+
+
+@kernel
+def analyze(fill, planes, num_classes, plan, gaps, steps):
+    """Find each class's changes and the cheapest code for them. Returns their number in sparse classes.
+
+    `gaps` and `steps` receive the sparse classes' changes in class order; a plane only gets its row in `plan`.
+    """
+    total = int64(0)
+    magnitudes = np.zeros(129, np.int64)
+    for number in range(num_classes):
+        first, last, size = total, int64(-1), fill[number]
+        plane = planes[number]
+        plane[size : size + BLOCK] = 0
+        magnitudes[:] = 0
+        for begin in range(0, size, BLOCK):
+            changed = nonzero_bytes(plane, begin)
+            while changed:
+                rank = begin + trailing_zeros(changed)
+                step = plane[rank]
+                gaps[total] = rank - last - 1
+                steps[total] = step
+                magnitudes[abs(int64(step))] += 1
+                last = rank
+                total += 1
+                changed &= changed - uint64(1)
+        count = total - first
+        plan[number, :] = 0
+        plan[number, FIRST] = first
+        plan[number, COUNT] = count
+        if count:
+            cost = plan_sparse(plan[number], gaps, magnitudes, last + 1)
+            if count * 6 > size and cost > plane_cost(magnitudes, count, size):
+                plan[number, CODER] = PLANE
+                plan[number, COUNT] = size
+                total = first
+    return total
+
+
+@inline
+def entropy_term(part, whole):
+    return part * np.log2(whole / part) if part else 0.0
+
+
+@inline
+def plane_cost(magnitudes, count, size):
+    """Bits of a Huffman coded plane: its order-0 entropy, signs being even, and a table."""
+    bits = 500.0 + count + entropy_term(size - count, size)
+    for magnitude in range(1, 129):
+        bits += entropy_term(magnitudes[magnitude], size)
+    return int64(bits * 1.01)
+
+
+@inline
+def plan_sparse(row, gaps, magnitudes, span):
+    """Choose the parameters of a sparse class; returns its bits."""
+    first, count = row[FIRST], row[COUNT]
+    row[CODER] = SPARSE
+    bits = rice_bits(span - count, count)
+    cost = rice_cost(gaps, first, first + count, bits)
+    for other in range(max(int64(0), bits - 1), bits + 2):
+        other_cost = rice_cost(gaps, first, first + count, other)
+        if other_cost < cost:
+            bits, cost = other, other_cost
+    row[GAP_BITS] = bits
+    return cost + count + plan_magnitudes(row, magnitudes, count)
+
+
+@inline
+def plan_magnitudes(row, magnitudes, count):
+    """ONES where all steps are units; otherwise the cheapest of the three other codes, from the histogram alone."""
+    exceptions = count - magnitudes[1]
+    row[MAGNITUDES] = ONES
+    if exceptions == 0:
+        return int64(0)
+    row[MAGNITUDES] = EXCEPTIONS
+    row[NUM_EXCEPTIONS] = exceptions
+    row[MAGNITUDE_BITS] = rice_bits(count - exceptions, exceptions)
+    cost = exceptions * (1 + row[MAGNITUDE_BITS]) + ((count - exceptions) >> row[MAGNITUDE_BITS])
+    for magnitude in range(2, 129):
+        cost += magnitudes[magnitude] * (2 * floor_log2(magnitude - 1) + 1)
+    for bits in range(8):
+        rice, golomb = int64(0), int64(0)
+        for magnitude in range(1, 129):
+            if magnitudes[magnitude]:
+                value = magnitude - 1
+                rice += magnitudes[magnitude] * ((value >> bits) + 1 + bits)
+                golomb += magnitudes[magnitude] * (2 * floor_log2((value >> bits) + 1) + 1 + bits)
+        if rice < cost:
+            cost = rice
+            row[MAGNITUDES], row[MAGNITUDE_BITS], row[NUM_EXCEPTIONS] = RICE, bits, 0
+        if golomb < cost:
+            cost = golomb
+            row[MAGNITUDES], row[MAGNITUDE_BITS], row[NUM_EXCEPTIONS] = GOLOMB, bits, 0
+    return cost
+
+
+@inline
+def put_length(octets, writer, value):
+    """A number from 1 to 2^18 + 1: its bit length in five bits, then the bits below the leading one."""
+    length = floor_log2(value) + 1
+    writer = put(octets, writer, length, int64(5))
+    return put(octets, writer, value - (int64(1) << (length - 1)), length - 1)
+
+
+@inline
+def low_part(value, bits):
+    return value & ((int64(1) << bits) - 1)
+
+
+@kernel
+def write(octets, plan, num_classes, num_escapes, gaps, steps, unary):
+    """Write plan, signs, low bits, unary codes and suffixes. Returns the number of bytes. `unary` is scratch."""
+    writer = int64(0), uint64(0), int64(0)
+    total = int64(0)
+    for number in range(num_classes):
+        writer = write_row(octets, writer, plan[number])
+        if plan[number, CODER] == SPARSE:
+            total += plan[number, COUNT]
+    writer = put_length(octets, writer, num_escapes + 1)
+    for j in range(total):
+        writer = put(octets, writer, int64(steps[j] < 0), int64(1))
+    num_unary = int64(0)
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] != SPARSE:
+            continue
+        first, end, bits = row[FIRST], row[FIRST] + row[COUNT], row[GAP_BITS]
+        for j in range(first, end):
+            gap = int64(gaps[j])
+            writer = put(octets, writer, low_part(gap, bits), bits)
+            unary[num_unary] = gap >> bits
+            num_unary += 1
+        kind, bits = row[MAGNITUDES], row[MAGNITUDE_BITS]
+        if kind == EXCEPTIONS:
+            last = first - 1
+            for j in range(first, end):
+                if steps[j] != 1 and steps[j] != -1:
+                    run = j - last - 1
+                    last = j
+                    writer = put(octets, writer, low_part(run, bits), bits)
+                    unary[num_unary] = run >> bits
+                    num_unary += 1
+            for j in range(first, end):
+                if steps[j] != 1 and steps[j] != -1:
+                    unary[num_unary] = floor_log2(abs(int64(steps[j])) - 1)
+                    num_unary += 1
+        elif kind != ONES:
+            for j in range(first, end):
+                value = abs(int64(steps[j])) - 1
+                writer = put(octets, writer, low_part(value, bits), bits)
+                quotient = value >> bits
+                unary[num_unary] = quotient if kind == RICE else floor_log2(quotient + 1)
+                num_unary += 1
+    for j in range(num_unary):
+        writer = put_unary(octets, writer, int64(unary[j]))
+    writer = write_suffixes(octets, writer, plan, num_classes, steps)
+    return writer[0] + int64(writer[2] > 0)
+
+
+@inline
+def write_row(octets, writer, row):
+    coder, kind = row[CODER], row[MAGNITUDES]
+    writer = put(octets, writer, coder, int64(2))
+    if coder != EMPTY:
+        writer = put_length(octets, writer, row[COUNT])
+    if coder == SPARSE:
+        writer = put(octets, writer, row[GAP_BITS], int64(5))
+        writer = put(octets, writer, kind, int64(2))
+        if kind == EXCEPTIONS:
+            writer = put_length(octets, writer, row[NUM_EXCEPTIONS])
+            writer = put(octets, writer, row[MAGNITUDE_BITS], int64(5))
+        elif kind != ONES:
+            writer = put(octets, writer, row[MAGNITUDE_BITS], int64(3))
+    return writer
+
+
+@inline
+def write_suffixes(octets, writer, plan, num_classes, steps):
+    """The bits below the leading one of every exponential Golomb code, in the order of their prefixes."""
+    for number in range(num_classes):
+        row = plan[number]
+        if row[CODER] != SPARSE or (row[MAGNITUDES] != EXCEPTIONS and row[MAGNITUDES] != GOLOMB):
+            continue
+        for j in range(row[FIRST], row[FIRST] + row[COUNT]):
+            value = abs(int64(steps[j])) - 1
+            if row[MAGNITUDES] == GOLOMB:
+                value = (value >> row[MAGNITUDE_BITS]) + 1
+            if value > 1:
+                length = floor_log2(value)
+                writer = put(octets, writer, value - (int64(1) << length), length)
+    return writer

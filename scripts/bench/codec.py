@@ -1,0 +1,347 @@
+"""Size, speed and memory of the checkpoint codec beside what others do, in one run.
+
+    python scripts/bench/codec.py --quick                      synthetic checkpoints, under a minute
+    python scripts/bench/checkpoints.py --out DIR              real ones, half an hour, once
+    python scripts/bench/codec.py --checkpoints DIR            the table of RESULTS.md
+
+Every codec is timed in turn inside each round, so that a busy machine slows all of them alike; the table shows medians and, after
+the sign, half the spread between the quartiles. Decoding means decoding and applying in place to a copy of the base. Before any
+timing, each codec's result is compared with the new weights bit by bit. `--json` prints the checks alone, for other tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from baselines import MEMCPY, PULSE, XOR, ZIPNN, Codec, Weights, run
+from bounds import delta_bounds, full_bound
+from checkpoints import RATES, load, synthetic_pair
+
+from prime_protocol.codec import api, decode_chunk, encode_tensors, mode_of, warm_up
+
+DENSE_RATE = 1e-4
+QUICK_RATES = (1e-6, 3e-6, 1e-4)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One number against its bar. `ok` is None where the run says nothing about it."""
+
+    name: str
+    value: float
+    bar: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One codec on one pair of checkpoints with one number of threads; speeds in GB/s of raw weights."""
+
+    codec: str
+    threads: int
+    num_bytes: int
+    encode: float
+    encode_spread: float
+    decode: float
+    decode_spread: float
+
+
+def ours(name: str, *, full: bool = False, portable: bool = False) -> Codec:
+    """Our codec as deltas, as anchors, or as deltas on a machine without numba."""
+
+    def encode(base: Weights, new: Weights, pool: Executor | None) -> list[Any]:
+        with without_kernels(portable):
+            tensors = ((new[key].reshape(-1), None if full else base[key].reshape(-1), "bf16") for key in new)
+            return [(tensor, chunk) for tensor, chunk in encode_tensors(tensors, pool=pool)]
+
+    def decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
+        flat = [tensor.reshape(-1) for tensor in weights.values()]
+
+        def apply(blob: Any) -> None:
+            tensor, chunk = blob
+            old = None if full else flat[tensor]
+            decode_chunk(chunk.data, flat[tensor], old, dtype="bf16", start=chunk.start, count=chunk.count)
+
+        with without_kernels(portable):
+            run(pool, apply, blobs)
+
+    return Codec(name, encode, decode)
+
+
+class without_kernels:
+    """Inside, the codec behaves as where numba is missing (if `wanted`)."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+
+    def __enter__(self) -> None:
+        self.kept = api.KERNEL_ELEMENTS
+        if self.wanted:
+            api.KERNEL_ELEMENTS = 1 << 62
+
+    def __exit__(self, *error: object) -> None:
+        api.KERNEL_ELEMENTS = self.kept
+
+
+def total_bytes(blobs: list[Any]) -> int:
+    return sum(
+        blob.nbytes if isinstance(blob, np.ndarray) else len(blob[1].data if isinstance(blob, tuple) else blob)
+        for blob in blobs
+    )
+
+
+def raw_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def copy_of(weights: Weights) -> Weights:
+    return {name: tensor.copy() for name, tensor in weights.items()}
+
+
+def measure(codecs: list[Codec], base: Weights, new: Weights, *, threads: int, rounds: int) -> list[Figure]:
+    """Time all codecs in turn, `rounds` times, after one round that checks them."""
+    pool = ThreadPoolExecutor(threads) if threads > 1 else None
+    times: dict[str, tuple[list[float], list[float]]] = {codec.name: ([], []) for codec in codecs}
+    sizes = {}
+    for turn in range(rounds + 1):
+        for codec in codecs:
+            weights = copy_of(base)
+            begin = time.perf_counter()
+            blobs = codec.encode(base, new, pool)
+            middle = time.perf_counter()
+            codec.decode(blobs, weights, pool)
+            end = time.perf_counter()
+            if turn == 0:
+                sizes[codec.name] = total_bytes(blobs)
+                for name, tensor in new.items():
+                    assert np.array_equal(weights[name], tensor), f"{codec.name} changed {name}"
+            else:
+                times[codec.name][0].append(middle - begin)
+                times[codec.name][1].append(end - middle)
+    if pool:
+        pool.shutdown()
+    gigabytes = raw_bytes(new) / 1e9
+    return [
+        Figure(name, threads, sizes[name], *speed(encodes, gigabytes), *speed(decodes, gigabytes))
+        for name, (encodes, decodes) in times.items()
+    ]
+
+
+def speed(seconds: list[float], gigabytes: float) -> tuple[float, float]:
+    """Median GB/s and half the distance between the quartiles."""
+    rates = sorted(gigabytes / s for s in seconds)
+    quartiles = statistics.quantiles(rates, n=4) if len(rates) > 1 else [rates[0]] * 3
+    return statistics.median(rates), (quartiles[2] - quartiles[0]) / 2
+
+
+def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: int, out: Report) -> None:
+    bounds = delta_bounds(base, new)
+    elements = bounds["elements"]
+    density = bounds["changes"] / elements
+    codecs = [MEMCPY, ours("ours"), XOR, PULSE, ours("ours, no numba", portable=True)]
+    single = {f.codec: f for f in measure(codecs, base, new, threads=1, rounds=rounds)}
+    double = {f.codec: f for f in measure([MEMCPY, ours("ours"), XOR], base, new, threads=2, rounds=rounds)}
+    modes = Counter(mode_of(c.data).name for _, c in ours("").encode(base, new, None))
+    out.section(
+        f"delta, {name}: {100 * density:.2f} % changed, {100 * bounds['units'] / bounds['changes']:.0f} % of them by one unit; "
+        f"B0 {bounds['b0'] / elements:.4f}, B1 {bounds['b1'] / elements:.4f} bits per parameter; "
+        + ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items()))
+    )
+    out.table([*single.values(), *double.values()], elements)
+    mine, bits = single["ours"], 8 * single["ours"].num_bytes
+    if density < 0.2:
+        out.check(f"{name}: size / B0", bits / bounds["b0"], "<=", 0.78)
+        out.check(f"{name}: size / PULSE", mine.num_bytes / single["pulse"].num_bytes, "<=", 0.30)
+        out.check(f"{name}: size / XOR+zstd-1", mine.num_bytes / single["xor+zstd-1"].num_bytes, "<=", 0.36)
+    out.check(f"{name}: size / B1", bits / bounds["b1"], "<=", 1.07)
+    if density <= 0.025:
+        for other in ("xor+zstd-1", "pulse"):
+            out.check(f"{name}: decode / {other}", mine.decode / single[other].decode, ">=", 1.0)
+            out.check(f"{name}: encode / {other}", mine.encode / single[other].encode, ">=", 1.0)
+        out.check(f"{name}: decode / memcpy (stretch)", mine.decode / single["memcpy"].decode, ">=", 0.4)
+        out.check(f"{name}: two threads, decode", double["ours"].decode / mine.decode, ">=", 1.6)
+        out.check(f"{name}: two threads, encode", double["ours"].encode / mine.encode, ">=", 1.6)
+    elif rate == DENSE_RATE:
+        out.check(f"{name}: decode / xor+zstd-1", mine.decode / single["xor+zstd-1"].decode, ">=", 1.0)
+        out.check(f"{name}: encode / xor+zstd-1", mine.encode / single["xor+zstd-1"].encode, ">=", 1.0)
+
+
+def bench_anchor(name: str, new: Weights, rounds: int, out: Report) -> None:
+    bound = full_bound(new)
+    elements = sum(tensor.size for tensor in new.values())
+    empty = {key: np.zeros_like(tensor) for key, tensor in new.items()}
+    codecs = [MEMCPY, ours("ours", full=True), *([ZIPNN] if ZIPNN else [])]
+    figures = {f.codec: f for f in measure(codecs, empty, new, threads=1, rounds=rounds)}
+    double = measure([ours("ours", full=True)], empty, new, threads=2, rounds=rounds)
+    out.section(f"anchor, {name}: bound {bound / elements:.3f} bits per parameter")
+    out.table([*figures.values(), *double], elements)
+    mine = figures["ours"]
+    out.check("anchor: size / exponent entropy", 8 * mine.num_bytes / bound, "<=", 1.01)
+    if "zipnn" in figures:
+        out.check("anchor: decode / ZipNN", mine.decode / figures["zipnn"].decode, ">=", 1.5)
+        out.check("anchor: encode / ZipNN", mine.encode / figures["zipnn"].encode, ">=", 1.0)
+
+
+def peak_mib() -> float:
+    """This process's highest resident memory so far."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) / 1024
+
+
+def stream(gigabytes: float, threads: int) -> dict[str, float]:
+    """Encode and decode a checkpoint of so many GB, tensor by tensor; run in a process of its own."""
+    base, new = synthetic_pair(3e-6, elements=1 << 24)
+    old, young = base["mlp"].reshape(-1), new["mlp"].reshape(-1)
+    out = np.zeros_like(old)
+    warm_up()
+    pool = ThreadPoolExecutor(threads)
+    list(pool.map(lambda _: warm_up(), range(threads)))
+    before, size, sent = peak_mib(), 0, 0
+    begin = time.perf_counter()
+
+    def tensors() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
+        for _ in range(max(1, int(gigabytes * 1e9 / old.nbytes))):
+            yield young, old, "bf16"
+
+    def apply(chunk: Any) -> None:
+        decode_chunk(chunk.data, out, old, dtype="bf16", start=chunk.start, count=chunk.count)
+
+    for _, chunk in encode_tensors(tensors(), pool=pool):
+        pool.submit(apply, chunk).result()
+        size, sent = size + 2 * chunk.count, sent + len(chunk.data)
+    assert np.array_equal(out, young)
+    seconds = time.perf_counter() - begin
+    return {"gb": size / 1e9, "sent_gb": sent / 1e9, "seconds": seconds, "extra_mib": peak_mib() - before, "threads": threads}
+
+
+def bench_memory(gigabytes: float, out: Report) -> None:
+    result = subprocess.run(
+        [sys.executable, __file__, "--stream", str(gigabytes)], capture_output=True, text=True, check=True
+    )
+    figures = json.loads(result.stdout)
+    out.section("memory, streaming tensor by tensor")
+    out.line(
+        f"{figures['gb']:.1f} GB of weights as {figures['sent_gb']:.3f} GB of chunks, encoded and decoded by "
+        f"{figures['threads']:.0f} threads in {figures['seconds']:.1f} s: {figures['extra_mib']:.1f} MiB of extra memory"
+    )
+    out.check("extra MiB per thread while streaming", figures["extra_mib"] / figures["threads"], "<=", 32)
+
+
+def bench_start(out: Report) -> None:
+    """What a short-lived process pays: importing the codec, and its first large chunk."""
+    program = (
+        "import time; t = time.perf_counter(); import numpy; n = time.perf_counter()\n"
+        "import prime_protocol.codec as c; i = time.perf_counter(); c.warm_up(); w = time.perf_counter()\n"
+        "print(n - t, i - n, w - i)"
+    )
+    times = [
+        [float(x) for x in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()]
+        for _ in range(3)
+    ]
+    numpy_s, codec_s, kernels_s = (statistics.median(column) for column in zip(*times, strict=True))
+    out.section("start of a process")
+    out.line(f"numpy {numpy_s:.2f} s, codec without kernels {codec_s:.2f} s more, kernels from numba's cache {kernels_s:.2f} s")
+
+
+class Report:
+    """Collects checks, and prints the tables unless only JSON is wanted."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self.checks: list[Check] = []
+        self.silent = silent
+
+    def line(self, text: str) -> None:
+        if not self.silent:
+            print(text, flush=True)
+
+    def section(self, title: str) -> None:
+        self.line(f"\n### {title}\n")
+
+    def table(self, figures: list[Figure], elements: float) -> None:
+        self.line("| codec | threads | bits per parameter | ratio | encode GB/s | decode GB/s |\n|---|---|---|---|---|---|")
+        for f in figures:
+            self.line(
+                f"| {f.codec} | {f.threads} | {8 * f.num_bytes / elements:.4f} | {2 * elements / f.num_bytes:.1f}x "
+                f"| {f.encode:.2f} ± {f.encode_spread:.2f} | {f.decode:.2f} ± {f.decode_spread:.2f} |"
+            )
+
+    def check(self, name: str, value: float, relation: str, bar: float) -> None:
+        ok = value <= bar if relation == "<=" else value >= bar
+        self.checks.append(Check(name, round(value, 4), f"{relation} {bar:g}", ok))
+
+    def finish(self) -> None:
+        if self.silent:
+            print(json.dumps({"checks": [asdict(check) for check in self.checks]}))
+            return
+        self.section("checks")
+        self.line("| check | value | bar | |\n|---|---|---|---|")
+        for check in self.checks:
+            self.line(f"| {check.name} | {check.value:.3f} | {check.bar} | {'ok' if check.ok else '**missed**'} |")
+
+
+def hardware() -> str:
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return f"{model[1] if model else platform.processor()}, Python {platform.python_version()}, numpy {np.__version__}"
+
+
+def timed(label: str, report: Report, function: Callable[[], None]) -> None:
+    begin = time.perf_counter()
+    function()
+    report.line(f"\n({label}: {time.perf_counter() - begin:.0f} s)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="synthetic checkpoints of 4 M parameters")
+    parser.add_argument("--checkpoints", type=Path, help="folder that checkpoints.py wrote")
+    parser.add_argument("--rounds", type=int, default=0, help="timed rounds (7, or 5 with --quick)")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
+    parser.add_argument("--stream", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stream is not None:
+        print(json.dumps(stream(options.stream, threads=2)))
+        return 0
+    if not options.quick and options.checkpoints is None:
+        parser.error("give --quick, or --checkpoints DIR")
+    report = Report(silent=options.json)
+    report.line(f"{hardware()}; {time.strftime('%Y-%m-%d')}")
+    warm_up()
+    rounds = options.rounds or (5 if options.quick else 7)
+    for rate in QUICK_RATES if options.quick else RATES:
+        if options.quick:
+            base, new = synthetic_pair(rate)
+            name = f"synthetic lr {rate:g}"
+        else:
+            files = sorted((options.checkpoints / f"lr{rate:g}").glob("step*.npz"))
+            base, new = load(files[-2]), load(files[-1])
+            name = f"lr {rate:g}"
+        bench_deltas(name, base, new, rate, rounds, report)
+    bench_anchor(name, new, rounds, report)
+    bench_memory(1.0 if options.quick else 14.0, report)
+    bench_start(report)
+    report.finish()
+    return 0 if all(check.ok for check in report.checks if "stretch" not in check.name) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

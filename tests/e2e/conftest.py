@@ -1,0 +1,128 @@
+"""Whole runs with real processes. Everything is small: a few steps, a few groups, seconds of training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL_RUN = [
+    "run.max_steps=8",
+    "run.groups_per_step=6",
+    "run.rollouts_per_group=4",
+    "run.heartbeat_seconds=1",
+    "run.lease_seconds=30",
+    "trainer.sft.steps_max=10",
+    "trainer.evaluation_interval=4",
+    "trainer.evaluation_problems=16",
+    "up.port=0",
+]
+
+
+class Up:
+    """One `prime-node up` in a directory, and what a test wants to know of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process: subprocess.Popen[str] | None = None
+        self.output = ""
+
+    def start(self, *assignments: str, arguments: tuple[str, ...] = (), new: bool = True) -> None:
+        command = [sys.executable, "-m", "prime_node", "up", str(self.directory), *arguments]
+        for assignment in [*(SMALL_RUN if new else ()), *assignments]:
+            command += ["--set", assignment]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def finish(self, *, timeout_s: float) -> int:
+        """Wait for the end; returns the exit code."""
+        assert self.process is not None
+        try:
+            self.output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"`up` did not end within {timeout_s:.0f} s\n{self.everything()}")
+        return self.process.returncode
+
+    def interrupt(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """As the kernel would: no goodbye."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.output, _ = self.process.communicate()
+
+    def status(self) -> dict[str, Any]:
+        link = (self.directory / "join-link").read_text().strip()
+        with urllib.request.urlopen(link.partition("#")[0] + "v1/status", timeout=5) as answer:
+            status: dict[str, Any] = json.load(answer)
+        return status
+
+    def until(self, holds: Callable[[dict[str, Any]], bool], *, timeout_s: float, what: str) -> dict[str, Any]:
+        """Poll the coordinator's status until something holds."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                status = self.status()
+                if holds(status):
+                    return status
+            time.sleep(0.1)
+        self.kill()
+        pytest.fail(f"never saw: {what}\n{self.everything()}")
+
+    def processes(self) -> list[int]:
+        """Process ids of everything that works in this directory."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    line = (entry / "cmdline").read_bytes().decode(errors="replace")
+                    if str(self.directory) in line and "pytest" not in line:
+                        found.append(int(entry.name))
+        return found
+
+    def process_of(self, role: str) -> int:
+        """Process id of one role, by its command line."""
+        for pid in self.processes():
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if role in arguments[:5]:
+                return pid
+        raise LookupError(role)
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return summary
+
+    def everything(self) -> str:
+        """Output and the ends of all logs, for a failure's message."""
+        parts = [self.output]
+        for path in sorted((self.directory / "logs").glob("*.log")):
+            parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-30:]))
+        return "\n".join(parts)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    session = Up(tmp_path / "run")
+    yield session
+    session.kill()
+    deadline = time.monotonic() + 30
+    while session.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in session.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

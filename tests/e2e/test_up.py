@@ -1,0 +1,110 @@
+"""The main job, as a newcomer runs it: real processes, real engines, real bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Up
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
+    up.start("up.cheat_after_leases=1", "run.checks.strikes_max=1")
+    code = up.finish(timeout_s=300)
+    assert code == 0, up.everything()
+    summary = up.summary()
+    assert summary["verification"]["ok"]
+    assert [ban["worker"] for ban in summary["bans"]] == ["worker-3"]
+    assert summary["rollouts"]["accepted"] == 8 * 6 * 4
+    assert sum(summary["rollouts"]["refused"].values()) > 0
+    assert summary["bytes_published"] > 0
+    assert (up.directory / "curve.png").stat().st_size > 1_000
+    assert up.processes() == []
+
+    verified = subprocess.run(
+        [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain"], capture_output=True, text=True
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    _flip_a_byte_of_the_largest_blob(up.directory / "coordinator" / "public" / "blobs")
+    tampered = subprocess.run(
+        [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain"], capture_output=True, text=True
+    )
+    assert tampered.returncode == 1
+    assert "FAIL (5)" in tampered.stdout
+
+
+def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=30")
+    up.until(lambda status: status["step"] >= 3, timeout_s=180, what="step 3")
+    up.interrupt()
+    assert up.finish(timeout_s=90) == 130, up.everything()
+    assert up.processes() == []
+    assert "goes on" in up.output
+
+    up.start(new=False)
+    assert up.finish(timeout_s=240) == 0, up.everything()
+    assert up.summary()["verification"]["ok"]
+    assert up.summary()["rollouts"]["accepted"] == 30 * 6 * 4
+
+
+def test_every_role_may_be_killed_without_loss(up: Up) -> None:
+    up.start("up.unsafe_cheaters={}", "up.num_workers=2", "run.max_steps=24")
+    for step, role in ((2, "coordinator"), (5, "trainer"), (8, "validator"), (11, "join")):
+        up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")  # type: ignore[misc]
+        os.kill(up.process_of(role), signal.SIGKILL)
+    assert up.finish(timeout_s=300) == 0, up.everything()
+    summary = up.summary()
+    assert summary["verification"]["ok"]
+    assert summary["rollouts"]["accepted"] == 24 * 6 * 4
+
+
+def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
+    up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")
+    up.kill()
+    deadline = time.monotonic() + 60
+    while up.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert up.processes() == []
+
+
+@pytest.mark.vllm
+def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
+    """vLLM on this machine's CPU, beside a transformers worker; its rollouts pass the same checks."""
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=60")
+    up.until(lambda status: status["head"] >= 0, timeout_s=180, what="policy 0")
+    link = (up.directory / "join-link").read_text().strip()
+    joined = subprocess.Popen(
+        [sys.executable, "-m", "prime_node", "join", link, "--name", "guest", "--engine", "vllm"]
+        + ["--folder", str(tmp_path / "guest"), "--identity", str(tmp_path / "guest" / "identity.key")],
+        stdout=(tmp_path / "guest.log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        status = up.until(
+            lambda status: any(w["name"] == "guest" and w["accepted"] > 0 for w in status["workers"]),
+            timeout_s=240,
+            what="an accepted bundle of the vLLM worker\n" + (tmp_path / "guest.log").read_text(),
+        )
+        guest = next(worker for worker in status["workers"] if worker["name"] == "guest")
+        assert guest["refused"] == {}
+        joined.send_signal(signal.SIGINT)
+        assert joined.wait(timeout=60) == 0, (tmp_path / "guest.log").read_text()
+    finally:
+        joined.kill()
+
+
+def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
+    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)

@@ -1,0 +1,232 @@
+"""The house has floors: an import may only go down, and siblings never import each other.
+
+Every module of both packages is parsed, not imported, so a forbidden import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "prime_protocol": ROOT / "protocol" / "prime_protocol",
+    "prime_node": ROOT / "node" / "prime_node",
+}
+
+# From the top down. What stands on one line are siblings. `prime_node` is the bare package: its version.
+FLOORS = (
+    {"__main__"},
+    {"cli"},
+    {"sim"},
+    {"worker", "coordinator", "validator", "trainer", "adapters"},
+    {"broadcast"},
+    {"replay", "algo", "envs"},
+    {"config", "observe"},
+    {"ports"},
+    {"prime_node"},
+    {"prime_protocol"},
+)
+HEIGHT = {unit: len(FLOORS) - depth for depth, floor in enumerate(FLOORS) for unit in floor}
+
+# The protocol takes bytes and returns values: what acts, waits, looks at a clock or rolls dice stays outside.
+FORBIDDEN_IN_PROTOCOL = {
+    *(
+        "asyncio",
+        "datetime",
+        "http",
+        "multiprocessing",
+        "os",
+        "pathlib",
+        "random",
+        "secrets",
+        "selectors",
+        "shutil",
+    ),
+    *("signal", "socket", "ssl", "subprocess", "tempfile", "time", "urllib.error", "urllib.request"),
+}
+WIRE_LIBRARIES = {"blake3", "cryptography", "numpy", "pydantic", "pydantic_core", "safetensors", "zstandard"}
+# Third-party systems live in adapters, one a file. These few live elsewhere too.
+ALSO_ALLOWED = {
+    "prime_protocol.codec": {"llvmlite", "numba"},
+    "prime_node.algo": {"torch"},
+    "prime_node.config": {"pydantic_settings"},
+    "prime_node.cli": {"rich", "typer", "uvloop"},
+    "prime_node.cli.plot": {"matplotlib", "plotext"},
+    "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
+}
+# A library that comes with another one is no second system, and torch's tensors are the language of several.
+COMES_WITH = {"aiosqlite": "sqlalchemy", "tokenizers": "transformers", "uvloop": "aiohttp"}
+TENSORS = {"torch"}
+
+READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
+PASSES_ENVIRONMENT = {
+    "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
+    "prime_node.adapters.vllm_engine",  # vLLM can be set up through the environment alone
+}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def unit_of(module: str) -> str:
+    """`prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "prime_node" and len(parts) > 1 else parts[0]
+
+
+def imports_of(module: str, tree: ast.AST, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, the imported name included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """What this module does that its floor may not, as `module:line: why`."""
+    tree = ast.parse(source)
+    unit = unit_of(module)
+    if unit not in HEIGHT:
+        return [f"{module}:1: {unit} stands on no floor"]
+    found: list[tuple[int, str]] = []
+    systems: set[str] = set()
+    allowed = WIRE_LIBRARIES.union(
+        *(more for package, more in ALSO_ALLOWED.items() if within(module, package))
+    )
+    for line, name in imports_of(module, tree, is_package=is_package):
+        top = name.split(".")[0]
+        if top in PACKAGES:
+            target = name if unit_of(name) in HEIGHT else "prime_node"  # `from prime_node import __version__`
+            if unit_of(target) != unit and HEIGHT[unit_of(target)] >= HEIGHT[unit]:
+                found.append((line, f"{unit} may not import {name}: that is not below it"))
+            if unit == "cli" and module != "prime_node.cli.wire" and within(name, "prime_node.adapters"):
+                found.append((line, f"only prime_node.cli.wire picks adapters, not {name}"))
+        elif top in sys.stdlib_module_names:
+            if unit == "prime_protocol" and any(within(name, acts) for acts in FORBIDDEN_IN_PROTOCOL):
+                found.append((line, f"prime_protocol may not import {name}"))
+        elif unit == "adapters":
+            systems |= {COMES_WITH.get(top, top)} - allowed - TENSORS
+        elif top not in allowed:
+            found.append(
+                (line, f"{unit} may not import {top}: third-party systems live in prime_node.adapters")
+            )
+    if len(systems) > 1:
+        found.append((1, f"an adapter holds one system, and this one holds {', '.join(sorted(systems))}"))
+    if module not in READS_ENVIRONMENT | PASSES_ENVIRONMENT:
+        found += [(line, "only config and observe read the environment") for line in environment_reads(tree)]
+    return [f"{module}:{line}: {why}" for line, why in sorted(set(found))]
+
+
+def environment_reads(tree: ast.AST) -> Iterator[int]:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and names & {alias.name for alias in node.names}
+        ):
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+            yield node.lineno
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join([package, *(part for part in parts if part != "__init__")]), path
+
+
+def test_every_module_keeps_to_its_floor() -> None:
+    found = [
+        violation
+        for module, path in modules()
+        for violation in violations(module, path.read_text(), is_package=path.name == "__init__.py")
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("prime_protocol.step", "import prime_node.ports.clock"),
+        ("prime_protocol.step", "import asyncio"),
+        ("prime_protocol.step", "def now():\n    from time import time"),
+        ("prime_protocol.step", "import torch"),
+        ("prime_protocol.step", "from urllib import request"),
+        ("prime_protocol.rollout", "import numba"),
+        ("prime_node.ports.engine", "from prime_node import config"),
+        ("prime_node.ports.engine", "from ..worker import loop"),
+        ("prime_node.worker.loop", "from prime_node.coordinator.state import tick"),
+        ("prime_node.worker.loop", "from ..trainer import loop"),
+        ("prime_node.worker.loop", "import prime_node.adapters.transformers_engine"),
+        ("prime_node.worker.loop", "import aiohttp"),
+        ("prime_node.adapters.sqlite_store", "from prime_node.coordinator.state import State"),
+        ("prime_node.adapters.everything", "import aiohttp\nimport vllm"),
+        ("prime_node.observe", "from prime_node.config import Settings"),
+        ("prime_node.algo.loss", "from prime_node import replay"),
+        ("prime_node.algo.loss", "import transformers"),
+        ("prime_node.sim.world", "from prime_node.cli import main"),
+        ("prime_node.cli.up", "from prime_node import adapters"),
+        ("prime_node.trainer.loop", "import os\nos.environ['HOME']"),
+        ("prime_node.trainer.loop", "from os import getenv"),
+        ("prime_node.attic.box", "import json"),
+    ],
+)
+def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "prime_protocol.envelope",
+            "from urllib.parse import urlsplit\nfrom prime_protocol.digest import Digest\nimport blake3",
+        ),
+        ("prime_protocol.codec.kernels", "from numba import njit"),
+        (
+            "prime_node.worker.loop",
+            "import asyncio\nfrom prime_node.broadcast import follower\nfrom . import spool",
+        ),
+        ("prime_node.adapters.sqlite_store", "import aiosqlite\nimport sqlalchemy\nimport numpy"),
+        ("prime_node.adapters.vllm_engine", "import os\nimport torch\nimport vllm\nos.environ['A'] = 'B'"),
+        ("prime_node.algo.loss", "import torch"),
+        ("prime_node.cli.wire", "from prime_node.adapters import http_server"),
+        ("prime_node.cli.main", "from prime_node import __version__\nimport typer"),
+    ],
+)
+def test_an_import_that_goes_down_is_allowed(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_a_relative_import_in_a_package_starts_from_the_package_itself() -> None:
+    assert violations("prime_node.worker", "from . import loop", is_package=True) == []
+    assert len(violations("prime_node.worker", "from .. import trainer", is_package=True)) == 1
+
+
+def test_the_whole_protocol_imports_without_torch_and_without_anything_that_acts() -> None:
+    names = [module for module, _ in modules() if within(module, "prime_protocol")]
+    heavy = ("torch", "transformers", "vllm", "aiohttp", "asyncio", "prime_node")
+    program = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"print(*[name for name in {heavy!r} if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert ran.stdout.split() == []
