@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_protocol import limits
 from prime_protocol.digest import Digest
@@ -12,9 +12,19 @@ from prime_protocol.envelope import WireModel
 from prime_protocol.identity import KeyId
 from prime_protocol.noise import SEED_MAX
 
+# No control characters, line separators or writing-direction controls: names and texts are shown, logged and hashed.
+_VISIBLE = r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"
+
 Seed = Annotated[int, Field(ge=0, le=SEED_MAX)]
-Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS_MAX)]
+Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=_VISIBLE)]
+Text = Annotated[str, Field(max_length=limits.TEXT_CHARS_MAX, pattern=_VISIBLE)]
+"""For a person."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=limits.TOKENS_MAX)]
+Step = Annotated[int, Field(ge=0, le=limits.STEP_MAX)]
+"""A training step or a policy version."""
+Count = Annotated[int, Field(ge=0, le=limits.COUNT_MAX)]
+"""A number of things, bytes or milliseconds."""
 
 
 class Sampling(WireModel):
@@ -22,7 +32,7 @@ class Sampling(WireModel):
 
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
     """Divides the logits before sampling and before the recorded logprobs are taken. 0 is greedy."""
-    completion_tokens_max: int = Field(ge=1, le=1_048_576)
+    completion_tokens_max: int = Field(ge=1, le=limits.TOKENS_MAX)
     """A completion ends here if no stop token came, the stop token included."""
     stop_token_ids: tuple[TokenId, ...] = Field(max_length=64)
     """A completion ends with the first of these; it is part of the completion."""
@@ -33,17 +43,17 @@ class Problem(WireModel):
 
     environment: Name
     """Name of an environment of the RunSpec."""
-    index: int = Field(ge=0, le=2**53)
+    index: Count
     """Number of the problem; the environment and the index together are the problem, for ever."""
 
 
 class GroupAssignment(WireModel):
     """One prompt and the seeds of its G completions."""
 
-    slot: int = Field(ge=0, le=2**53)
+    slot: Count
     """The group's number in the run, counted from 0. Its step is slot // groups_per_step."""
     problem: Problem
-    prompt_token_ids: tuple[TokenId, ...] = Field(min_length=1)
+    prompt_token_ids: TokenIds = Field(min_length=1)
     """The prompt as the coordinator renders it. The worker feeds exactly this."""
     seeds: tuple[Seed, ...] = Field(min_length=1, max_length=limits.LEASE_ROLLOUTS_MAX)
     """One seed for each completion. Length G."""
@@ -55,18 +65,28 @@ class Lease(WireModel):
     run: Digest
     lease_id: Digest
     worker: KeyId
-    step: int = Field(ge=0)
+    step: Step
     """The step that these rollouts will be trained at."""
-    policy_version: int = Field(ge=0)
+    policy_version: Step
     """The policy to sample from: the one that the worker said it holds."""
     policy_digest: Digest
     """Digest of that policy's manifest."""
-    groups: tuple[GroupAssignment, ...] = Field(min_length=1)
+    groups: tuple[GroupAssignment, ...] = Field(min_length=1, max_length=limits.LEASE_ROLLOUTS_MAX)
     sampling: Sampling
-    issued_at_ms: int = Field(ge=0)
+    issued_at_ms: Count
     """Unix time by the coordinator's clock."""
-    expires_at_ms: int = Field(ge=0)
+    expires_at_ms: Count
     """After this the groups go to somebody else."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len({group.slot for group in self.groups}) != len(self.groups):
+            raise ValueError("a lease names a slot once")
+        if self.num_rollouts > limits.LEASE_ROLLOUTS_MAX:
+            raise ValueError(f"a lease asks for at most {limits.LEASE_ROLLOUTS_MAX} rollouts")
+        if self.expires_at_ms < self.issued_at_ms:
+            raise ValueError("a lease ends after it begins")
+        return self
 
     @property
     def num_rollouts(self) -> int:

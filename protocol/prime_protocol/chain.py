@@ -19,10 +19,11 @@ from prime_protocol.run_spec import PinnedRun
 def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     """Everything that one manifest must satisfy by itself. Raises PeerError.
 
-    (1) it is of this run; (2) its policy version is within the run; (3) it describes the run's model; (4) an anchor has no
-    base and a delta has an older one; (5) tensor names are unique, types known, sizes within the limits; (6) the tensor
-    table hashes to the state root; (7) parts are within the limits; (8) chunks fill the parts without gap, in order;
-    (9) chunks cover every tensor exactly, in order, and cross none.
+    (1) it is of this run; (2) its policy version is within the run, it was made by the step before, and policy 0 alone has
+    neither a predecessor nor a batch; (3) it describes the run's model; (4) an anchor has no base and a delta has an older
+    one; (5) tensor names are unique, types known, sizes within the limits; (6) the tensor table hashes to the state root;
+    (7) parts are within the limits; (8) chunks fill the parts without gap, in order; (9) chunks cover every tensor exactly,
+    in order, and cross none.
     """
     spec = run.spec
     here = f"manifest {manifest.policy_version}"
@@ -30,8 +31,8 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
         raise PeerError(ErrorCode.WRONG_RUN, f"{here} belongs to run {manifest.run[:12]}, not {run.digest[:12]}")
     if manifest.policy_version > spec.max_steps:  # (2)
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: the run ends with policy {spec.max_steps}")
-    config = next((file.digest for file in spec.model_files if file.name == "config.json"), None)
-    if manifest.model_config_digest != config:  # (3)
+    _check_origin(manifest)  # (2)
+    if manifest.model_config_digest != spec.model_config_digest:  # (3)
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: made for another config.json than the run's")
     if (manifest.kind is CheckpointKind.DELTA) != (manifest.base is not None) or (  # (4)
         manifest.base is not None and manifest.base.policy_version >= manifest.policy_version
@@ -72,6 +73,16 @@ def check_not_a_fork(new: SignedManifest, known: SignedManifest) -> None:
         )
 
 
+def _check_origin(manifest: Manifest) -> None:
+    version, is_first = manifest.policy_version, manifest.policy_version == 0
+    if (manifest.previous is None) != is_first or (manifest.produced_by.batch is None) != is_first:
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy 0, and no other, has no predecessor and no batch"
+        )
+    if manifest.produced_by.step != version - 1:
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 is the product of step n")
+
+
 def _check_tensors(manifest: Manifest, bounds: limits.Limits) -> None:
     if len(manifest.tensors) > bounds.checkpoint_tensors_max:
         raise LimitExceeded("checkpoint_tensors_max", len(manifest.tensors), bounds.checkpoint_tensors_max)
@@ -92,11 +103,14 @@ def _check_chunks_fill_parts(manifest: Manifest) -> None:
         if part < len(manifest.parts) and offset == manifest.parts[part].size:
             part, offset = part + 1, 0
         if part >= len(manifest.parts) or chunk.part != part or chunk.offset != offset:
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks leave a gap in part {part}")
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks leave a gap in part {part}"
+            )
         offset += chunk.size
-    sizes_end = not manifest.parts if not manifest.chunks else offset == manifest.parts[part].size
-    if not sizes_end or (manifest.chunks and part != len(manifest.parts) - 1):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its parts are not filled by chunks")
+    if part < len(manifest.parts) and offset == manifest.parts[part].size:
+        part += 1
+    if part != len(manifest.parts):
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks do not fill part {part}")
 
 
 def _check_chunks_cover_tensors(manifest: Manifest) -> None:
@@ -105,9 +119,11 @@ def _check_chunks_cover_tensors(manifest: Manifest) -> None:
     for chunk in manifest.chunks:
         while tensor < len(sizes) and start == sizes[tensor]:
             tensor, start = tensor + 1, 0
-        if tensor >= len(sizes) or chunk.tensor != tensor or chunk.start != start or start + chunk.count > sizes[tensor]:
+        is_next = tensor < len(sizes) and (chunk.tensor, chunk.start) == (tensor, start)
+        if not is_next or start + chunk.count > sizes[tensor]:
             raise PeerError(
-                ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks do not cover tensor {tensor} in order"
+                ErrorCode.CHAIN_BROKEN,
+                f"manifest {manifest.policy_version}: chunks do not cover tensor {tensor} in order",
             )
         start += chunk.count
     while tensor < len(sizes) and start == sizes[tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prime_protocol.codec import decode_chunk, encode_tensor
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import ChunkEntry, Manifest, PartEntry, TensorEntry
+from prime_protocol.manifest import BasePolicy, ChunkEntry, Manifest, PartEntry, TensorEntry
 from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root
 
 PART_BYTES = 16 * 2**20
@@ -34,7 +34,8 @@ class EncodedCheckpoint:
 def encode_checkpoint(new: Weights, base: Weights | None = None, *, part_bytes: int = PART_BYTES) -> EncodedCheckpoint:
     """Encode weights alone (an anchor), or against `base` with the same names, types and shapes (a delta)."""
     tensors = tuple(
-        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=tensor.digest) for name, tensor in new.items()
+        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=tensor.digest)
+        for name, tensor in new.items()
     )
     chunks: list[ChunkEntry] = []
     parts: list[bytearray] = []
@@ -69,26 +70,26 @@ class CheckpointDecoder:
     """Builds one policy's weights from its chunks. Never touches `base`."""
 
     def __init__(self, manifest: Manifest, base: Weights | None = None) -> None:
-        """Raises PeerError(CHAIN_BROKEN) where `base` is not the base that the manifest names."""
+        """`manifest` has passed chain.check_manifest. Raises PeerError(CHAIN_BROKEN) where `base` is not its base."""
         self._manifest = manifest
-        self._base = base
-        if manifest.base is not None and (base is None or root_of(base) != manifest.base.state_root):
-            raise PeerError(
-                ErrorCode.CHAIN_BROKEN,
-                f"manifest {manifest.policy_version} needs policy {manifest.base.policy_version} as its base; these are other weights",
-            )
+        self._base = None if manifest.base is None else _checked_base(manifest, manifest.base, base)
         self._weights = {entry.name: empty_like(entry.dtype, entry.shape) for entry in manifest.tensors}
         self._missing = set(range(len(manifest.chunks)))
+        self._chunks_of: list[list[int]] = [[] for _ in manifest.parts]
+        for number, chunk in enumerate(manifest.chunks):
+            self._chunks_of[chunk.part].append(number)
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
         """Decode all chunks of one part. Raises PeerError."""
         entry = self._manifest.parts[index]
         if len(data) != entry.size:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}")
+            raise PeerError(
+                ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}"
+            )
         view = memoryview(data)
-        for number, chunk in enumerate(self._manifest.chunks):
-            if chunk.part == index:
-                self.feed_chunk(number, view[chunk.offset : chunk.offset + chunk.size])
+        for number in self._chunks_of[index]:
+            chunk = self._manifest.chunks[number]
+            self.feed_chunk(number, view[chunk.offset : chunk.offset + chunk.size])
 
     def feed_chunk(self, number: int, data: bytes | memoryview) -> None:
         """Check one chunk's digest, then decode it. Feeding it twice is harmless. Raises PeerError."""
@@ -99,7 +100,7 @@ class CheckpointDecoder:
                 f"manifest {self._manifest.policy_version}: digest mismatch in chunk {number}; fetch it from another source",
             )
         entry = self._manifest.tensors[chunk.tensor]
-        base = None if self._manifest.base is None or self._base is None else self._base[entry.name].data
+        base = None if self._base is None else self._base[entry.name].data
         out = self._weights[entry.name].data
         decode_chunk(bytes(data), out, base, dtype=entry.dtype, start=chunk.start, count=chunk.count)
         self._missing.discard(number)
@@ -122,6 +123,20 @@ class CheckpointDecoder:
         return self._weights
 
 
+def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None) -> Weights:
+    """`base`, if it is the delta's base and has the same tensors. Raises PeerError(CHAIN_BROKEN)."""
+    if base is None or root_of(base) != wanted.state_root:
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN,
+            f"manifest {manifest.policy_version} needs policy {wanted.policy_version} as its base; these are other weights",
+        )
+    if {name: (old.dtype, old.shape) for name, old in base.items()} != {
+        entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors
+    }:
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has other tensors")
+    return base
+
+
 def _root(tensors: Iterable[TensorEntry]) -> str:
     return state_root((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
 
@@ -129,4 +144,6 @@ def _root(tensors: Iterable[TensorEntry]) -> str:
 def check_root(manifest: Manifest) -> None:
     """The tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
     if _root(manifest.tensors) != manifest.state_root:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor table and state root differ")
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor table and state root differ"
+        )

@@ -12,14 +12,15 @@ The path of every message: bytes -> Envelope (framing and size) -> verify (signa
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from prime_protocol import limits
@@ -68,7 +69,8 @@ class Envelope:
         """The payload, after `threshold` different keys of `trusted` (key ids) have been found to sign it.
 
         Raises PeerError: WRONG_PAYLOAD_TYPE, or BAD_SIGNATURE where too few trusted keys signed. Signatures by keys
-        that are not trusted are ignored, as DSSE asks; a signature that claims a trusted key and fails is an error.
+        that are not trusted are ignored, as DSSE asks, and a key that signs twice counts once. Stricter than DSSE: a
+        signature that claims a trusted key and fails is an error even where enough others verify.
         """
         if self.payload_type != payload_type:
             raise PeerError(ErrorCode.WRONG_PAYLOAD_TYPE, f"expected {payload_type}, got {self.payload_type[:100]}")
@@ -113,6 +115,7 @@ def pre_authentication_encoding(payload_type: str, payload: bytes) -> bytes:
 
 def seal(payload: BaseModel | bytes, payload_type: PayloadType, *keys: SigningKey) -> Envelope:
     """Sign a payload with one key or several."""
+    assert keys
     raw = payload if isinstance(payload, bytes) else payload.model_dump_json().encode()
     message = pre_authentication_encoding(payload_type, raw)
     return Envelope(payload_type, raw, tuple(Signature(key.key_id, key.sign(message)) for key in keys))
@@ -129,25 +132,33 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX) ->
     if unknown:
         raise PeerError(ErrorCode.UNKNOWN_FIELD, f"envelope has unknown field {min(unknown)[:100]!r}")
     payload, payload_type, signatures = (fields.get(name) for name in ("payload", "payloadType", "signatures"))
-    if not isinstance(payload_type, str) or not isinstance(signatures, list):
+    if not isinstance(payload_type, str) or not isinstance(signatures, list) or not signatures:
         raise PeerError(ErrorCode.WRONG_TYPE, "envelope needs payload, payloadType and signatures")
-    if not 1 <= len(signatures) <= limits.SIGNATURES_MAX:
+    if len(signatures) > limits.SIGNATURES_MAX:
         raise LimitExceeded("SIGNATURES_MAX", len(signatures), limits.SIGNATURES_MAX)
-    parsed = []
-    for item in signatures:
-        if not isinstance(item, dict) or item.keys() != {"keyid", "sig"} or not isinstance(item["keyid"], str):
-            raise PeerError(ErrorCode.WRONG_TYPE, "a signature has exactly keyid and sig")
-        parsed.append(Signature(item["keyid"], _base64(item["sig"], "sig")))
-    return Envelope(payload_type, _base64(payload, "payload"), tuple(parsed))
+    return Envelope(payload_type, _base64(payload, "payload"), tuple(_signature(item) for item in signatures))
 
 
 def load_json(data: bytes) -> Any:
-    """JSON as RFC 8259 means it: no duplicate keys, no NaN, bounded depth. Raises PeerError(MALFORMED or TOO_LARGE)."""
+    """JSON as RFC 8259 and I-JSON (RFC 7493) mean it. Raises PeerError(MALFORMED or TOO_LARGE).
+
+    UTF-8 without a byte order mark, no duplicate keys, no NaN, no number that overflows a float64, no lone surrogate, and
+    no deeper than JSON_DEPTH_MAX. Python's own parser lets all of these pass.
+    """
     _check_depth(data)
     try:
-        return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # ValueError covers JSONDecodeError, UnicodeDecodeError and huge ints
-        raise PeerError(ErrorCode.MALFORMED, f"not valid JSON: {str(error)[:200]}") from None
+        value = json.loads(
+            data.decode(),  # bytes would be searched for UTF-16 and UTF-32
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+        if _SURROGATE_ESCAPE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()  # raises for one that has no partner
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeError, integers of 4,300 digits
+        reason = str(error).partition(";")[0][:200]
+        raise PeerError(ErrorCode.MALFORMED, f"not valid JSON: {reason}") from None
+    return value
 
 
 def parse_json(payload: bytes, model: type[Model]) -> Model:
@@ -156,19 +167,35 @@ def parse_json(payload: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(payload)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in fault["loc"])[:200]
-        code = ErrorCode.UNKNOWN_FIELD if fault["type"] == "extra_forbidden" else ErrorCode.WRONG_TYPE
-        raise PeerError(code, f"{model.__name__}.{place}: {fault['msg'][:300]}") from None
+        fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join((model.__name__, *map(str, fault["loc"])))[:200]
+        code = _CODE_OF_FAULT.get(fault["type"], ErrorCode.WRONG_TYPE)
+        raise PeerError(code, f"{place}: {fault['msg'][:300]}") from None
+
+
+_CODE_OF_FAULT = {"extra_forbidden": ErrorCode.UNKNOWN_FIELD, "json_invalid": ErrorCode.MALFORMED}
+
+
+def _signature(item: object) -> Signature:
+    if not isinstance(item, dict) or item.keys() != {"keyid", "sig"} or not isinstance(item["keyid"], str):
+        raise PeerError(ErrorCode.WRONG_TYPE, "a signature has exactly keyid and sig")
+    if len(item["keyid"]) > limits.NAME_CHARS_MAX:
+        raise LimitExceeded("NAME_CHARS_MAX", len(item["keyid"]), limits.NAME_CHARS_MAX)
+    return Signature(item["keyid"], _base64(item["sig"], "sig"))
 
 
 def _base64(value: object, name: str) -> bytes:
+    """Standard alphabet, padded, and the one encoding of its bytes: the unused last bits are zero."""
     if not isinstance(value, str):
         raise PeerError(ErrorCode.WRONG_TYPE, f"{name} is a base64 string")
     try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        raise PeerError(ErrorCode.MALFORMED, f"{name} is not base64") from None
+        text = value.encode("ascii")
+        data = base64.b64decode(text, validate=True)
+    except ValueError:  # binascii.Error and UnicodeEncodeError are ValueErrors
+        data = None
+    if data is None or base64.b64encode(data) != text:
+        raise PeerError(ErrorCode.MALFORMED, f"{name} is not canonical base64")
+    return data
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,14 +209,23 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise ValueError(f"{digits[:40]} is out of range")
+    return value
+
+
 def _check_depth(data: bytes) -> None:
     """Bound the nesting before a recursive parser sees it."""
-    depth = 0
-    for byte in _STRING.sub(b"", data).translate(None, _NOT_BRACKETS):
-        depth += 1 if byte in b"[{" else -1
-        if depth > limits.JSON_DEPTH_MAX:
-            raise LimitExceeded("JSON_DEPTH_MAX", depth, limits.JSON_DEPTH_MAX)
+    steps = _STRING.sub(b"", data).translate(_BRACKET_STEPS, _NOT_BRACKETS)
+    depth = int(np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0))
+    if depth > limits.JSON_DEPTH_MAX:
+        raise LimitExceeded("JSON_DEPTH_MAX", depth, limits.JSON_DEPTH_MAX)
 
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# The closing quote is optional: a string that is never closed would otherwise be scanned again from each of its quotes.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_BRACKET_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1 as int8
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")

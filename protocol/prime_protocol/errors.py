@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from prime_protocol.limits import DETAIL_CHARS_MAX
+
 
 class ErrorCode(StrEnum):
     """The machine-readable half of an error answer. Members never change their meaning; SPEC.md lists them."""
@@ -101,17 +103,28 @@ HTTP_STATUS: dict[ErrorCode, int] = {
 """One status per code; a test holds that none is missing."""
 
 
+def printable(text: str) -> str:
+    """A foreign text without what could steer a terminal, forge a log line or turn the writing direction.
+
+    Example: printable("a\\x1b[2Jb") is "a?[2Jb".
+    """
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 class PrimeError(Exception):
     """Base of all errors that this project raises on purpose."""
 
 
 class PeerError(PrimeError):
-    """The other side sent something wrong. `detail` may be shown to that side: it never holds a secret."""
+    """The other side sent something wrong. `detail` may be shown to that side: it never holds a secret.
+
+    A detail may quote the other side, so it is made printable and short here: it goes to logs and terminals.
+    """
 
     def __init__(self, code: ErrorCode, detail: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{code}: {detail}")
         self.code = code
-        self.detail = detail
+        self.detail = printable(detail)[:DETAIL_CHARS_MAX]
+        super().__init__(f"{code}: {self.detail}")
         self.retry_after_s = retry_after_s
 
     @property

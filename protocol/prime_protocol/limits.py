@@ -16,28 +16,56 @@ SIGNATURES_MAX = 16
 """Signatures on one envelope."""
 RUN_SPEC_BYTES_MAX = 256 * 2**10
 """A RunSpec payload; it is fetched before anything is trusted."""
-PARCEL_HEADER_BYTES_MAX = 256 * 2**10
+PARCEL_HEADER_BYTES_MAX = 16 * 2**10
 """The signed header in front of a parcel's body."""
+TENSOR_HEADER_BYTES_MAX = 64 * 2**10
+"""The JSON header of a tensor file."""
+ZSTD_WINDOW_BYTES_MAX = 2**27
+"""The window that a zstd frame may ask its reader to keep."""
 ERROR_BODY_BYTES_MAX = 16 * 2**10
 """An error answer that a client reads."""
+WAIT_S_MAX = 30.0
+"""How long a client may ask the server to hold a request open."""
+RETRY_AFTER_S_MAX = 3_600.0
+"""The longest pause that a server may ask for."""
+DETAIL_CHARS_MAX = 2_000
+"""The explanation in an error answer."""
 NAME_CHARS_MAX = 200
 """Names of tensors, files, environments, workers."""
+TEXT_CHARS_MAX = 500
+"""A text for a person: a notice, a reason, the detail of a verdict."""
+OPTION_CHARS_MAX = 4_096
+"""A string among the options of an environment."""
+RECEIPTS_MAX = 1_024
+"""Receipts in one answer; the cursor leads to the next ones."""
+RECEIPT_CHARS_MAX = 8 * 2**10
+"""One receipt's envelope as text."""
 TENSOR_RANK_MAX = 8
 """Dimensions of one tensor."""
+REQUEST_BYTES_MAX = 256 * 2**10
+"""A signed request as it is on the wire. The largest one is a validator's verdict with its rewards."""
 REQUEST_AGE_S_MAX = 120.0
 """A signed request is valid this long before and after its time stamp; its nonce is remembered at least twice as long."""
 LEASE_ROLLOUTS_MAX = 4096
 """Rollouts that one lease may ask for."""
+STEP_GROUPS_MAX = 2**20
+"""Groups that one step may train on."""
+TOKENS_MAX = 2**20
+"""Tokens of one prompt or of one completion, whatever a run allows."""
+STEP_MAX = 2**31 - 1
+"""The largest step and policy version: they travel as int32 too."""
+COUNT_MAX = 2**53
+"""The largest count, size and time stamp: every JSON reader keeps it exactly."""
 
 
 class Limits(BaseModel):
     """The limits of one run, part of its signed RunSpec. Example: Limits(rollout_bytes_max=1 << 20)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    prompt_tokens_max: int = Field(default=8_192, ge=1, le=1_048_576)
+    prompt_tokens_max: int = Field(default=8_192, ge=1, le=TOKENS_MAX)
     """Tokens of one prompt."""
-    completion_tokens_max: int = Field(default=32_768, ge=1, le=1_048_576)
+    completion_tokens_max: int = Field(default=32_768, ge=1, le=TOKENS_MAX)
     """Tokens of one completion, the stop token included."""
     rollout_bytes_max: int = Field(default=64 * 2**20, ge=1_024, le=2**31)
     """Compressed body of one uploaded bundle."""

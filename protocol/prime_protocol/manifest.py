@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
 
 from pydantic import Field
 
 from prime_protocol import limits
-from prime_protocol.assignment import Name
+from prime_protocol.assignment import Count, Name, Step
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
-Size = Annotated[int, Field(ge=0, le=2**53)]
+CHUNKS_MAX = 2**20
+"""Chunks, or parts, of one publication; the envelope's size bounds them sooner."""
 
 
 class CheckpointKind(StrEnum):
@@ -36,7 +36,7 @@ class CheckpointKind(StrEnum):
 class BasePolicy(WireModel):
     """The policy that a delta is applied to."""
 
-    policy_version: Size
+    policy_version: Step
     state_root: Digest
 
 
@@ -45,7 +45,7 @@ class TensorEntry(WireModel):
 
     name: Name
     dtype: Name
-    shape: tuple[Size, ...] = Field(max_length=limits.TENSOR_RANK_MAX)
+    shape: tuple[Count, ...] = Field(max_length=limits.TENSOR_RANK_MAX)
     digest: Digest
     """Of its raw little-endian bytes."""
 
@@ -60,17 +60,17 @@ class PartEntry(WireModel):
 class ChunkEntry(WireModel):
     """A range of one part that decodes to a range of one tensor."""
 
-    part: Size
+    part: Count
     """Index of its part."""
-    offset: Size
+    offset: Count
     """First byte in the part."""
     size: int = Field(ge=1, le=2**31)
     """Compressed bytes."""
     digest: Digest
     """Of the compressed bytes."""
-    tensor: Size
+    tensor: Count
     """Index of its tensor."""
-    start: Size
+    start: Count
     """First element."""
     count: int = Field(ge=1, le=2**31)
     """Elements."""
@@ -79,9 +79,9 @@ class ChunkEntry(WireModel):
 class Provenance(WireModel):
     """What produced the policy."""
 
-    step: int = Field(ge=-1)
+    step: int = Field(ge=-1, le=limits.STEP_MAX)
     """The training step: policy_version - 1. -1 for the initial policy."""
-    optimizer_steps: Size
+    optimizer_steps: Count
     """Optimizer steps since the run's own training began, supervised ones included."""
     batch: Digest | None
     """Digest of the TrainBatch payload that the step consumed; None for the initial policy."""
@@ -92,7 +92,7 @@ class Manifest(WireModel):
     """One published policy."""
 
     run: Digest
-    policy_version: Size
+    policy_version: Step
     kind: CheckpointKind
     base: BasePolicy | None
     """Set for a delta."""
@@ -102,12 +102,12 @@ class Manifest(WireModel):
     """Of the run's config.json: these weights belong to this architecture."""
     state_root: Digest
     """weights.state_root over `tensors`."""
-    tensors: tuple[TensorEntry, ...] = Field(min_length=1)
-    parts: tuple[PartEntry, ...]
-    chunks: tuple[ChunkEntry, ...]
+    tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=CHUNKS_MAX)
+    parts: tuple[PartEntry, ...] = Field(max_length=CHUNKS_MAX)
+    chunks: tuple[ChunkEntry, ...] = Field(max_length=CHUNKS_MAX)
     """In the order of the parts and their bytes: they fill each part without gap."""
     produced_by: Provenance
-    created_at_ms: Size
+    created_at_ms: Count
 
     @property
     def sent_bytes(self) -> int:

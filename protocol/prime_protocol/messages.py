@@ -11,12 +11,12 @@ signed envelopes themselves.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_protocol import limits
-from prime_protocol.assignment import Lease, Name, Problem, TokenId
+from prime_protocol.assignment import Count, Lease, Name, Problem, Step, Text, TokenIds
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode
@@ -26,8 +26,10 @@ from prime_protocol.rollout import EngineInfo
 from prime_protocol.verdict import Verdict
 
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-WaitSeconds = Annotated[float, Field(ge=0.0, le=30.0)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
+WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
+Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
+"""A policy version, or -1 before the first."""
+Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MAX)]
 
 
 class JoinRequest(WireModel):
@@ -60,8 +62,8 @@ class HeartbeatRequest(WireModel):
 
     action: Literal["heartbeat"] = "heartbeat"
     state: WorkerState
-    policy_version: int = Field(ge=-1)
-    """The policy that its engine holds; -1 before the first."""
+    policy_version: Head
+    """The policy that its engine holds."""
     bundles_spooled: Count
     """Bundles that wait on its disk to be uploaded."""
 
@@ -70,7 +72,7 @@ class LeaseRequest(WireModel):
     """A worker asks for work."""
 
     action: Literal["lease"] = "lease"
-    policy_version: Count
+    policy_version: Step
     policy_digest: Digest
     """The manifest of the policy that it holds, verified by itself."""
     rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
@@ -102,7 +104,7 @@ class CheckRequest(WireModel):
     """A validator asks for a bundle to judge."""
 
     action: Literal["check"] = "check"
-    policy_versions: tuple[Count, ...] = Field(max_length=1_024)
+    policy_versions: tuple[Step, ...] = Field(max_length=1_024)
     """Policies that it has at hand; bundles of these come first."""
     wait_s: WaitSeconds = 0.0
 
@@ -113,18 +115,26 @@ class CheckResultRequest(WireModel):
     action: Literal["check_result"] = "check_result"
     bundle: Digest
     verdict: Verdict
-    rewards: tuple[float, ...] = Field(max_length=limits.LEASE_ROLLOUTS_MAX)
+    rewards: Rewards
     """One for each completion of an accepted bundle, in its order; empty where it was refused."""
+    num_tokens: Count = 0
+    """Completion tokens of an accepted bundle, as the validator counted them: what the worker is credited with."""
     measured: dict[Name, float] = Field(default_factory=dict, max_length=64)
     """The numbers behind the verdict, for the operator and for calibration."""
+
+    @model_validator(mode="after")
+    def _rewards_go_with_acceptance(self) -> Self:
+        if self.verdict.accepted != bool(self.rewards):
+            raise ValueError("an accepted bundle has rewards, a refused one has none")
+        return self
 
 
 class BatchRequest(WireModel):
     """The trainer asks for the groups of one step. Asking again for the same step gives the same batch."""
 
     action: Literal["batch"] = "batch"
-    step: Count
-    durable_step: Count
+    step: Step
+    durable_step: Step
     """The step that its own durable checkpoint would resume at; older batches need not be kept."""
     wait_s: WaitSeconds = 0.0
 
@@ -142,7 +152,13 @@ class AdminRequest(WireModel):
     action: Literal["ban", "unban", "drain"]
     worker: KeyId | None = None
     """Needed to ban and to unban."""
-    reason: str = Field(default="", max_length=500)
+    reason: Text = ""
+
+    @model_validator(mode="after")
+    def _ban_names_a_worker(self) -> Self:
+        if self.worker is None and self.action != "drain":
+            raise ValueError("ban and unban name a worker")
+        return self
 
 
 Request = Annotated[
@@ -175,27 +191,27 @@ class Stamped(WireModel):
 class JoinReply(WireModel):
     """Welcome. The worker's limits are in the RunSpec, which it has already verified."""
 
-    step: Count
-    head: int = Field(ge=-1)
-    """Newest published policy; -1 before the first."""
+    step: Step
+    head: Head
+    """Newest published policy."""
     server_time_ms: Count
     """So that a worker with a wrong clock learns by how much."""
 
 
 class HeartbeatReply(WireModel):
-    step: Count
-    head: int = Field(ge=-1)
+    step: Step
+    head: Head
     draining: bool = False
     """The run is ending or the operator drains it: finish, upload, leave."""
-    notice: str = Field(default="", max_length=500)
+    notice: Text = ""
     """For the contributor's screen: why nothing is leased, an upgrade hint, ..."""
 
 
 class NotYet(WireModel):
     """HTTP 202: nothing to hand out now. Says why, so that nobody waits without knowing for what."""
 
-    reason: str = Field(max_length=500)
-    retry_after_s: float = Field(ge=0.0, le=3_600.0)
+    reason: Text
+    retry_after_s: float = Field(ge=0.0, le=limits.RETRY_AFTER_S_MAX)
 
 
 class UploadReply(WireModel):
@@ -206,10 +222,13 @@ class UploadReply(WireModel):
     """None while it waits for a validator; the final word comes as a receipt."""
 
 
+ReceiptText = Annotated[str, Field(max_length=limits.RECEIPT_CHARS_MAX)]
+
+
 class ReceiptList(WireModel):
     """Receipt envelopes, oldest first, as JSON texts."""
 
-    receipts: tuple[str, ...]
+    receipts: tuple[ReceiptText, ...] = Field(max_length=limits.RECEIPTS_MAX)
     next: Count
 
 
@@ -227,13 +246,13 @@ class BatchGroup(WireModel):
 
     slot: Count
     problem: Problem
-    prompt_token_ids: tuple[TokenId, ...]
+    prompt_token_ids: TokenIds
     worker: KeyId
-    policy_version: Count
+    policy_version: Step
     bundle: Digest
     first: Count
     """Index of the group's first completion in its bundle; the others follow."""
-    rewards: tuple[float, ...]
+    rewards: Rewards
     """By a validator. Length G."""
 
 
@@ -241,8 +260,8 @@ class TrainBatch(WireModel):
     """The coordinator's signed list of what one step trains on (envelope type BATCH)."""
 
     run: Digest
-    step: Count
-    groups: tuple[BatchGroup, ...]
+    step: Step
+    groups: tuple[BatchGroup, ...] = Field(max_length=limits.STEP_GROUPS_MAX)
 
 
 class BlobHeader(ParcelHeader):
@@ -256,5 +275,5 @@ class ErrorBody(WireModel):
     """The body of every HTTP answer with a status of 400 or above."""
 
     code: ErrorCode
-    detail: str = Field(max_length=2_000)
-    retry_after_s: float | None = Field(default=None, ge=0.0)
+    detail: str = Field(max_length=limits.DETAIL_CHARS_MAX)
+    retry_after_s: float | None = Field(default=None, ge=0.0, le=limits.RETRY_AFTER_S_MAX)

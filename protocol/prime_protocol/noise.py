@@ -84,4 +84,5 @@ def _finish(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 def _to_gumbel(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     uniform = (state.astype(np.float64) + 0.5) * 2.0**-32
-    return (-np.log(-np.log1p(-uniform))).astype(np.float32)
+    gumbel: npt.NDArray[np.float64] = -np.log(-np.log1p(-uniform))
+    return gumbel.astype(np.float32)

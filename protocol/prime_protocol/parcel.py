@@ -30,7 +30,7 @@ class ParcelHeader(WireModel):
 
     body_digest: Digest
     """Digest of the body as it is on the wire."""
-    body_bytes: int = Field(ge=0)
+    body_bytes: int = Field(ge=0, le=limits.COUNT_MAX)
     """Its length."""
 
 
@@ -62,11 +62,13 @@ def open_parcel(data: bytes, *, body_bytes_max: int) -> Parcel:
         raise PeerError(ErrorCode.MALFORMED, "not a parcel: it does not begin with PRP1")
     envelope_bytes = int.from_bytes(view[len(MAGIC) : _PREFIX_BYTES], "big")
     if envelope_bytes > _ENVELOPE_BYTES_MAX:
-        raise LimitExceeded("PARCEL_HEADER_BYTES_MAX", envelope_bytes, _ENVELOPE_BYTES_MAX)
+        raise LimitExceeded("parcel_envelope_bytes_max", envelope_bytes, _ENVELOPE_BYTES_MAX)
     body = view[_PREFIX_BYTES + envelope_bytes :]
     if len(view) < _PREFIX_BYTES + envelope_bytes:
         raise PeerError(ErrorCode.MALFORMED, "the parcel ends inside its header")
     if len(body) > body_bytes_max:
         raise LimitExceeded("body_bytes_max", len(body), body_bytes_max)
     envelope = open_envelope(bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + envelope_bytes]), bytes_max=_ENVELOPE_BYTES_MAX)
+    if len(envelope.payload) > limits.PARCEL_HEADER_BYTES_MAX:
+        raise LimitExceeded("PARCEL_HEADER_BYTES_MAX", len(envelope.payload), limits.PARCEL_HEADER_BYTES_MAX)
     return Parcel(envelope, body)

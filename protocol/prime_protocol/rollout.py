@@ -27,7 +27,7 @@ import zstandard
 from pydantic import Field
 
 from prime_protocol import limits
-from prime_protocol.assignment import Lease, Name
+from prime_protocol.assignment import Count, Lease, Name, Step
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -57,7 +57,10 @@ class Completion:
 
 
 class EngineInfo(WireModel):
-    """Which software sampled, for calibration. Example: EngineInfo(name="transformers", version="5.19.0", dtype="fp32", device="cpu")."""
+    """Which software sampled, for calibration.
+
+    Example: EngineInfo(name="transformers", version="5.19.0", dtype="fp32", device="cpu").
+    """
 
     name: Name
     version: Name
@@ -71,14 +74,14 @@ class RolloutHeader(ParcelHeader):
     run: Digest
     worker: KeyId
     lease_id: Digest
-    step: int = Field(ge=0)
-    policy_version: int = Field(ge=0)
+    step: Step
+    policy_version: Step
     policy_digest: Digest
     num_rollouts: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
-    decompressed_bytes: int = Field(ge=1)
+    decompressed_bytes: int = Field(ge=1, le=limits.COUNT_MAX)
     """Size of the tensor file inside the body. Declared, so that it can be refused before anything is decompressed."""
     engine: EngineInfo
-    created_at_ms: int = Field(ge=0)
+    created_at_ms: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +105,19 @@ class Rollouts:
 
     def completion(self, index: int) -> Completion:
         """The index-th completion by itself."""
-        end = int(self.lengths_N[: index + 1].sum())
+        return self._completion(index, end=int(self.lengths_N[: index + 1].sum(dtype=np.int64)))
+
+    def completions(self) -> list[Completion]:
+        ends = self.lengths_N.cumsum(dtype=np.int64).tolist()
+        return [self._completion(index, end=end) for index, end in enumerate(ends)]
+
+    def _completion(self, index: int, *, end: int) -> Completion:
         part = slice(end - int(self.lengths_N[index]), end)
         return Completion(
             tuple(self.token_ids_T[part].tolist()),
             tuple(self.logprobs_T[part].tolist()),
             FinishReason(int(self.finish_N[index])),
         )
-
-    def completions(self) -> list[Completion]:
-        return [self.completion(index) for index in range(len(self))]
 
 
 def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
@@ -162,24 +168,22 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
 
 
 def decompress(body: bytes | memoryview, *, size: int) -> bytes:
-    """Exactly `size` bytes out of one zstd frame. Raises PeerError.
+    """The `size` bytes of a body that is one zstd frame and nothing else. Raises PeerError.
 
-    zstandard's `max_output_size` is ignored where the frame declares a size of its own, so the frame's header is read
-    first, and the output is streamed into a buffer that never grows past `size`.
+    zstandard obeys the size that a frame declares, not `max_output_size` (a declared tebibyte is a MemoryError), and stops
+    at the first frame's end without a word. So the frame has to declare its size, that size is compared first, and what
+    follows the frame is an error. `size` must have been bounded by the caller.
     """
     try:
         declared = zstandard.frame_content_size(body)
-        if declared not in (-1, size):
-            raise PeerError(ErrorCode.DECOMPRESSED_TOO_LARGE, f"the frame declares {declared} bytes, the header {size}")
-        stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body, read_across_frames=False)
-        data = stream.read(size + 1)
+        if declared > size:
+            raise LimitExceeded("decompressed_bytes", declared, size, code=ErrorCode.DECOMPRESSED_TOO_LARGE)
+        if declared < size:  # -1 where the frame does not declare any
+            raise PeerError(ErrorCode.MALFORMED, f"the frame must declare the {size} bytes that the header declares")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=limits.ZSTD_WINDOW_BYTES_MAX)
+        return decompressor.decompress(body, max_output_size=size, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
-        raise PeerError(ErrorCode.MALFORMED, f"the body is no zstd frame: {str(error)[:100]}") from None
-    if len(data) > size:
-        raise LimitExceeded("decompressed_bytes", None, size, code=ErrorCode.DECOMPRESSED_TOO_LARGE)
-    if len(data) < size:
-        raise PeerError(ErrorCode.MALFORMED, f"the body holds {len(data)} bytes, its header says {size}")
-    return data
+        raise PeerError(ErrorCode.MALFORMED, f"the body is not one zstd frame: {str(error)[:100]}") from None
 
 
 _LAYOUT = {
@@ -213,11 +217,17 @@ def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits)
         raise PeerError(ErrorCode.MALFORMED, "a logprob is not finite or is above 0")
     if rollouts.token_ids_T.min() < 0:
         raise PeerError(ErrorCode.MALFORMED, "a token id is negative")
-    spans = rollouts.spans_S3
-    if spans.shape[1] != 3 or len(spans) < num or spans[:, 2].min() < 1 or (np.diff(spans[:, 0]) < 0).any():
-        raise PeerError(ErrorCode.MALFORMED, "spans are rows (completion, policy_version, num_tokens) in order")
-    if spans[0, 0] < 0 or spans[-1, 0] >= num:
-        raise PeerError(ErrorCode.MALFORMED, "a span names a completion that is not there")
-    covered = np.bincount(spans[:, 0], weights=spans[:, 2], minlength=num)
-    if not np.array_equal(covered.astype(np.int64), lengths):
+    _check_spans(rollouts.spans_S3.astype(np.int64), lengths)  # differences of int32 would wrap
+
+
+def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]) -> None:
+    num = len(lengths_N)
+    if spans_S3.shape[1] != 3 or spans_S3[:, 1].min() < 0 or spans_S3[:, 2].min() < 1:
+        raise PeerError(ErrorCode.MALFORMED, "spans are rows (completion, policy_version, num_tokens)")
+    of_S = spans_S3[:, 0]
+    if of_S.min() < 0 or of_S.max() >= num or (np.diff(of_S) < 0).any():
+        raise PeerError(ErrorCode.MALFORMED, "spans name their completions in order")
+    covered_N = np.zeros(num, np.int64)
+    np.add.at(covered_N, of_S, spans_S3[:, 2])
+    if not np.array_equal(covered_N, lengths_N):
         raise PeerError(ErrorCode.MALFORMED, "the spans of a completion must cover its tokens exactly")

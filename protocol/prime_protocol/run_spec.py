@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
-from prime_protocol.assignment import Name, Sampling
+from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -23,18 +23,23 @@ from prime_protocol.limits import Limits
 
 PROTOCOL_VERSION = 1
 """Raised with every change of the wire that an older peer cannot read."""
+CONFIG_FILE = "config.json"
+"""The model file that says which architecture the weights belong to; manifests name its digest."""
+
+
+Keys = Annotated[tuple[KeyId, ...], Field(min_length=1, max_length=limits.SIGNATURES_MAX)]
 
 
 class RoleKeys(WireModel):
-    """Who may sign what. Key ids, each role at least one."""
+    """Who may sign what. Key ids, each role at least one; a key may have several roles."""
 
-    root: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
-    """Signs this RunSpec."""
-    coordinator: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    root: Keys
+    """Sign this RunSpec, all of them."""
+    coordinator: Keys
     """Signs leases, receipts and batches."""
-    trainer: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    trainer: Keys
     """Signs manifests."""
-    validator: tuple[KeyId, ...] = Field(min_length=1, max_length=limits.SIGNATURES_MAX)
+    validator: Keys
     """Signs verdicts."""
 
 
@@ -43,20 +48,31 @@ class ModelFile(WireModel):
 
     name: Name = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     digest: Digest
-    size: int = Field(ge=0)
+    size: Count
+
+
+Option = (
+    Annotated[str, Field(max_length=limits.OPTION_CHARS_MAX)]
+    | Annotated[int, Field(ge=-limits.COUNT_MAX, le=limits.COUNT_MAX)]
+    | float
+    | bool
+)
 
 
 class EnvironmentSpec(WireModel):
-    """One environment of the run. Example: EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})."""
+    """One environment of the run.
+
+    Example: EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"}).
+    """
 
     name: Name
     id: Name
     """Which implementation, found by name."""
-    weight: float = Field(default=1.0, gt=0.0)
+    weight: float = Field(default=1.0, gt=0.0, le=1e6)
     """Share of the problems, relative to the other environments."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of the problem generator."""
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict, max_length=64)
+    options: dict[Name, Option] = Field(default_factory=dict, max_length=64)
     """What the implementation takes."""
 
 
@@ -69,16 +85,16 @@ class CheckPolicy(WireModel):
     """Nats. For any single token; the largest honest one seen is 0.01 (fp32) to 0.24 (bf16)."""
     seed_flips_share_max: float = Field(default=0.03, ge=0.0, le=1.0)
     """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
-    strikes_max: int = Field(default=2, ge=1)
+    strikes_max: int = Field(default=2, ge=1, le=limits.COUNT_MAX)
     """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
 
 
 class RunSpec(WireModel):
     """One training run. Immutable: another RunSpec is another run."""
 
-    protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1)
+    protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1, le=limits.COUNT_MAX)
     name: Name
-    created_at_ms: int = Field(ge=0)
+    created_at_ms: Count
     keys: RoleKeys
     model_files: tuple[ModelFile, ...] = Field(min_length=1, max_length=64)
     """Configuration and tokenizer, fixed for the run. Weights come by manifest."""
@@ -88,15 +104,15 @@ class RunSpec(WireModel):
     sampling: Sampling
     async_level: int = Field(default=2, ge=0, le=64)
     """k: a rollout tagged n comes from a policy v with 0 <= n - v <= k."""
-    max_steps: int = Field(ge=1)
+    max_steps: int = Field(ge=1, le=limits.STEP_MAX)
     """The run ends when policy `max_steps` is published."""
-    groups_per_step: int = Field(ge=1, le=2**20)
+    groups_per_step: int = Field(ge=1, le=limits.STEP_GROUPS_MAX)
     """R: groups that one step trains on."""
     rollouts_per_group: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """G: completions of one prompt."""
-    lease_seconds: float = Field(default=600.0, gt=0.0)
+    lease_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
     """How long a worker has for one lease."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0, le=3_600.0)
     """How often a worker reports; after four missed ones its leases go to others."""
     limits: Limits = Field(default_factory=Limits)
     checks: CheckPolicy = Field(default_factory=CheckPolicy)
@@ -104,12 +120,29 @@ class RunSpec(WireModel):
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         for what, names in (
-            ("model file", [file.name for file in self.model_files]),
+            ("model file", [file.name.casefold() for file in self.model_files]),  # some disks fold the case too
             ("environment", [environment.name for environment in self.environments]),
         ):
             if len(set(names)) != len(names):
                 raise ValueError(f"two {what}s have the same name")
         return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.model_config_digest is None:
+            raise ValueError(f"the model files lack {CONFIG_FILE}")
+        if max(file.size for file in self.model_files) > self.limits.blob_bytes_max:
+            raise ValueError("a model file is larger than limits.blob_bytes_max")
+        if self.sampling.completion_tokens_max > self.limits.completion_tokens_max:
+            raise ValueError("sampling.completion_tokens_max is above limits.completion_tokens_max")
+        if any(token >= self.vocab_size for token in self.sampling.stop_token_ids):
+            raise ValueError("a stop token is not in the vocabulary")
+        return self
+
+    @property
+    def model_config_digest(self) -> str | None:
+        """Digest of config.json."""
+        return next((file.digest for file in self.model_files if file.name == CONFIG_FILE), None)
 
     def step_of(self, slot: int) -> int:
         """The step that trains a slot."""
@@ -141,10 +174,14 @@ class JoinLink:
     def parse(cls, text: str) -> JoinLink:
         """Raises ValueError with what is wrong with the link: it comes from the user."""
         parts = urlsplit(text.strip())
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
             raise ValueError(f"a join link looks like http://host:port/#<64 hex digits>, got {text[:120]!r}")
+        if parts.port == 0:  # reading the port raises ValueError where it is no port at all
+            raise ValueError("the join link's port is 0")
         if not re.fullmatch(r"[0-9a-f]{64}", parts.fragment):
-            raise ValueError("the join link lacks its run digest: 64 hex digits after '#'. Ask the operator for the whole link")
+            raise ValueError(
+                "the join link lacks its run digest: 64 hex digits after '#'. Ask the operator for the whole link"
+            )
         return cls(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}", parts.fragment)
 
     def __str__(self) -> str:
@@ -160,7 +197,9 @@ def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
     if len(envelope.payload) > limits.RUN_SPEC_BYTES_MAX:  # (1)
         raise LimitExceeded("RUN_SPEC_BYTES_MAX", len(envelope.payload), limits.RUN_SPEC_BYTES_MAX)
     if envelope.digest != pinned:  # (2)
-        raise PeerError(ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest[:12]}, the join link names {pinned[:12]}")
+        raise PeerError(
+            ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest[:12]}, the join link names {pinned[:12]}"
+        )
     fields = load_json(envelope.payload)
     version = fields.get("protocol_version") if isinstance(fields, dict) else None
     if version != PROTOCOL_VERSION:  # (3)

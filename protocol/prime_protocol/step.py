@@ -16,11 +16,11 @@ class StepFault(StrEnum):
     STALE = "stale"
     """Its policy is more than async_level versions behind, or its step has already been trained."""
     FUTURE = "future"
-    """Its policy is newer than the step that it is tagged with, or its step cannot have been leased yet."""
+    """Its policy does not exist yet or is newer than its step, or its step cannot have been leased yet."""
 
 
 def admits(step: int, policy_version: int, async_level: int) -> bool:
-    """True if a rollout of `policy_version` may be trained at `step`. Example: admits(3, 1, 2) is True, admits(4, 1, 2) is not."""
+    """True if a rollout of `policy_version` may be trained at `step`. Example: admits(3, 1, 2), but not admits(4, 1, 2)."""
     return policy_version >= 0 and 0 <= step - policy_version <= async_level
 
 
@@ -43,10 +43,11 @@ def check(step: int, policy_version: int, *, async_level: int, current_step: int
     """Judge a rollout's tags at a moment when the trainer works at `current_step`. None means admissible.
 
     A step below `current_step` has been trained already. A step above `current_step + async_level` cannot have been
-    leased by anyone: the newest policy that exists is `current_step`.
+    leased by anyone, and a policy above `current_step` cannot serve: the newest one that exists is `current_step`.
     """
     if step < current_step or step - policy_version > async_level:
         return StepFault.STALE
-    if policy_version < 0 or policy_version > step or step > newest_step(current_step, async_level):
+    newest_policy = min(step, current_step)
+    if not 0 <= policy_version <= newest_policy or step > newest_step(current_step, async_level):
         return StepFault.FUTURE
     return None

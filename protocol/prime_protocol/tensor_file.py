@@ -1,12 +1,15 @@
 """safetensors files as values: named arrays to bytes and back, strict on what comes from a peer.
 
 The published parser accepts duplicate names (safetensors 0.8), so the header is read here: it is JSON without duplicate
-keys, its tensors have the expected names, types and ranks, lie one after another without gap or overlap, and fill the file.
+keys, its tensors have the expected names, types and ranks, lie aligned and one after another without gap or overlap, and
+fill the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,6 @@ _NUMPY: dict[str, type[np.generic]] = {
     "I64": np.int64,
     "F32": np.float32,
 }
-_HEADER_BYTES_MAX = 64 * 2**10
 
 
 def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -34,8 +36,8 @@ def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
 def unpack_tensors(data: bytes, layout: Mapping[str, tuple[str, int]]) -> dict[str, npt.NDArray[Any]]:
     """Exactly the tensors of `layout` (name -> safetensors dtype, rank), as read-only views of `data`. Raises PeerError."""
     header_bytes = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or header_bytes > min(_HEADER_BYTES_MAX, len(data) - 8):
-        raise _malformed("its header does not fit")
+    if len(data) < 8 or header_bytes > min(limits.TENSOR_HEADER_BYTES_MAX, len(data) - 8) or header_bytes % 8:
+        raise _malformed("its header does not fit, or is not a multiple of 8 bytes")
     header = load_json(data[8 : 8 + header_bytes])
     if not isinstance(header, dict) or header.keys() != layout.keys():
         raise _malformed(f"expected exactly the tensors {', '.join(layout)}")
@@ -44,16 +46,16 @@ def unpack_tensors(data: bytes, layout: Mapping[str, tuple[str, int]]) -> dict[s
     covered = []
     for name, (dtype, rank) in layout.items():
         shape, start, end = _entry(name, header[name], dtype, rank)
-        count = int(np.prod(shape, dtype=object)) if shape else 1
-        if end - start != count * np.dtype(_NUMPY[dtype]).itemsize or end > len(body):
-            raise _malformed(f"{name} does not have the bytes of its shape")
+        itemsize = np.dtype(_NUMPY[dtype]).itemsize
+        if end - start != prod(shape) * itemsize or end > len(body) or start % itemsize:
+            raise _malformed(f"{name} does not have the bytes of its shape, or is not aligned")
         arrays[name] = np.frombuffer(body[start:end], dtype=_NUMPY[dtype]).reshape(shape)
         covered.append((start, end))
-    covered.sort()
-    if covered[0][0] != 0 or covered[-1][1] != len(body) or any(a[1] != b[0] for a, b in zip(covered, covered[1:])):
-        raise _malformed("its tensors overlap or leave gaps")
     if any(array.size == 0 for array in arrays.values()):
         raise _malformed("a tensor is empty")
+    covered.sort()
+    if covered[0][0] != 0 or covered[-1][1] != len(body) or any(a[1] != b[0] for a, b in pairwise(covered)):
+        raise _malformed("its tensors overlap or leave gaps")
     return arrays
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from prime_protocol import limits
+from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
+from prime_protocol.errors import printable
 from prime_protocol.identity import KeyId
 
 
@@ -26,7 +29,7 @@ class RejectReason(StrEnum):
     """Another policy, or other spans of policies, than the lease names."""
     WRONG_ASSIGNMENT = "wrong_assignment"
     """Other groups, order or seeds than assigned."""
-    TOKEN_OUT_OF_RANGE = "token_out_of_range"  # noqa: S105 - not a password
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
     """A token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"
     """It goes on after a stop token, stops without one, or ends before its limit."""
@@ -61,11 +64,11 @@ _DISHONEST = frozenset(
 
 
 class Verdict(WireModel):
-    """Accepted, or refused with a reason. Example: Verdict(accepted=False, reason=RejectReason.STALE, detail="step 3 is trained")."""
+    """Accepted, or refused with a reason. Example: Verdict.refuse(RejectReason.STALE, "step 3 is trained")."""
 
     accepted: bool
     reason: RejectReason | None = None
-    detail: str = Field(default="", max_length=500)
+    detail: Text = ""
     """For a person. Never holds what would help to cheat better."""
 
     @model_validator(mode="after")
@@ -80,7 +83,7 @@ class Verdict(WireModel):
 
     @classmethod
     def refuse(cls, reason: RejectReason, detail: str = "") -> Verdict:
-        return cls(accepted=False, reason=reason, detail=detail[:500])
+        return cls(accepted=False, reason=reason, detail=printable(detail)[: limits.TEXT_CHARS_MAX])
 
 
 class BundleStatus(StrEnum):
@@ -100,12 +103,18 @@ class Receipt(WireModel):
     lease_id: Digest
     bundle: Digest
     """Digest of the whole parcel as uploaded."""
-    step: int = Field(ge=0)
-    policy_version: int = Field(ge=0)
-    num_rollouts: int = Field(ge=0)
-    num_tokens: int = Field(ge=0)
+    step: Step
+    policy_version: Step
+    num_rollouts: Count
+    num_tokens: Count
     """Completion tokens that were credited; 0 where the bundle was refused before it was counted."""
     status: BundleStatus
     reason: RejectReason | None = None
-    detail: str = Field(default="", max_length=500)
-    at_ms: int = Field(ge=0)
+    detail: Text = ""
+    at_ms: Count
+
+    @model_validator(mode="after")
+    def _reason_goes_with_refusal(self) -> Receipt:
+        if (self.status is BundleStatus.REFUSED) != (self.reason is not None):
+            raise ValueError("a receipt has a reason exactly where the bundle was refused")
+        return self

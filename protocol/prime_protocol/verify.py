@@ -1,7 +1,7 @@
 """The checks on a bundle of rollouts. Numbered, cheap ones first; the first that fails gives the reason.
 
     (1) the policy and its spans are the lease's          WRONG_POLICY
-    (2) groups, order and seeds are the assigned ones     WRONG_ASSIGNMENT
+    (2) lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
     (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
@@ -48,10 +48,16 @@ def check_assignment(header: RolloutHeader, rollouts: Rollouts, lease: Lease, *,
     same_policy = header.policy_version == lease.policy_version and header.policy_digest == lease.policy_digest
     if not same_policy or (versions != lease.policy_version).any():  # (1)
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
+    same_lease = (header.run, header.worker, header.lease_id, header.step) == (
+        lease.run,
+        lease.worker,
+        lease.lease_id,
+        lease.step,
+    )
     slots = [group.slot for group in lease.groups for _ in group.seeds]
     seeds = [seed for group in lease.groups for seed in group.seeds]
-    if header.step != lease.step or rollouts.slots_N.tolist() != slots or rollouts.seeds_N.tolist() != seeds:  # (2)
-        return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "groups, order or seeds differ from the lease")
+    if not same_lease or rollouts.slots_N.tolist() != slots or rollouts.seeds_N.tolist() != seeds:  # (2)
+        return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "lease, groups, order or seeds are not the assigned ones")
     if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
         return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids are below {vocab_size}")
     fault = _termination_fault(rollouts, lease.sampling)
@@ -61,26 +67,28 @@ def check_assignment(header: RolloutHeader, rollouts: Rollouts, lease: Lease, *,
 
 
 def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
-    """Compare claims with a trusted forward pass."""
+    """Compare claims with a trusted forward pass. What is not a number counts against the bundle."""
+    assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
     errors_T = np.nan_to_num(errors_T, nan=np.inf, posinf=np.inf)
     return Measured(
         logprob_error_mean=float(errors_T.mean()),
         logprob_error_max=float(errors_T.max()),
-        seed_flips_share=float((prefill.margins_T > 0).mean()),
+        seed_flips_share=float((~(prefill.margins_T <= 0)).mean()),
     )
 
 
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
     """Checks (5) and (6)."""
-    if measured.logprob_error_mean > policy.logprob_error_mean_max or measured.logprob_error_max > policy.logprob_error_max:
-        return Verdict.refuse(  # (5)
-            RejectReason.LOGPROB_MISMATCH,
-            f"claimed logprobs differ by {measured.logprob_error_mean:.4f} nats on average, {measured.logprob_error_max:.3f} at most",
-        )
-    if measured.seed_flips_share > policy.seed_flips_share_max:  # (6)
+    mean, largest, flips = measured.logprob_error_mean, measured.logprob_error_max, measured.seed_flips_share
+    if mean > policy.logprob_error_mean_max or largest > policy.logprob_error_max:  # (5)
         return Verdict.refuse(
-            RejectReason.SEED_MISMATCH, f"{measured.seed_flips_share:.2%} of the tokens are not the ones that the seeds choose"
+            RejectReason.LOGPROB_MISMATCH,
+            f"claimed logprobs differ by {mean:.4f} nats on average, {largest:.3f} at most",
+        )
+    if flips > policy.seed_flips_share_max:  # (6)
+        return Verdict.refuse(
+            RejectReason.SEED_MISMATCH, f"{flips:.2%} of the tokens are not the ones that the seeds choose"
         )
     return Verdict.accept()
 

@@ -28,13 +28,14 @@ class WeightTensor:
     data: npt.NDArray[Any]  # [prod(shape)], contiguous, unsigned bit patterns where numpy has no such type
 
     def __post_init__(self) -> None:
-        assert self.data.ndim == 1 and len(self.data) == prod(self.shape) and self.data.flags.c_contiguous
+        assert self.data.shape == (prod(self.shape),)
+        assert self.data.flags.c_contiguous
         assert self.data.itemsize == DTYPES[self.dtype]
 
     @property
     def digest(self) -> str:
         """Digest of the raw little-endian bytes."""
-        return digest_of(memoryview(self.data).cast("B")) if len(self.data) else digest_of(b"")
+        return digest_of(self.data.view(np.uint8).data)
 
 
 Weights = Mapping[str, WeightTensor]

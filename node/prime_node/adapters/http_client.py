@@ -65,6 +65,10 @@ _PIECE_BYTES = 2**16
 Reply = TypeVar("Reply", bound=WireModel)
 
 
+class Refusal(PeerError):
+    """A PeerError that the server itself explained with an ErrorBody."""
+
+
 class HttpClient:
     """Implements WorkerPort, ValidatorPort, TrainerPort and CheckpointSource. Without a key it may only read.
 
@@ -128,15 +132,11 @@ class HttpClient:
         return open_envelope(body)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        wanted = (
-            {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
-        )
+        wanted = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         if end is not None and end <= start:
             return b""
         bytes_max = self.bounds.blob_bytes_max if end is None else end - start
-        status, body, _ = await self._exchange(
-            "GET", f"/v1/blobs/{digest}", headers=wanted, bytes_max=bytes_max
-        )
+        status, body, _ = await self._exchange("GET", f"/v1/blobs/{digest}", headers=wanted, bytes_max=bytes_max)
         if wanted and status != 206 and not (start == 0 and end == len(body)):
             raise PeerError(ErrorCode.BAD_RANGE, f"{self.url} ignores byte ranges")
         return body
@@ -156,8 +156,8 @@ class HttpClient:
         await self._ask(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        _, body, _ = await self._exchange("POST", "/v1/rollouts", body=parcel)
-        return parse_json(body, UploadReply)
+        _, body = await self._post("/v1/rollouts", parcel)
+        return _sensible(body, UploadReply)
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         return await self._ask_for(ReceiptList, request)
@@ -169,15 +169,13 @@ class HttpClient:
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
         status, body = await self._ask(request, wait_s=request.wait_s)
-        return parse_json(body, NotYet) if status == 202 else parse_json(body, CheckTask)
+        return _sensible(body, NotYet) if status == 202 else _sensible(body, CheckTask)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
         _, body = await self._ask(request, bytes_max=bytes_max)
         if digest_of(body) != request.bundle:
-            raise PeerError(
-                ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}"
-            )
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
         return body
 
     async def check_result(self, request: CheckResultRequest) -> None:
@@ -195,13 +193,11 @@ class HttpClient:
             run=self._run,
             issued_at_ms=self._clock.now_ms(),
         )
-        await self._exchange(
-            "POST", "/v1/blobs", body=pack_parcel(header, data, PayloadType.BLOB, self._signing_key())
-        )
+        await self._exchange("POST", "/v1/blobs", body=pack_parcel(header, data, PayloadType.BLOB, self._signing_key()))
         return header.body_digest
 
     async def publish(self, manifest: Envelope) -> None:
-        await self._exchange("POST", "/v1/manifests", body=manifest.to_bytes())
+        await self._post("/v1/manifests", manifest.to_bytes())
 
     # Operator
 
@@ -212,11 +208,11 @@ class HttpClient:
 
     async def _ask_for(self, reply: type[Reply], request: Request) -> Reply:
         _, body = await self._ask(request)
-        return parse_json(body, reply)
+        return _sensible(body, reply)
 
     async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
         status, body = await self._ask(request, wait_s=wait_s)
-        return parse_json(body, NotYet) if status == 202 else open_envelope(body)
+        return _sensible(body, NotYet) if status == 202 else _sensible_envelope(body)
 
     async def _ask(
         self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
@@ -225,10 +221,20 @@ class HttpClient:
             run=self._run, nonce=secrets.token_hex(16), issued_at_ms=self._clock.now_ms(), request=request
         )
         envelope = seal(stamped, PayloadType.REQUEST, self._signing_key())
-        status, body, _ = await self._exchange(
-            "POST", f"/v1/{_path_of(request)}", body=envelope.to_bytes(), wait_s=wait_s, bytes_max=bytes_max
-        )
-        return status, body
+        path = "admin" if isinstance(request, AdminRequest) else request.action
+        return await self._post(f"/v1/{path}", envelope.to_bytes(), wait_s=wait_s, bytes_max=bytes_max)
+
+    async def _post(
+        self, path: str, body: bytes, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> tuple[int, bytes]:
+        """Raises Refusal where the coordinator itself says no; whatever else stands in the way may pass."""
+        try:
+            status, answer, _ = await self._exchange("POST", path, body=body, wait_s=wait_s, bytes_max=bytes_max)
+        except Refusal:
+            raise
+        except PeerError as error:
+            raise _nonsense(error) from None
+        return status, answer
 
     def _signing_key(self) -> SigningKey:
         assert self._key is not None, "this client was made without a key: it may only read"
@@ -264,18 +270,14 @@ class HttpClient:
                     if answer.status >= 400:
                         raise await _error_of(answer, patience, self._clock)
                     if 300 <= answer.status < 400 and answer.status != 304:
-                        raise PeerError(
-                            ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to"
-                        )
+                        raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
                     return answer.status, await _read(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
             raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
-            raise PeerError(
-                ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}"
-            ) from None
+            raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
 
     def _connected(self) -> aiohttp.ClientSession:
         """The one session, made on first use because it belongs to the running loop."""
@@ -346,7 +348,8 @@ async def _read(answer: aiohttp.ClientResponse, patience: _Patience, *, bytes_ma
 async def _error_of(answer: aiohttp.ClientResponse, patience: _Patience, clock: Clock) -> PeerError:
     """What an answer of 400 or above means. A proxy's HTML page counts by its status alone."""
     try:
-        fault = parse_json(await _read(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX), ErrorBody)
+        body = await _read(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX)
+        fault = parse_json(body, ErrorBody)
     except PeerError:
         code = _CODE_OF_STATUS.get(answer.status)
         if code is None:
@@ -355,7 +358,7 @@ async def _error_of(answer: aiohttp.ClientResponse, patience: _Patience, clock: 
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
         detail += _clock_difference(answer.headers.get("Date"), clock)
-    return PeerError(fault.code, detail, retry_after_s=fault.retry_after_s)
+    return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s)
 
 
 def _clock_difference(date: str | None, clock: Clock) -> str:
@@ -368,8 +371,26 @@ def _clock_difference(date: str | None, clock: Clock) -> str:
     return f"; this machine's clock is {abs(ahead_s):.0f} s {direction} the coordinator's: set it"
 
 
-def _path_of(request: Request) -> str:
-    return "admin" if isinstance(request, AdminRequest) else request.action
+def _sensible(body: bytes, model: type[Reply]) -> Reply:
+    """The answer of a server that said yes."""
+    try:
+        return parse_json(body, model)
+    except PeerError as error:
+        raise _nonsense(error) from None
+
+
+def _sensible_envelope(body: bytes) -> Envelope:
+    try:
+        return open_envelope(body)
+    except PeerError as error:
+        raise _nonsense(error) from None
+
+
+def _nonsense(error: PeerError) -> PeerError:
+    """A proxy, a captive portal or a broken server. Not the coordinator's word on the request: try again."""
+    return PeerError(
+        ErrorCode.UNAVAILABLE, f"the answer makes no sense: {error.detail}", retry_after_s=error.retry_after_s
+    )
 
 
 _CODE_OF_STATUS = {

@@ -89,9 +89,9 @@ async def audit(
 ) -> AuditReport:
     """Check the head, or with `chain` everything from policy 0 to the head.
 
-    `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so. Bytes of
-    policies before the head that the source no longer keeps are counted, not failed: retention is no forgery.
-    `on_bytes` hears of each part that was hashed. Never raises for what a source does.
+    `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so.
+    Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no
+    forgery. `on_bytes` hears of each part that was hashed. Never raises for what a source does.
     """
     work = _Audit(source, on_check, on_bytes)
     try:
@@ -146,9 +146,7 @@ class _Audit:
     def _about_run(self, run: str | None) -> str:
         assert self.pinned is not None
         signed = f"'{self.pinned.spec.name}' ({self.pinned.digest[:12]}), signed by its root keys"
-        return (
-            signed if run else f"{signed}; not pinned: give the join link to know that it is the run you mean"
-        )
+        return signed if run else f"{signed}; not pinned: give the join link to know that it is the run you mean"
 
     # (2) to (4)
 
@@ -235,7 +233,8 @@ class _Audit:
             self.num_policies += 1
 
     async def _all_bytes(self, head: SignedManifest) -> None:
-        """Every policy from 0 to the head, each decoded once; weights are held while a later delta needs them."""
+        """Every policy from 0 to the head, each decoded once; weights are held while a later delta needs
+        them."""
         bases = self.bases
         needed_by_head = _path(head.manifest.policy_version, bases)
         last_use = {base: version for version, base in bases.items() if base is not None}
@@ -245,9 +244,7 @@ class _Audit:
             base_weights = None if base_version is None else held.get(base_version)
             try:
                 if base_version is not None and base_weights is None:
-                    raise PeerError(
-                        ErrorCode.NOT_FOUND, f"policy {version}: its base {base_version} is not kept"
-                    )
+                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: its base {base_version} is not kept")
                 weights = await self._decode(manifest, base_weights)
             except PeerError as error:
                 if error.code is not ErrorCode.NOT_FOUND or version in needed_by_head:
@@ -265,9 +262,7 @@ class _Audit:
         self.at = 5
         envelope = await self.source.manifest(policy_version)
         if envelope.digest != self.digests[policy_version]:
-            raise PeerError(
-                ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit"
-            )
+            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit")
         return parse_json(envelope.payload, Manifest)
 
     async def _decode(self, manifest: Manifest, base: Weights | None) -> Weights:
@@ -316,9 +311,7 @@ class _Audit:
             self.at = 8
             data = await self.source.blob(file.digest, start=0, end=file.size)
             if len(data) != file.size or digest_of(data) != file.digest:
-                raise PeerError(
-                    ErrorCode.DIGEST_MISMATCH, f"{file.name} is not the file that the RunSpec names"
-                )
+                raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} is not the file that the RunSpec names")
 
     # What was found
 
@@ -333,9 +326,7 @@ class _Audit:
         if len(self.checks) < 2 and at > 2:
             self._established(2, f"{len(self.digests)} signed by the run's trainer")
         if len(self.checks) < 3 and at > 3:
-            self._established(
-                3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots"
-            )
+            self._established(3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots")
         if len(self.checks) < 5 and at > 5:
             self._established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
         if len(self.checks) < 6 and at > 6:

@@ -167,11 +167,7 @@ class Follower:
     def _target(self, started: int | None) -> int | None:
         """The version to download next, or None. One that was begun is finished while it is still of use."""
         head = self._heads.newest
-        if (
-            started is not None
-            and started > self._newest
-            and head - started < max(1, self.run.spec.async_level)
-        ):
+        if started is not None and started > self._newest and head - started < max(1, self.run.spec.async_level):
             return started
         return head if head > self._newest and head not in self._broken else None
 
@@ -257,14 +253,10 @@ class Follower:
         self._policies[policy.version] = policy
         self._newest = max(self._newest, policy.version)
         while len(self._policies) > self._policies_kept:
-            oldest = next(
-                version for version in self._policies if version not in (self._newest, policy.version)
-            )
+            oldest = next(version for version in self._policies if version not in (self._newest, policy.version))
             del self._policies[oldest]
         kept = [held.signed for held in self._policies.values()] + path
-        await self._local(
-            self._parts.keep_only, {part.digest for signed in kept for part in signed.manifest.parts}
-        )
+        await self._local(self._parts.keep_only, {part.digest for signed in kept for part in signed.manifest.parts})
         async with self._changed:
             self._changed.notify_all()
 
@@ -275,9 +267,7 @@ class Follower:
         try:
             return await asyncio.to_thread(call, *arguments)
         except OSError as error:
-            raise LocalError(
-                f"checkpoint folder {self._folder}: {error}; free some space and start again"
-            ) from None
+            raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
 
 
 class _Counter:

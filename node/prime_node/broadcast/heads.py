@@ -121,9 +121,7 @@ class Heads:
             try:
                 signed = await self._open(await named.source.manifest(policy_version))
                 if signed.manifest.policy_version != policy_version:
-                    raise PeerError(
-                        ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another"
-                    )
+                    raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another")
                 self._news(signed)
                 self.chain.confirm(signed)
                 return signed
@@ -164,9 +162,7 @@ class Heads:
             partial.write_bytes(envelope.to_bytes())
             partial.replace(path)
         except OSError as error:
-            raise LocalError(
-                f"checkpoint folder {self._folder}: {error}; free some space and start again"
-            ) from None
+            raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
 
 
 def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:

@@ -20,9 +20,7 @@ class PartStore:
         self._folder = folder
         self._bytes_max = bytes_max
         folder.mkdir(parents=True, exist_ok=True)
-        self._sizes = {
-            path.name: path.stat().st_size for path in folder.iterdir() if path.suffix != ".partial"
-        }
+        self._sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix != ".partial"}
 
     def read(self, entry: PartEntry) -> bytes | None:
         """The part's bytes; None where they are not there. A damaged file is removed."""

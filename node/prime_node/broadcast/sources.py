@@ -43,9 +43,7 @@ class NamedSource:
 class SourcePool:
     """The sources in the order in which to ask them."""
 
-    def __init__(
-        self, sources: Sequence[tuple[str, CheckpointSource]], *, clock: Clock, rng: random.Random
-    ) -> None:
+    def __init__(self, sources: Sequence[tuple[str, CheckpointSource]], *, clock: Clock, rng: random.Random) -> None:
         self._sources = [NamedSource(name, source) for name, source in sources]
         self._clock = clock
         self._rng = rng
@@ -114,11 +112,7 @@ async def _download(source: CheckpointSource, entry: PartEntry, partial: bytearr
         end = min(len(partial) + RANGE_BYTES, entry.size)
         piece = await source.blob(entry.digest, start=len(partial), end=end)
         if len(piece) != end - len(partial):
-            raise PeerError(
-                ErrorCode.MALFORMED, f"sent {len(piece)} bytes of a range of {end - len(partial)}"
-            )
+            raise PeerError(ErrorCode.MALFORMED, f"sent {len(piece)} bytes of a range of {end - len(partial)}")
         partial += piece
     if digest_of(partial) != entry.digest:
-        raise PeerError(
-            ErrorCode.DIGEST_MISMATCH, f"part {entry.digest[:12]} has other bytes than its digest says"
-        )
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"part {entry.digest[:12]} has other bytes than its digest says")

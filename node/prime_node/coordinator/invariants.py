@@ -39,18 +39,22 @@ def _check_slots(state: State) -> None:
 
 def _check_leases(state: State) -> None:
     for lease_id, lease in state.leases.items():
-        assert lease.lease_id == lease_id and lease.end is None and lease.bundle is None
+        assert lease.lease_id == lease_id
+        assert lease.end is None
+        assert lease.bundle is None
         assert lease_id in state.workers[lease.worker].leases, "a lease without a worker"
         assert lease.expires_at_ms > lease.issued_at_ms, "a lease without a deadline"
         _check_lease(state, lease)
     for bundle, pending in state.bundles.items():
-        assert pending.bundle == pending.lease.bundle == bundle and pending.lease.end is LeaseEnd.REDEEMED
+        assert pending.bundle == pending.lease.bundle == bundle
+        assert pending.lease.end is LeaseEnd.REDEEMED
         assert state.workers[pending.lease.worker].pending[pending.lease.lease_id] == bundle
         _check_lease(state, pending.lease)
 
 
 def _check_lease(state: State, lease: LeaseRecord) -> None:
-    assert lease.slots and all(slot // state.rules.groups_per_step == lease.step for slot in lease.slots)
+    assert lease.slots
+    assert all(slot // state.rules.groups_per_step == lease.step for slot in lease.slots)
     _check_admitted(state, lease.step, lease.policy_version)
 
 

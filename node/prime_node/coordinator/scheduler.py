@@ -39,7 +39,8 @@ def choose_slots(state: State, worker: Worker, *, policy_version: int, rollouts_
 
     A group is never split: where `rollouts_max` is less than a group, one group is leased all the same.
     """
-    assert worker.active and policy_version in state.published
+    assert worker.active
+    assert policy_version in state.published
     rules = state.rules
     if state.draining:
         return Refusal("the operator drains the run: no more work", is_worth_waiting=False)

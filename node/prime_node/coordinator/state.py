@@ -89,7 +89,8 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
 
 def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Effect]:
     step, worker = state.steps[event.step], state.workers[event.worker]
-    assert worker.active and worker.banned is None
+    assert worker.active
+    assert worker.banned is None
     for slot in event.slots:
         _remove(step.open, slot)
     attempts = tuple(step.attempts.get(slot, 0) for slot in event.slots)
@@ -124,7 +125,9 @@ def _leases_expired(state: State, event: ev.LeasesExpired, at_ms: int) -> list[E
 def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[Effect]:
     worker = state.workers[event.worker]
     lease = state.lease_of(event.lease_id, event.worker)
-    assert lease is not None and lease.worker == event.worker and state.is_redeemable(lease)
+    assert lease is not None
+    assert lease.worker == event.worker
+    assert state.is_redeemable(lease)
     step = state.steps[lease.step]
     if lease.end is None:
         del state.leases[lease.lease_id]
@@ -141,11 +144,11 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
-    worker = state.workers[event.worker]
-    lease = worker.ended[event.lease_id]
+    effects = _give_back(state, event.lease_id, LeaseEnd.RETURNED) if event.lease_id in state.leases else []
+    lease = state.workers[event.worker].ended[event.lease_id]
     assert lease.bundle is None
     lease.bundle = event.bundle
-    return [_refused(state, lease, event.num_rollouts, event.reason, event.detail)]
+    return [*effects, _refused(state, lease, event.num_rollouts, event.reason, event.detail)]
 
 
 def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
@@ -188,7 +191,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for step in range(state.first_step + len(state.steps), state.last_step + 1):
         state.steps[step] = Step(open=list(range(step * size, (step + 1) * size)))
-    return [Woken(Topic.LEASE), Woken(Topic.CHECK)]
+    return [Woken(Topic.LEASE)]
 
 
 def _policies_forgotten(state: State, event: ev.PoliciesForgotten, at_ms: int) -> list[Effect]:
@@ -232,9 +235,7 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
     for index, slot in enumerate(lease.slots):
         assert slot not in step.accepted
         rewards = event.rewards[index * size : (index + 1) * size]
-        step.accepted[slot] = AcceptedGroup(
-            lease.worker, lease.policy_version, event.bundle, index * size, rewards
-        )
+        step.accepted[slot] = AcceptedGroup(lease.worker, lease.policy_version, event.bundle, index * size, rewards)
     worker = _stop_waiting(state, pending)
     worker.accepted += pending.num_rollouts
     state.accepted += pending.num_rollouts

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from prime_protocol.codec.layout import (
     write_head,
 )
 
-if TYPE_CHECKING:
-    from prime_protocol.codec import classes
+Kernels = ModuleType
+"""The module classes.py, where numba is installed."""
 
 KERNEL_ELEMENTS = 2**14
 """Chunks smaller than this are coded with numpy alone."""
@@ -107,8 +107,12 @@ def decode_chunk(data: bytes, out: Array, base: Array | None, *, dtype: str, sta
     assert base is None or base.size == out.size
     target = bit_patterns(out, element)[start : start + count]
     mode = read_head(data, element, count)
+    kernels = load_kernels() if element.has_classes and count >= KERNEL_ELEMENTS else None
     if mode is Mode.FULL:
-        target[:] = portable.decode_full(data, count, element)
+        if kernels and element.itemsize == 2:
+            kernels.decode_full(data, target)
+        else:
+            target[:] = portable.decode_full(data, count, element)
         return
     if base is None:
         raise CodecError(f"mode {mode.name} needs a base")
@@ -123,7 +127,7 @@ def decode_chunk(data: bytes, out: Array, base: Array | None, *, dtype: str, sta
         target[:] = portable.decode_dense(data, source, element)
     elif not element.has_classes:
         raise CodecError(f"mode CLASS is for floats of one or two bytes, not for {element.name}")
-    elif count >= KERNEL_ELEMENTS and (kernels := load_kernels()):
+    elif kernels:
         kernels.decode_classes(data, target, source, element)
     else:
         target[:] = class_portable.decode_classes(data, source, element)
@@ -131,22 +135,30 @@ def decode_chunk(data: bytes, out: Array, base: Array | None, *, dtype: str, sta
 
 def encode_chunk(new: Array, base: Array | None, element: ElementType) -> bytes:
     """One chunk in the mode that costs least."""
+    kernels = load_kernels() if element.has_classes and new.size >= KERNEL_ELEMENTS else None
     if base is None:
-        return _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element))
-    if element.has_classes and new.size >= KERNEL_ELEMENTS and (kernels := load_kernels()):
+        return _encode_full(new, element, kernels)
+    if kernels:
         body = kernels.encode_classes(new, base, element)
-        mode = Mode.SKIP if body is None else Mode.CLASS
-        chunk = _chunk(mode, element, new.size, body or b"")
+        if body is None:
+            return _chunk(Mode.SKIP, element, new.size, b"")
+        chunk = _chunk(Mode.CLASS, element, new.size, body)
         if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
             return chunk
-        return min(chunk, _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element)), key=len)
+        return min(chunk, _encode_full(new, element, kernels), key=len)
     changed = np.flatnonzero(new != base)
     if not changed.size:
         return _chunk(Mode.SKIP, element, new.size, b"")
     if changed.size <= GAP_DENSITY_MAX * new.size:
         return _chunk(Mode.GAP, element, new.size, portable.encode_gap(new, base, element, changed))
     dense = _chunk(Mode.DENSE, element, new.size, portable.encode_dense(new, base, element))
-    return min(dense, _chunk(Mode.FULL, element, new.size, portable.encode_full(new, element)), key=len)
+    return min(dense, _encode_full(new, element, kernels), key=len)
+
+
+def _encode_full(new: Array, element: ElementType, kernels: Kernels | None) -> bytes:
+    wordwise = kernels is not None and element.itemsize == 2
+    body = kernels.encode_full(new) if kernels and wordwise else portable.encode_full(new, element)
+    return _chunk(Mode.FULL, element, new.size, body)
 
 
 def _chunk(mode: Mode, element: ElementType, count: int, body: bytes) -> bytes:
@@ -154,10 +166,10 @@ def _chunk(mode: Mode, element: ElementType, count: int, body: bytes) -> bytes:
 
 
 @functools.cache
-def load_kernels() -> classes | None:
+def load_kernels() -> Kernels | None:
     """The CLASS mode's fast path, or None where numba is missing."""
     try:
-        return importlib.import_module("prime_protocol.codec.classes")  # type: ignore[return-value]
+        return importlib.import_module("prime_protocol.codec.classes")
     except ImportError:
         return None
 

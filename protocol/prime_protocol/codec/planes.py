@@ -92,6 +92,11 @@ def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
     raise CodecError(f"plane of kind {kind} with {len(payload)} bytes, {size} expected")
 
 
+def require_end(data: memoryview, end: int) -> None:
+    if end != len(data):
+        raise CodecError(f"{len(data) - end} bytes after the end")
+
+
 def compress(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> bytes:
     """One zstd frame that declares its content size."""
     return _compressor(parameters).compress(memoryview(np.ascontiguousarray(plane)))

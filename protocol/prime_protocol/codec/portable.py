@@ -12,7 +12,7 @@ import numpy as np
 
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import HEAD_BYTES, Array, ElementType
-from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, write_plane
+from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, require_end, write_plane
 from prime_protocol.codec.steps import from_ordinal, to_ordinal, unzigzag, zigzag
 
 GAP_PLANES = 3
@@ -35,7 +35,7 @@ def decode_gap(data: bytes, base: Array, element: ElementType) -> Array:
     if len(data) < begin or not 1 <= num_changes <= base.size:
         raise CodecError(f"{num_changes} changes in {base.size} elements")
     planes, end = _read_planes(view, begin, num_changes, GAP_PLANES + element.itemsize)
-    _require_end(view, end)
+    require_end(view, end)
     gaps = join_bytes([*planes[:GAP_PLANES], np.zeros(num_changes, np.uint8)], np.dtype("<u4"))
     changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if changed[-1] >= base.size:
@@ -54,7 +54,7 @@ def encode_dense(new: Array, base: Array, element: ElementType) -> bytes:
 def decode_dense(data: bytes, base: Array, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, base.size, element.itemsize)
-    _require_end(view, end)
+    require_end(view, end)
     steps = unzigzag(join_bytes(planes, element.storage), element)
     return from_ordinal(to_ordinal(base, element) + steps, element)
 
@@ -67,7 +67,7 @@ def encode_full(new: Array, element: ElementType) -> bytes:
 def decode_full(data: bytes, count: int, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
-    _require_end(view, end)
+    require_end(view, end)
     return rotate_right(join_bytes(planes, element.storage), element)
 
 
@@ -105,8 +105,3 @@ def _read_planes(view: memoryview, offset: int, size: int, num_planes: int) -> t
         plane, offset = read_plane(view, offset, size)
         planes.append(plane)
     return planes, offset
-
-
-def _require_end(view: memoryview, end: int) -> None:
-    if end != len(view):
-        raise CodecError(f"{len(view) - end} bytes after the end")

@@ -1,8 +1,7 @@
 """What every kernel file shares: the compiler's settings, the plan's columns, and floats as places on a line.
 
 Importing this package imports numba and compiles, or loads, machine code. All kernels release the GIL and none starts threads
-of its own: numba's `parallel=True` collapses where cores are shared. numba's cache notices a change of a kernel's own file, not
-of a file whose functions it inlines: after editing this one or vector.py, touch the others.
+of its own: numba's `parallel=True` collapses where cores are shared.
 
 Words: a class's *plane* holds one signed byte per element of the class: the step in units in the last place, 0 where nothing
 changed, wire.ESCAPE where the step does not fit. A *rank* is an element's number inside its class. A *plan* has a row per class.
@@ -10,7 +9,9 @@ changed, wire.ESCAPE where the step does not fit. A *rank* is an element's numbe
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from numba import int64, njit, uint64
@@ -22,8 +23,17 @@ CODER, COUNT, GAP_BITS, MAGNITUDES, NUM_EXCEPTIONS, MAGNITUDE_BITS, FIRST = rang
 PLAN_COLUMNS = 7
 
 
+_SOURCES = sorted(Path(__file__).parent.glob("*.py"))
+_STAMP = f"{zlib.crc32(b''.join(path.read_bytes() for path in _SOURCES)):08x}"
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """njit with an on-disk cache where some folder takes one: compiling costs seconds, loading milliseconds."""
+    """njit with an on-disk cache where some folder takes one: compiling costs seconds, loading milliseconds.
+
+    numba's cache notices a change of a function's own file, not of those whose functions it inlines. So the name under
+    which it looks carries a checksum of all kernel files.
+    """
+    function.__qualname__ += f"-{_STAMP}"
     try:
         return njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba found neither __pycache__ nor the user's cache folder writable

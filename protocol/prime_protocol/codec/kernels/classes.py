@@ -9,8 +9,19 @@ import numpy as np
 from numba import int64, uint16, uint64
 
 from prime_protocol.codec.kernels.base import inline, kernel, ordinal, pattern
-from prime_protocol.codec.kernels.vector import BLOCK, differing_words, gather_block, scatter_block, trailing_zeros
+from prime_protocol.codec.kernels.vector import (
+    BLOCK,
+    GROUP,
+    HAS_WIDE,
+    differing_words,
+    gather_group,
+    scatter_group,
+    trailing_zeros,
+)
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
+
+CLASS_PRICE = 120.0
+"""Bits that a class has to save: about 35 for its row of the plan, the rest for the time that it takes in both directions."""
 
 
 @kernel
@@ -32,12 +43,15 @@ def class_cost(elements, changes):
     if changes == 0:
         return 2.0
     kept = max(elements - changes, 1.0)
-    return changes * np.log2(elements / changes) + kept * np.log2(elements / kept) + 40.0
+    return changes * np.log2(elements / changes) + kept * np.log2(elements / kept) + CLASS_PRICE
 
 
 @kernel
-def choose_classes(new, base, shift):
-    """Cut the binades into the classes that cost least. Returns the top exponent and the boundaries, as on the wire."""
+def choose_classes(new, base, shift, lowest):
+    """Cut the binades into the classes that cost least. Returns the top exponent, the boundaries and the number of classes.
+
+    `lowest` receives each class's lowest exponent; bit j of the boundaries ends a class below exponent top - j.
+    """
     population, changes = np.zeros(256, np.int64), np.zeros(256, np.int64)
     count_exponents(new, base, shift, population, changes)
     total, top, above = changes.sum(), 255, int64(0)
@@ -65,7 +79,13 @@ def choose_classes(new, base, shift):
         if top - (end - 1) >= 1:
             boundaries |= int64(1) << (end - 1)
         end = cut[end]
-    return top, boundaries
+    number = 0
+    for j in range(WINDOW):
+        if (boundaries >> j) & 1 and number < CLASSES_MAX - 1:
+            lowest[number] = top - j
+            number += 1
+    lowest[number] = 0
+    return top, boundaries, number + 1
 
 
 @inline
@@ -93,28 +113,14 @@ def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, e
 
 
 @kernel
-def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
-    """`scatter_scalar` for whole blocks."""
-    num_escapes = int64(0)
-    for begin in range(0, new.size - BLOCK + 1, BLOCK):
-        escaped = scatter_block(new, base, begin, shift, lowest, num_classes, fill, planes, planes.shape[1])
-        while escaped:
-            i = begin + trailing_zeros(escaped)
-            escapes[num_escapes] = uint16((ordinal(new[i]) - ordinal(base[i])) & 0xFFFF)
-            num_escapes += 1
-            escaped &= escaped - uint64(1)
-    return num_escapes
-
-
-@kernel
-def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, escapes, num_escapes):
-    """Apply the planes' steps from `begin` on. Returns the escapes used so far, or -1 if there are too few."""
+def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, escapes, limit, num_escapes):
+    """Apply the planes' steps from `begin` on. Returns the escapes used so far, or -1 for one over `limit`."""
     for i in range(begin, out.size):
         number = class_of(base[i], shift, lowest, num_classes)
         step = int64(planes[number, fill[number]])
         fill[number] += 1
         if step == ESCAPE:
-            if num_escapes >= escapes.size:
+            if num_escapes >= limit:
                 return -1
             step = int64(escapes[num_escapes])
             num_escapes += 1
@@ -122,17 +128,49 @@ def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, es
     return num_escapes
 
 
-@kernel
-def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes):
-    """`gather_scalar` for whole blocks. An escape was first applied as if it were a step; that is taken back."""
-    num_escapes = int64(0)
-    for begin in range(0, out.size - BLOCK + 1, BLOCK):
-        escaped = gather_block(out, base, begin, shift, lowest, num_classes, fill, planes, planes.shape[1])
-        while escaped:
-            i = begin + trailing_zeros(escaped)
-            if num_escapes >= escapes.size:
-                return int64(-1)
-            out[i] = pattern(ordinal(out[i]) - ESCAPE + int64(escapes[num_escapes]))
-            num_escapes += 1
-            escaped &= escaped - uint64(1)
-    return num_escapes
+if HAS_WIDE:
+
+    @kernel
+    def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
+        """`scatter_scalar` for whole groups. Returns the number of elements done and of escapes."""
+        num_escapes, done = int64(0), new.size // GROUP * GROUP
+        masks, stride = np.empty(GROUP // BLOCK, np.uint64), planes.shape[1]
+        for begin in range(0, done, GROUP):
+            if scatter_group(new, base, begin, shift, lowest, num_classes, fill, planes, stride, masks):
+                for block in range(GROUP // BLOCK):
+                    while masks[block]:
+                        i = begin + block * BLOCK + trailing_zeros(masks[block])
+                        escapes[num_escapes] = uint16((ordinal(new[i]) - ordinal(base[i])) & 0xFFFF)
+                        num_escapes += 1
+                        masks[block] &= masks[block] - uint64(1)
+        return done, num_escapes
+
+    @kernel
+    def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
+        """`gather_scalar` for whole groups. Returns the number of elements done and of escapes, or -1.
+
+        An escape was first applied as if it were a step; that is taken back.
+        """
+        num_escapes, done = int64(0), out.size // GROUP * GROUP
+        masks, stride = np.empty(GROUP // BLOCK, np.uint64), planes.shape[1]
+        for begin in range(0, done, GROUP):
+            if gather_group(out, base, begin, shift, lowest, num_classes, fill, planes, stride, masks):
+                for block in range(GROUP // BLOCK):
+                    while masks[block]:
+                        i = begin + block * BLOCK + trailing_zeros(masks[block])
+                        if num_escapes >= limit:
+                            return done, int64(-1)
+                        out[i] = pattern(ordinal(out[i]) - ESCAPE + int64(escapes[num_escapes]))
+                        num_escapes += 1
+                        masks[block] &= masks[block] - uint64(1)
+        return done, num_escapes
+
+else:
+
+    @kernel
+    def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
+        return int64(0), int64(0)
+
+    @kernel
+    def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
+        return int64(0), int64(0)

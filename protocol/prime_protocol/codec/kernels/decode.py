@@ -6,7 +6,7 @@ bytes that no check may let a decoder pass by more. Negative results are reasons
 
 from __future__ import annotations
 
-from numba import int64, uint64
+from numba import int64, uint16, uint64
 
 from prime_protocol.codec.kernels.base import (
     CODER,
@@ -20,6 +20,7 @@ from prime_protocol.codec.kernels.base import (
     inline,
     kernel,
 )
+from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
 from prime_protocol.codec.kernels.vector import load_word, trailing_zeros
 from prime_protocol.codec.wire import (
     EMPTY,
@@ -39,7 +40,11 @@ REASONS = (
     "a class's parameters are out of range",
     "a change lies behind the last element",
     "a step is out of range",
+    "the number of escapes does not match the bytes at the end",
+    "its classes do not fit this base",
 )
+TRAILING, MISFIT = 5, 6
+HAS_PLANES = 1
 
 
 @inline
@@ -236,7 +241,7 @@ def read_suffixes(octets, position, end, num_classes, plan, steps):
     return position
 
 
-@kernel
+@inline
 def scatter_steps(plan, num_classes, ranks, steps, planes):
     """Put checked steps into planes that are all zero."""
     for number in range(num_classes):
@@ -246,7 +251,7 @@ def scatter_steps(plan, num_classes, ranks, steps, planes):
                 plane[ranks[j]] = steps[j]
 
 
-@kernel
+@inline
 def clear(plan, num_classes, ranks, planes):
     """Make the planes all zero again, touching only what was written."""
     for number in range(num_classes):
@@ -258,9 +263,9 @@ def clear(plan, num_classes, ranks, planes):
             plane[: plan[number, COUNT]] = 0
 
 
-@kernel
-def check_fill(plan, num_classes, ranks, fill):
-    """Whether every class has exactly as many elements as its plane, or more than its last rank."""
+@inline
+def fits(plan, num_classes, ranks, fill):
+    """Whether every class has as many elements as its plane, or more than its last rank."""
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] == PLANE and fill[number] != row[COUNT]:
@@ -268,3 +273,49 @@ def check_fill(plan, num_classes, ranks, fill):
         if row[CODER] == SPARSE and fill[number] <= ranks[row[FIRST] + row[COUNT] - 1]:
             return False
     return True
+
+
+@kernel
+def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes):
+    """Write the new elements from checked streams and filled planes, and leave the planes all zero. Returns 0 or a reason."""
+    scatter_steps(plan, num_classes, ranks, steps, planes)
+    fill[:] = 0
+    done, used = int64(0), int64(0)
+    if wide:
+        done, used = gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, num_escapes)
+    if used >= 0:
+        used = gather_scalar(
+            out, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes, used
+        )
+    clear(plan, num_classes, ranks, planes)
+    if used != num_escapes or not fits(plan, num_classes, ranks, fill):
+        return int64(-MISFIT)
+    return int64(0)
+
+
+@kernel
+def decode_classes(
+    octets, size, out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, quotients, planes, escapes
+):
+    """Decode and apply a chunk without planes. Returns (status, bytes of the streams, escapes).
+
+    Status: 0 done, HAS_PLANES if the streams are checked but nothing is applied yet, or minus a reason.
+    """
+    position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
+    if position < 0:
+        return -num_escapes, int64(0), int64(0)
+    position = read_steps(octets, position, 8 * size, num_classes, base.size, plan, ranks, steps, quotients)
+    if position < 0:
+        return position, int64(0), int64(0)
+    end = (position + 7) >> 3
+    for number in range(num_classes):
+        if plan[number, CODER] == PLANE:
+            return int64(HAS_PLANES), end, num_escapes
+    if size - end != 2 * num_escapes:
+        return int64(-TRAILING), end, num_escapes
+    for j in range(num_escapes):
+        escapes[j] = uint16(octets[end + 2 * j]) | (uint16(octets[end + 2 * j + 1]) << uint16(8))
+    status = apply(
+        out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes
+    )
+    return status, end, num_escapes

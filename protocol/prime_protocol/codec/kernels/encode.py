@@ -17,8 +17,12 @@ from prime_protocol.codec.kernels.base import (
     inline,
     kernel,
 )
-from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes, store_word, trailing_zeros
+from prime_protocol.codec.kernels.classes import choose_classes, scatter_scalar, scatter_wide
+from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes, population, store_word, trailing_zeros
 from prime_protocol.codec.wire import EMPTY, EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
+
+PLANE_SIZE_MIN = 2048
+"""A class smaller than this is never a plane: its frame and Huffman table cost some sixty bytes."""
 
 
 @inline
@@ -58,59 +62,70 @@ def rice_bits(total, count):
 
 
 @kernel
+def encode_classes(new, base, shift, wide, lowest, fill, planes, escapes, plan, gaps, steps, unary, octets):
+    """Everything but the planes' own compression. Returns (top, boundaries, classes, escapes, bytes in `octets`).
+
+    Zero bytes stand for a chunk in which nothing changed.
+    """
+    top, boundaries, num_classes = choose_classes(new, base, shift, lowest)
+    fill[:] = 0
+    done, num_escapes = int64(0), int64(0)
+    if wide:
+        done, num_escapes = scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes)
+    num_escapes = scatter_scalar(
+        new, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes
+    )
+    size = int64(0)
+    if analyze(fill, planes, num_classes, plan, gaps, steps):
+        size = write(octets, plan, num_classes, num_escapes, gaps, steps, unary)
+    return top, boundaries, num_classes, num_escapes, size
+
+
+@kernel
 def analyze(fill, planes, num_classes, plan, gaps, steps):
-    """Find each class's changes and the cheapest code for them. Returns their number in sparse classes.
+    """Find each class's changes and a code for them. Returns the number of changes.
 
     `gaps` and `steps` receive the sparse classes' changes in class order; a plane only gets its row in `plan`.
     """
-    total = int64(0)
+    listed, changes = int64(0), int64(0)
     magnitudes = np.zeros(129, np.int64)
     for number in range(num_classes):
-        first, last, size = total, int64(-1), fill[number]
-        plane = planes[number]
+        first, size = listed, fill[number]
+        plane, row = planes[number], plan[number]
         plane[size : size + BLOCK] = 0
+        count = int64(0)
+        for begin in range(0, size, BLOCK):
+            count += population(nonzero_bytes(plane, begin))
+        changes += count
+        row[:] = 0
+        row[FIRST] = first
+        row[COUNT] = count
+        if count == 0:
+            continue
+        if size >= PLANE_SIZE_MIN and count * 5 > size * 3:
+            row[CODER] = PLANE
+            row[COUNT] = size
+            continue
+        last = int64(-1)
         magnitudes[:] = 0
         for begin in range(0, size, BLOCK):
             changed = nonzero_bytes(plane, begin)
             while changed:
                 rank = begin + trailing_zeros(changed)
                 step = plane[rank]
-                gaps[total] = rank - last - 1
-                steps[total] = step
+                gaps[listed] = rank - last - 1
+                steps[listed] = step
                 magnitudes[abs(int64(step))] += 1
                 last = rank
-                total += 1
+                listed += 1
                 changed &= changed - uint64(1)
-        count = total - first
-        plan[number, :] = 0
-        plan[number, FIRST] = first
-        plan[number, COUNT] = count
-        if count:
-            cost = plan_sparse(plan[number], gaps, magnitudes, last + 1)
-            if count * 6 > size and cost > plane_cost(magnitudes, count, size):
-                plan[number, CODER] = PLANE
-                plan[number, COUNT] = size
-                total = first
-    return total
-
-
-@inline
-def entropy_term(part, whole):
-    return part * np.log2(whole / part) if part else 0.0
-
-
-@inline
-def plane_cost(magnitudes, count, size):
-    """Bits of a Huffman coded plane: its order-0 entropy, signs being even, and a table."""
-    bits = 500.0 + count + entropy_term(size - count, size)
-    for magnitude in range(1, 129):
-        bits += entropy_term(magnitudes[magnitude], size)
-    return int64(bits * 1.01)
+        plan_sparse(row, gaps, magnitudes, last + 1)
+    return changes
 
 
 @inline
 def plan_sparse(row, gaps, magnitudes, span):
-    """Choose the parameters of a sparse class; returns its bits."""
+    """Choose the parameters of a sparse class."""
     first, count = row[FIRST], row[COUNT]
     row[CODER] = SPARSE
     bits = rice_bits(span - count, count)
@@ -120,7 +135,7 @@ def plan_sparse(row, gaps, magnitudes, span):
         if other_cost < cost:
             bits, cost = other, other_cost
     row[GAP_BITS] = bits
-    return cost + count + plan_magnitudes(row, magnitudes, count)
+    plan_magnitudes(row, magnitudes, count)
 
 
 @inline
@@ -129,7 +144,7 @@ def plan_magnitudes(row, magnitudes, count):
     exceptions = count - magnitudes[1]
     row[MAGNITUDES] = ONES
     if exceptions == 0:
-        return int64(0)
+        return
     row[MAGNITUDES] = EXCEPTIONS
     row[NUM_EXCEPTIONS] = exceptions
     row[MAGNITUDE_BITS] = rice_bits(count - exceptions, exceptions)
@@ -149,7 +164,6 @@ def plan_magnitudes(row, magnitudes, count):
         if golomb < cost:
             cost = golomb
             row[MAGNITUDES], row[MAGNITUDE_BITS], row[NUM_EXCEPTIONS] = GOLOMB, bits, 0
-    return cost
 
 
 @inline

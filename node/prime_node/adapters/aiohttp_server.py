@@ -1,0 +1,228 @@
+"""The web server on aiohttp.
+
+aiohttp closes neither a stalled header nor a stalled body by itself, decompresses request bodies, and its size limit does not hold
+for streamed ones. So here: `_GuardedHandler` gives each connection a time to send its next header; `_read_body` counts the bytes as
+they come, demands a minimum speed and refuses compressed bodies; the number of connections and the memory for bodies are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from aiohttp import ClientConnectionError, web
+
+from prime_node.ports.web import Request, Response, Route
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+
+log = logging.getLogger(__name__)
+
+HEADER_S_MAX = 75.0
+"""From the start of a connection, or its last answer, to the end of the next header. It is also how long an idle connection is kept."""
+BODY_GRACE_S = 20.0
+BODY_BYTES_PER_S_MIN = 16 * 2**10
+"""A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
+BODIES_BYTES_MAX = 2**30
+"""Memory for bodies on their way in, all connections together."""
+CONNECTIONS_MAX = 20_000
+
+
+class AiohttpServer:
+    """Implements ports.web.WebServer."""
+
+    def __init__(self, *, header_s_max: float = HEADER_S_MAX, body_grace_s: float = BODY_GRACE_S) -> None:
+        self._header_s_max = header_s_max
+        self._body_grace_s = body_grace_s
+        self._bodies_bytes = 0
+        self._server: asyncio.Server | None = None
+        self._manager: web.Server | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, routes: Sequence[Route], *, host: str, port: int) -> int:
+        app = web.Application(middlewares=[_explain_unknown])
+        for route in routes:
+            app.router.add_route(route.method, route.path, self._adapt(route))
+            if route.method == "GET":
+                app.router.add_route("HEAD", route.path, self._adapt(route))
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        self._manager = self._runner.server
+        assert self._manager is not None
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, host, port, backlog=1_024, reuse_address=True)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise LocalError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop(self, *, grace_s: float) -> None:
+        if self._server is None or self._manager is None or self._runner is None:
+            return
+        self._server.close()
+        self._manager.pre_shutdown()  # closes idle connections
+        await self._manager.shutdown(grace_s)
+        await self._runner.cleanup()
+        self._server = None
+
+    def _connection(self) -> _GuardedHandler:
+        assert self._manager is not None
+        return _GuardedHandler(self._manager, header_s_max=self._header_s_max)
+
+    def _adapt(self, route: Route) -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            guard = request.protocol
+            assert isinstance(guard, _GuardedHandler)
+            guard.header_came()
+            try:
+                body = await self._read_body(request, route.body_bytes_max)
+                try:
+                    response = await route.handler(
+                        Request(
+                            params=dict(request.match_info),
+                            body=body,
+                            headers={name.lower(): value for name, value in request.headers.items()},
+                            remote=request.remote or "",
+                        )
+                    )
+                finally:
+                    self._bodies_bytes -= len(body)
+            except PeerError as error:
+                return _error(error)
+            else:
+                return await _send(request, response)
+            finally:
+                guard.answered()
+
+        return handle
+
+    async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
+        """The body, counted against `BODIES_BYTES_MAX` until the caller is done with it. Raises PeerError."""
+        if not request.body_exists:
+            return b""
+        if "Content-Encoding" in request.headers:
+            raise _closing(request, PeerError(ErrorCode.MALFORMED, "a compressed body is not accepted here"))
+        if (request.content_length or 0) > bytes_max:
+            raise _closing(request, LimitExceeded("body_bytes_max", request.content_length, bytes_max))
+        chunks: list[bytes] = []
+        num_bytes = 0
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            while True:
+                async with asyncio.timeout_at(began_s + self._body_grace_s + num_bytes / BODY_BYTES_PER_S_MIN):
+                    chunk = await request.content.readany()
+                if not chunk:
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                num_bytes += len(chunk)
+                self._bodies_bytes += len(chunk)
+                chunks.append(chunk)
+                if num_bytes > bytes_max:
+                    raise LimitExceeded("body_bytes_max", None, bytes_max)
+                if self._bodies_bytes > BODIES_BYTES_MAX:
+                    raise PeerError(ErrorCode.UNAVAILABLE, "too many uploads at once", retry_after_s=2.0)
+        except TimeoutError:
+            self._bodies_bytes -= num_bytes
+            raise _closing(request, PeerError(ErrorCode.MALFORMED, "the body came too slowly")) from None
+        except PeerError as error:
+            self._bodies_bytes -= num_bytes
+            raise _closing(request, error) from None
+        except BaseException:
+            self._bodies_bytes -= num_bytes
+            raise
+
+
+class _GuardedHandler(web.RequestHandler):
+    """One connection, which is cut when the header of its next request does not come in time."""
+
+    __slots__ = ("_header_s_max", "_header_timer")
+
+    def __init__(self, manager: web.Server, *, header_s_max: float) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # None is how aiohttp itself spells "off"
+            auto_decompress=False,
+            keepalive_timeout=header_s_max,
+            lingering_time=2.0,
+        )
+        self._header_s_max = header_s_max
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        assert self._manager is not None
+        if len(self._manager.connections) > CONNECTIONS_MAX:
+            transport.abort()
+            return
+        self.answered()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.header_came()
+        super().connection_lost(exc)
+
+    def header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def answered(self) -> None:
+        self.header_came()
+        if self.transport is not None:
+            loop = asyncio.get_running_loop()
+            self._header_timer = loop.call_later(self._header_s_max, self.transport.abort)
+
+
+def _closing(request: web.Request, error: PeerError) -> PeerError:
+    """An error after which the rest of the body is not read: the connection cannot be used again."""
+    request.protocol.close()
+    return error
+
+
+@web.middleware
+async def _explain_unknown(request: web.Request, handler: Any) -> web.StreamResponse:
+    """What aiohttp itself answers (no such path, wrong method) looks like every other error."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except web.HTTPException as error:
+        return _error(PeerError(ErrorCode.NOT_FOUND, f"{request.method} {request.path[:100]}: {error.reason}"))
+
+
+def _error(error: PeerError) -> web.Response:
+    body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
+    headers = {}
+    if error.retry_after_s is not None:
+        body["retry_after_s"] = error.retry_after_s
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return web.Response(
+        body=json.dumps(body).encode(),
+        status=error.http_status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+async def _send(request: web.Request, response: Response) -> web.StreamResponse:
+    headers = {**response.headers, "Content-Type": response.content_type}
+    if isinstance(response.body, bytes):
+        return web.Response(body=response.body, status=response.status, headers=headers)
+    stream = web.StreamResponse(status=response.status, headers=headers)
+    await stream.prepare(request)
+    if request.method != "HEAD":
+        # The client may go away at any time; that is his business.
+        with contextlib.suppress(ClientConnectionError, ConnectionResetError):
+            await _copy(response.body, stream)
+    return stream
+
+
+async def _copy(body: AsyncIterator[bytes], stream: web.StreamResponse) -> None:
+    async for chunk in body:
+        await stream.write(chunk)
+    await stream.write_eof()

@@ -1,0 +1,138 @@
+"""Blobs and documents as files of a folder, durable against power loss.
+
+    FOLDER/ab/abcd...        a blob under its digest; the first two digits spread them over 256 folders
+    FOLDER/NAME              a document
+    FOLDER/.partial/...      being written; emptied when the folder is opened
+
+Write to a temporary name, fsync, rename, fsync the folder: a reader sees all of a file or none, and what `put` has returned for
+survives. (obstore's local store renames too, but syncs neither file nor folder, so it does for caches and not for this. It is the way to S3.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prime_protocol.digest import digest_of
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FolderBlobs:
+    """Implements ports.blobs.Blobs. Several processes may share a folder for reading; one writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = _open_folder(folder)
+
+    async def put(self, data: bytes) -> str:
+        return await asyncio.to_thread(self._put, data)
+
+    async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return await asyncio.to_thread(self._get, digest, start, end)
+
+    async def size(self, digest: str) -> int:
+        try:
+            return self._path(digest).stat().st_size
+        except FileNotFoundError:
+            raise KeyError(digest) from None
+
+    async def has(self, digest: str) -> bool:
+        try:
+            await self.size(digest)
+        except KeyError:
+            return False
+        return True
+
+    async def delete(self, digest: str) -> None:
+        # Not synced: a blob that comes back after a power loss does no harm.
+        await asyncio.to_thread(self._path(digest).unlink, missing_ok=True)
+
+    async def digests(self) -> AsyncIterator[str]:
+        for folder in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
+            for path in await asyncio.to_thread(lambda folder=folder: sorted(folder.iterdir())):  # type: ignore[misc]
+                if _DIGEST.fullmatch(path.name):
+                    yield path.name
+
+    def _path(self, digest: str) -> Path:
+        """Raises KeyError for what is no digest: it may come from a peer and must not name another file."""
+        if not _DIGEST.fullmatch(digest):
+            raise KeyError(digest)
+        return self._folder / digest[:2] / digest
+
+    def _put(self, data: bytes) -> str:
+        digest = digest_of(data)
+        path = self._path(digest)
+        if not path.exists():
+            if not path.parent.exists():
+                path.parent.mkdir(exist_ok=True)
+                _sync_folder(self._folder)
+            _write_durably(path, data, partial=self._partial)
+        return digest
+
+    def _get(self, digest: str, start: int, end: int | None) -> bytes:
+        try:
+            with self._path(digest).open("rb") as file:
+                file.seek(start)
+                return file.read() if end is None else file.read(max(0, end - start))
+        except FileNotFoundError:
+            raise KeyError(digest) from None
+
+
+class FolderDocuments:
+    """Implements ports.documents.Documents."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = _open_folder(folder)
+
+    async def write(self, name: str, data: bytes) -> None:
+        await asyncio.to_thread(self._write, name, data)
+
+    async def read(self, name: str) -> bytes:
+        try:
+            return await asyncio.to_thread((self._folder / name).read_bytes)
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self._folder)
+        _write_durably(path, data, partial=self._partial)
+
+
+def _open_folder(folder: Path) -> Path:
+    """Make the folder and its place for unfinished files; returns the latter, emptied."""
+    partial = folder / ".partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    for left_over in partial.iterdir():
+        left_over.unlink(missing_ok=True)
+    return partial
+
+
+def _write_durably(path: Path, data: bytes, *, partial: Path) -> None:
+    temporary = partial / secrets.token_hex(16)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,111 @@
+"""The Tokenizer port over the `tokenizers` library. Light, for the coordinator: neither torch nor transformers is imported.
+
+The template is the model's own (`chat_template` of tokenizer_config.json, or chat_template.jinja), with one user message
+and the opening of the answer. It is rendered once around a marker and cut there: special tokens are recognised in the
+template only, never in a problem's text, so no problem can end its own message or speak as somebody else. The token ids of
+a prompt are head + text + tail, the same for every problem but the text in between, which lets engines share the head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+_MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
+
+
+class HfTokenizer:
+    """Example: HfTokenizer(folder).encode_prompt("sun") == [258, 115, 117, 110, 259] with the tiny model's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = _read_json(folder / "tokenizer_config.json")
+        self._vocab_size = int(_read_json(folder / "config.json").get("vocab_size", self._tokenizer.get_vocab_size()))
+        end = _token_text(config.get("eos_token"))
+        stop_token_id = self._tokenizer.token_to_id(end) if end else None
+        if stop_token_id is None:
+            raise ValueError(f"{folder}/tokenizer_config.json: its eos_token is not in tokenizer.json")
+        self._stop_token_id: int = stop_token_id
+        head, tail = _template_parts(folder, config)
+        self._head = self._tokenizer.encode(head, add_special_tokens=False).ids
+        self._tail = self._tokenizer.encode(tail, add_special_tokens=False).ids
+        # From here on text is only text. A special token written in it becomes the characters of its name.
+        self._tokenizer.encode_special_tokens = True
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def stop_token_id(self) -> int:
+        return self._stop_token_id
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [*self._head, *self.encode(text), *self._tail]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def _template_parts(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
+    """What comes before and after a problem's text. Without any template: nothing."""
+    template = _chat_template(folder, config)
+    if template is None:
+        return _token_text(config.get("bos_token")) or "", ""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _no_clock
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    rendered = environment.from_string(template).render(
+        messages=[{"role": "user", "content": _MARKER}],
+        add_generation_prompt=True,
+        bos_token=_token_text(config.get("bos_token")) or "",
+        eos_token=_token_text(config.get("eos_token")) or "",
+    )
+    if rendered.count(_MARKER) != 1:
+        raise ValueError(f"{folder}: the chat template does not show a user's message exactly once and unchanged")
+    head, _, tail = rendered.partition(_MARKER)
+    return head, tail
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: object) -> str | None:
+    """A special token as the configuration names it: text, or an object with its content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"the chat template refuses a plain user message: {message}")
+
+
+def _no_clock(_format: str) -> NoReturn:
+    raise ValueError("the chat template shows today's date, so its prompts would not be the same tomorrow")

@@ -1,0 +1,56 @@
+"""A store in memory, for tests and simulations. Durable for as long as the object lives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from prime_node.ports.store import LoggedEvent, StoreConflict, StoredReceipt
+
+
+class MemoryStore:
+    """Implements ports.store.Store."""
+
+    def __init__(self) -> None:
+        self._events: list[LoggedEvent] = []
+        self._receipts: dict[str, tuple[int, StoredReceipt]] = {}  # bundle -> (place in the order of changes, receipt)
+        self._bundle_of: dict[str, str] = {}  # lease -> bundle
+        self._last_number = 0
+        self._changes = 0
+        self._snapshot: tuple[int, str] | None = None
+
+    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
+        expected = range(self._last_number + 1, self._last_number + 1 + len(events))
+        if [event.number for event in events] != list(expected):
+            raise StoreConflict(f"the next event is {self._last_number + 1}")
+        for receipt in receipts:
+            if self._bundle_of.get(receipt.lease_id, receipt.bundle) != receipt.bundle:
+                raise StoreConflict(f"lease {receipt.lease_id} is redeemed already")
+        self._events += events
+        self._last_number += len(events)
+        for receipt in receipts:
+            self._changes += 1
+            self._receipts[receipt.bundle] = (self._changes, receipt)
+            self._bundle_of[receipt.lease_id] = receipt.bundle
+
+    async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
+        for event in list(self._events):
+            if event.number > after:
+                yield event
+
+    async def save_snapshot(self, number: int, payload: str) -> None:
+        self._snapshot = (number, payload)
+        self._events = [event for event in self._events if event.number > number]
+
+    async def latest_snapshot(self) -> tuple[int, str] | None:
+        return self._snapshot
+
+    async def receipt(self, bundle: str) -> StoredReceipt | None:
+        return self._receipts[bundle][1] if bundle in self._receipts else None
+
+    async def receipts_of(self, worker: str, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
+        found = [row for row in self._receipts.values() if row[1].worker == worker and row[0] > after]
+        rows = sorted(found, key=lambda row: row[0])[:limit]
+        return [receipt for _, receipt in rows], rows[-1][0] if rows else after
+
+    async def close(self) -> None:
+        return None

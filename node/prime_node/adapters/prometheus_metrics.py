@@ -1,0 +1,43 @@
+"""Metrics by prometheus-client, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from prime_node.ports.metrics import Metric, MetricKind
+
+
+class PrometheusMetrics:
+    """Implements ports.metrics.Metrics."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+
+    def declare(self, *metrics: Metric) -> None:
+        for metric in metrics:
+            arguments = (metric.name, metric.help, metric.labels)
+            match metric.kind:
+                case MetricKind.COUNTER if metric.name not in self._counters:
+                    self._counters[metric.name] = Counter(*arguments, registry=self._registry)
+                case MetricKind.GAUGE if metric.name not in self._gauges:
+                    self._gauges[metric.name] = Gauge(*arguments, registry=self._registry)
+                case MetricKind.HISTOGRAM if metric.name not in self._histograms:
+                    self._histograms[metric.name] = Histogram(*arguments, registry=self._registry)
+
+    def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
+        histogram = self._histograms[name]
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def exposition(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,227 @@
+"""The train backend on torch, for one process: any causal language model of Hugging Face with full attention.
+
+Weights are fp32 and stay so: AdamW, gradient clipping and the forward pass work on them, and `snapshot` rounds a copy to bf16.
+Workers sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for
+the same policy (about 1e-3 nats at bf16's 8 bits). That is what the importance ratio is for; where it must not be, compute
+on the snapshot. Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where
+that is 0), without the noise.
+
+A step is forward and backward over packed rows (algo/packing.py), one micro-batch after another, then clipping and AdamW. The
+loss is divided by the trainable tokens of the whole batch, so the split into micro-batches changes nothing but rounding.
+
+Seam for several processes: `_total` is where counts and sums become global, and `_model` is what would be sharded. All else
+holds per rank.
+
+Letters: N predictions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prime_node.adapters import tree_attention
+from prime_node.adapters.torch_weights import copy_into, to_weights
+from prime_node.algo.losses import LossInputs, LossOutputs
+from prime_node.algo.packing import PackedRows, pack
+from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainingDiverged, TrainSample
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights
+
+_STATE_FILE = "backend.pt"
+
+
+class TorchBackend:
+    """Implements ports.train_backend.TrainBackend."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        weights: Weights | None = None,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        published_dtype: str = "bf16",
+        row_tokens: int = 128,
+        micro_batch_tokens: int = 16_384,
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        """A model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
+
+        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.packing.pack); `threads` sets torch's for the process.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self._device = torch.device(device)
+        self._temperature = temperature or 1.0
+        self._published_dtype = published_dtype
+        self._row_tokens = row_tokens
+        self._micro_batch_tokens = micro_batch_tokens
+        self._model = _build_model(model_folder).to(self._device)
+        if weights is not None:
+            copy_into(self._model.named_parameters(), weights)
+        self.new_optimizer(OptimizerSettings())
+
+    def new_optimizer(self, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        num_tokens = int(self._total(sum(len(sample.completion_token_ids) for sample in samples)))
+        if num_tokens == 0:
+            return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
+        loss_sum = 0.0
+        sums: Counter[str] = Counter()
+        for packed in self._pack(samples):
+            logprobs_N = self._logprobs(packed)
+            inputs = self._loss_inputs(logprobs_N, packed, samples)
+            outputs = _call_loss(loss, inputs, [len(samples[i].completion_token_ids) for i in packed.samples])
+            torch.autograd.backward(outputs.loss / num_tokens)
+            loss_sum += outputs.loss.item()
+            for name, mean in outputs.metrics.items():
+                sums[name] += float(mean) * len(logprobs_N)
+            sums["log_ratio_abs"] += float((logprobs_N.detach() - inputs.inference_logprobs).abs().sum())
+        grad_norm = self._optimizer_step(lr)
+        means = {name: self._total(value) / num_tokens for name, value in sums.items()}
+        return StepStats(
+            loss=self._total(loss_sum) / num_tokens,
+            grad_norm=grad_norm,
+            num_tokens=num_tokens,
+            log_ratio_abs=means.pop("log_ratio_abs"),
+            metrics=means,
+        )
+
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Nats of every completion token of every sample, as `train_step` sees them."""
+        result: list[list[float]] = [[] for _ in samples]
+        with torch.no_grad():
+            for packed in self._pack(samples):
+                values = self._logprobs(packed).tolist()
+                start = 0
+                for index in packed.samples:
+                    end = start + len(samples[index].completion_token_ids)
+                    result[index] = values[start:end]
+                    start = end
+        return result
+
+    def snapshot(self) -> Weights:
+        return to_weights(self._model.named_parameters(), dtype=self._published_dtype)
+
+    def save(self, folder: Path) -> None:
+        torch.save(
+            {
+                "model": self._model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "settings": asdict(self._settings),
+                "rng": torch.get_rng_state(),
+            },
+            folder / _STATE_FILE,
+        )
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / _STATE_FILE, map_location=self._device, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self.new_optimizer(OptimizerSettings(**state["settings"]))
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"].cpu())
+
+    def _pack(self, samples: Sequence[TrainSample]) -> list[PackedRows]:
+        return pack(samples, row_tokens=self._row_tokens, micro_batch_tokens=self._micro_batch_tokens)
+
+    def _logprobs(self, packed: PackedRows) -> Tensor:
+        """[N] nats of the predictions."""
+        sources, row_of_N = torch.from_numpy(packed.sources_N).unique(return_inverse=True)
+        logits_SV = self._model(
+            input_ids=self._to_device(packed.token_ids)[None],
+            position_ids=self._to_device(packed.positions)[None],
+            use_cache=False,
+            logits_to_keep=sources.to(self._device),
+            tree=tree_attention.TreeLayout.of(packed, device=self._device, dtype=self._model.dtype),
+        ).logits[0]
+        if self._temperature != 1.0:
+            logits_SV = logits_SV / self._temperature
+        logprobs_SV = logits_SV.float().log_softmax(-1)
+        chosen_N: Tensor = logprobs_SV[row_of_N.to(self._device), self._to_device(packed.targets_N)]
+        return chosen_N
+
+    def _loss_inputs(self, logprobs_N: Tensor, packed: PackedRows, samples: Sequence[TrainSample]) -> LossInputs:
+        here = [samples[index] for index in packed.samples]
+        lengths = torch.tensor([len(sample.completion_token_ids) for sample in here])
+        inference = [logprob for sample in here for logprob in sample.inference_logprobs]
+        advantages = torch.tensor([sample.advantage for sample in here])
+        return LossInputs(
+            trainer_logprobs=logprobs_N,
+            inference_logprobs=torch.tensor(inference, device=self._device),
+            advantages=advantages.repeat_interleave(lengths).to(self._device),
+            loss_mask=torch.ones(len(inference), dtype=torch.bool, device=self._device),
+        )
+
+    def _optimizer_step(self, lr: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_norm_max).item()
+        if not norm < float("inf"):
+            self._optimizer.zero_grad()
+            raise TrainingDiverged(f"the gradient's norm is {norm}; lower the learning rate, and go on from the last checkpoint")
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _total(self, value: float) -> float:
+        """The sum over all processes. There is one; FSDP2 puts its all-reduce here."""
+        return value
+
+    def _to_device(self, array: object) -> Tensor:
+        return torch.as_tensor(array, device=self._device)
+
+
+def _build_model(folder: Path) -> torch.nn.Module:
+    """The architecture of config.json, with pretrained weights where the folder has them. Raises LocalError."""
+    config = AutoConfig.from_pretrained(folder)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise LocalError(f"model {folder}: {', '.join(sorted(kinds))} layers; this backend trains full attention only")
+    if any(folder.glob("*.safetensors")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=tree_attention.NAME)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=tree_attention.NAME)
+    return model.train()
+
+
+def _call_loss(loss: Loss, inputs: LossInputs, lengths: Sequence[int]) -> LossOutputs:
+    """Over all sequences at once where each token stands for itself, else sequence by sequence."""
+    if loss.token_wise:
+        outputs: LossOutputs = loss(inputs)
+        return outputs
+    parts = [
+        loss(LossInputs(trainer, inference, advantages, mask))
+        for trainer, inference, advantages, mask in zip(
+            inputs.trainer_logprobs.split(list(lengths)),
+            inputs.inference_logprobs.split(list(lengths)),
+            inputs.advantages.split(list(lengths)),
+            inputs.loss_mask.split(list(lengths)),
+            strict=True,
+        )
+    ]
+    shares = [length / sum(lengths) for length in lengths]
+    return LossOutputs(
+        loss=torch.stack([part.loss for part in parts]).sum(),
+        metrics={
+            name: torch.stack([part.metrics[name] * share for part, share in zip(parts, shares, strict=True)]).sum()
+            for name in parts[0].metrics
+        },
+    )

@@ -1,0 +1,32 @@
+"""How algorithms are found: by name among ours, or by the import path of somebody else's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prime_protocol.errors import LocalError
+
+T = TypeVar("T")
+
+
+def choose(kind: str, name: str, known: Mapping[str, T]) -> T:
+    """Raises LocalError with the names that there are."""
+    if name not in known:
+        raise LocalError(f"no {kind} is called {name!r}; known are {', '.join(sorted(known))}")
+    return known[name]
+
+
+def import_object(path: str) -> Any:
+    """The object at "package.module.name". Raises LocalError that says which half of the path is wrong."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise LocalError(f"import path {path!r}: expected package.module.name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise LocalError(f"import path {path!r}: {error}") from None
+    if not hasattr(module, name):
+        raise LocalError(f"import path {path!r}: {module_name} has no {name}")
+    return getattr(module, name)

@@ -1,0 +1,37 @@
+"""`prime-node coordinator`: the daemon that leases work, takes rollouts in and serves checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.run_dir import RunDir
+
+
+def coordinator(
+    run: Annotated[Path, typer.Argument(help="Run directory made by `prime-node new`.")],
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """Serve a run: leases, uploads, verdicts, batches, checkpoints, /v1/status and /metrics."""
+    from prime_node.cli.lifetime import run_role
+    from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.observe import setup_logging
+
+    setup_logging("coordinator", level=log_level)
+    run_dir = RunDir(run)
+    run_dir.load_run()
+    settings = Options(config, assignments).load(CoordinatorConfig)
+    raise typer.Exit(
+        run_role(
+            lambda stop: _coordinate(run_dir, settings, stop),
+            stop_with_parent=stop_with_parent,
+            grace_s=settings.grace_seconds + 5.0,
+        )
+    )

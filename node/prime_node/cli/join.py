@@ -1,0 +1,137 @@
+"""`prime-node join`: lend this machine to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import parse_link
+from prime_protocol.run_spec import JoinLink
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.follower import Progress
+    from prime_node.worker.config import WorkerConfig
+
+HOME = Path.home() / ".prime-node"
+UNSAFE = "Cheat on purpose (altered or stale weights), to see the checks at work. You will be banned."
+
+
+def join(
+    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    name: Annotated[str | None, typer.Option(help="What the operator sees.", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help="auto, transformers or vllm.", show_default=False)] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the worker keeps its spool and policies [~/.prime-node/runs/RUN].", show_default=False),
+    ] = None,
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            help="Key file, made on first use [FOLDER/identity.key if --folder is given, else ~/.prime-node/identity.key].",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    unsafe_cheat: Annotated[str | None, typer.Option(help=UNSAFE, show_default=False)] = None,
+    unsafe_cheat_after: Annotated[int, typer.Option(help="Leases to do honestly before cheating.")] = 0,
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly."""
+    from prime_node.cli.lifetime import run_role
+    from prime_node.observe import setup_logging
+    from prime_node.worker.config import WorkerConfig
+
+    setup_logging("worker", level=log_level)
+    parsed = parse_link(link)
+    options = Options(config, assignments)
+    for setting, value in (("name", name), ("engine", engine)):
+        if value is not None:
+            options.overrides.setdefault("worker", {})[setting] = value
+    settings = options.load(WorkerConfig)
+    place = folder or HOME / "runs" / parsed.run[:16]
+    key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
+    cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
+    raise typer.Exit(
+        run_role(
+            lambda stop: _join(parsed, settings, place, key_file, cheat, stop),
+            stop_with_parent=stop_with_parent,
+            grace_s=settings.grace_seconds + 5.0,
+        )
+    )
+
+
+async def _join(
+    link: JoinLink,
+    settings: WorkerConfig,
+    folder: Path,
+    key_file: Path,
+    cheat: tuple[str, int] | None,
+    stop: asyncio.Event,
+) -> int:
+    from prime_node.cli import wire
+    from prime_node.worker.identity import load_or_create
+    from prime_node.worker.loop import Worker
+    from prime_node.worker.loop import run as run_worker
+    from prime_node.worker.session import fetch_run
+
+    clock, rng = wire.clock(), random.Random()
+    key = load_or_create(key_file)
+    with download_bar() as on_progress:
+        async with wire.client(link, key) as client:
+            run = await fetch_run(client, link.run, clock=clock, rng=rng)
+            client.bounds = run.spec.limits
+            model = await wire.model_folder(client, run, folder / "model")
+            engine = await wire.engine(settings.engine, model, run, threads=settings.threads, cheat=cheat)
+            try:
+                worker = Worker(
+                    run=run,
+                    config=settings,
+                    key=key,
+                    coordinator=client,
+                    engine=engine,
+                    follower=wire.worker_follower(run, client, folder, settings, on_progress=on_progress),
+                    folder=folder,
+                    clock=clock,
+                    rng=rng,
+                )
+                return (await run_worker(worker, stop)).exit_code
+            finally:
+                await engine.close()
+
+
+@contextlib.contextmanager
+def download_bar() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar for policies that take long enough to see one; nothing where nobody looks."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with Bar(
+        TextColumn("policy {task.fields[version]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("policy", total=None, version="-", visible=False)
+
+        def show(progress: Progress) -> None:
+            bar.update(
+                task,
+                completed=progress.bytes_done,
+                total=progress.bytes_total,
+                version=progress.policy_version,
+                visible=progress.bytes_done < progress.bytes_total,
+            )
+
+        yield show

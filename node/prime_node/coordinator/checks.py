@@ -1,0 +1,66 @@
+"""Bundles that wait for a verdict, and who is looking at which one. Soft state: rebuilt from the state after a restart.
+
+A bundle goes to one validator at a time, with a deadline; after it, to the next one. The first verdict stands. One that several
+validators left unanswered is handed out no more: it might be what stops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+LOOK_AHEAD_MAX = 256
+"""How many waiting bundles are looked through for one whose policy the validator holds."""
+
+
+@dataclass(slots=True)
+class CheckQueue:
+    """Bundle digest -> what is known, in order of arrival."""
+
+    check_ms: int
+    attempts_max: int
+    _waiting: dict[str, int] = field(default_factory=dict)
+    """Bundle -> its policy."""
+    _handed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bundle -> (deadline, its policy), the earliest deadline first."""
+    _attempts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, bundle: str, policy_version: int) -> None:
+        self._waiting[bundle] = policy_version
+
+    def take(self, policy_versions: Collection[int], now_ms: int) -> tuple[str, int] | None:
+        """A bundle and the deadline for its verdict: the oldest of these policies, or else the oldest."""
+        head = [bundle for bundle, _ in zip(self._waiting, range(LOOK_AHEAD_MAX), strict=False)]
+        if not head:
+            return None
+        bundle = next((bundle for bundle in head if self._waiting[bundle] in policy_versions), head[0])
+        deadline_ms = now_ms + self.check_ms
+        self._handed[bundle] = (deadline_ms, self._waiting.pop(bundle))
+        self._attempts[bundle] = self._attempts.get(bundle, 0) + 1
+        return bundle, deadline_ms
+
+    def overdue(self, now_ms: int) -> list[str]:
+        """Put bundles whose deadline has passed back in front; returns those that were handed out too often."""
+        late = []
+        for bundle, (deadline_ms, policy_version) in self._handed.items():
+            if deadline_ms > now_ms:
+                break
+            late.append((bundle, policy_version))
+        again, given_up = {}, []
+        for bundle, policy_version in late:
+            del self._handed[bundle]
+            if self._attempts[bundle] < self.attempts_max:
+                again[bundle] = policy_version
+            else:
+                given_up.append(bundle)
+        self._waiting = {**again, **self._waiting} if again else self._waiting
+        return given_up
+
+    def settled(self, bundles: Iterable[str]) -> None:
+        """These have a verdict."""
+        for bundle in bundles:
+            for table in (self._waiting, self._handed, self._attempts):
+                table.pop(bundle, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._handed)

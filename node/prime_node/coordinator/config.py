@@ -1,0 +1,38 @@
+"""Settings of the coordinator: the [coordinator] table. What a run is, is in its RunSpec; this is how it is served."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from prime_node.config import Settings
+
+
+class CoordinatorConfig(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_COORDINATOR_")
+    section: ClassVar[str] = "coordinator"
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 lets other machines join."""
+    port: int = Field(default=8400, ge=0, le=65_535)
+    """Port to listen on; 0 takes any free one."""
+    tick_seconds: float = Field(default=0.5, gt=0.0)
+    """How often expired leases, silent workers and overdue checks are looked for."""
+    check_seconds: float = Field(default=60.0, gt=0.0)
+    """How long a validator has for one bundle before another one gets it."""
+    check_attempts_max: int = Field(default=3, ge=1)
+    """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""
+    snapshot_events: int = Field(default=2_000, ge=1)
+    """A snapshot of the state is written after this many events; a restart replays at most these."""
+    checkpoints_kept: int | None = Field(default=None, ge=1)
+    """Newest policies whose bytes are kept beside policy 0 and what their deltas need. None keeps all, so that a whole chain can be verified."""
+    requests_per_second: float = Field(default=50.0, gt=0.0)
+    """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
+    faults_per_second: float = Field(default=5.0, gt=0.0)
+    """Faulty requests and new keys from one network address, sustained; a burst of fifty times as many is allowed."""
+    nonces_max: int = Field(default=1_000_000, ge=1_000)
+    """Nonces remembered against replays, about 200 bytes each. When they are used up, requests are turned away for a while."""
+    grace_seconds: float = Field(default=5.0, ge=0.0)
+    """How long requests under way may take to finish when the coordinator stops."""

@@ -1,0 +1,113 @@
+"""What the coordinator's handlers share, and the one way in which they change the state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.records import Settled, State, Woken
+from prime_node.coordinator.waiting import News
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.clock import Clock
+from prime_node.ports.documents import Documents
+from prime_node.ports.metrics import Metrics
+from prime_node.ports.store import Store, StoredReceipt
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import SignedManifest
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Core:
+    """The parts of a running coordinator."""
+
+    run: PinnedRun
+    key: SigningKey
+    config: CoordinatorConfig
+    clock: Clock
+    journal: Journal
+    assigner: Assigner
+    store: Store
+    bundles: Blobs
+    """Uploaded bundles. Never shown to anyone but validators and the trainer."""
+    public: Blobs
+    """Model files and checkpoint parts. Shown to everyone."""
+    published: Documents
+    """run.json, head.json, manifests/: what a mirror copies, beside the public blobs."""
+    private: Documents
+    """Evidence, for the operator."""
+    metrics: Metrics
+    news: News
+    presence: Presence
+    checks: CheckQueue
+    head: SignedManifest | None = None
+    """The newest published manifest."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """Worker -> why its last request for work got nothing, for its screen and for the operator."""
+
+    @property
+    def state(self) -> State:
+        """To be read only; `decide` changes it."""
+        return self.journal.state
+
+    def decide(self, event: ev.Event) -> None:
+        """Make an event happen. It is durable once `journal.synced` returns, which every answer waits for."""
+        for effect in self.journal.record(event):
+            if isinstance(effect, Woken):
+                self.news.publish(effect.topic)
+            elif isinstance(effect, Settled):
+                self._follow_bundle(effect)
+
+    def _follow_bundle(self, effect: Settled) -> None:
+        if effect.status is BundleStatus.PENDING:
+            self.checks.add(effect.bundle, effect.lease.policy_version)
+            return
+        self.checks.settled([effect.bundle])
+        outcome = str(effect.reason or "accepted")
+        self.metrics.add("prime_rollouts_total", effect.num_rollouts, outcome=outcome)
+        if effect.reason is not None:
+            worker, step = effect.lease.worker, effect.lease.step
+            log.info(
+                "bundle %s of %s for step %d refused: %s %s",
+                effect.bundle[:12],
+                worker,
+                step,
+                effect.reason,
+                effect.detail,
+            )
+
+
+def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], StoredReceipt]:
+    """How a settled bundle becomes a receipt."""
+
+    def sign(settled: Settled, at_ms: int) -> StoredReceipt:
+        lease = settled.lease
+        receipt = Receipt(
+            run=run.digest,
+            worker=lease.worker,
+            lease_id=lease.lease_id,
+            bundle=settled.bundle,
+            step=lease.step,
+            policy_version=lease.policy_version,
+            num_rollouts=settled.num_rollouts,
+            num_tokens=settled.num_tokens,
+            status=settled.status,
+            reason=settled.reason,
+            detail=settled.detail,
+            at_ms=at_ms,
+        )
+        envelope = seal(receipt, PayloadType.RECEIPT, key).to_bytes().decode()
+        return StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, envelope)
+
+    return sign

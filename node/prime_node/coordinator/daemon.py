@@ -1,0 +1,170 @@
+"""The coordinator daemon: puts the parts together, serves, and keeps time.
+
+Who waits for whom: handlers wait for news (waiting.py, each with a deadline) and for the journal's writer; the writer waits for events;
+the ticker waits for the clock and is what wakes everything that only time can decide: expired leases, silent workers, overdue checks.
+If the writer or the ticker fails, the daemon ends with its error: what was promised is in the store, and a restart goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator import judging
+from prime_node.coordinator.assignments import Assigner, secret_of
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.core import Core, receipt_signer
+from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.limiter import Limiter
+from prime_node.coordinator.nonces import Nonces
+from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
+from prime_node.coordinator.publishing import restore_head
+from prime_node.coordinator.records import rules_of
+from prime_node.coordinator.requests import Gate
+from prime_node.coordinator.retention import forget_old_policies
+from prime_node.coordinator.routes import make_routes
+from prime_node.coordinator.scheduler import expired_leases
+from prime_node.coordinator.status import METRICS
+from prime_node.coordinator.waiting import News
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.clock import Clock
+from prime_node.ports.documents import Documents
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.metrics import Metrics
+from prime_node.ports.store import Store
+from prime_node.ports.web import WebServer
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a coordinator is made of. Core explains the storage."""
+
+    run: PinnedRun
+    key: SigningKey
+    config: CoordinatorConfig
+    clock: Clock
+    store: Store
+    bundles: Blobs
+    public: Blobs
+    published: Documents
+    private: Documents
+    web: WebServer
+    metrics: Metrics
+    environments: Mapping[str, Environment]
+    """By the names in the RunSpec."""
+    tokenizer: Tokenizer
+
+
+async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
+    """Serve until `stop` is set; `ready` is told the port. Everything promised is durable when it returns."""
+    core = await open_core(parts)
+    trash: asyncio.Queue[Sequence[str]] = asyncio.Queue()
+    gate = Gate(
+        run=parts.run,
+        limiter=Limiter(
+            requests_per_second=parts.config.requests_per_second,
+            faults_per_second=parts.config.faults_per_second,
+        ),
+        nonces=Nonces(nonces_max=parts.config.nonces_max),
+        started_at_ms=parts.clock.now_ms(),
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(core.journal.write(trash.put_nowait))
+        ticker = tasks.create_task(_keep_time(core))
+        emptier = tasks.create_task(_empty(trash, core))
+        try:
+            port = await parts.web.start(make_routes(core, gate), host=parts.config.host, port=parts.config.port)
+            log.info("serving run %s on port %d", parts.run.digest[:12], port)
+            ready(port)
+            await stop.wait()
+        finally:
+            core.news.close()
+            await parts.web.stop(grace_s=parts.config.grace_seconds)
+            ticker.cancel()
+            emptier.cancel()
+            core.journal.close()
+    await parts.store.close()
+    log.info("stopped at event %d", core.journal.number)
+
+
+async def open_core(parts: Parts) -> Core:
+    """Restore the state, and with it everything that follows from it."""
+    config, run = parts.config, parts.run
+    parts.metrics.declare(*METRICS)
+    journal = await open_journal(
+        parts.store,
+        rules_of(run),
+        clock=parts.clock,
+        sign_receipt=receipt_signer(run, parts.key),
+        snapshot_events=config.snapshot_events,
+    )
+    core = Core(
+        run=run,
+        key=parts.key,
+        config=config,
+        clock=parts.clock,
+        journal=journal,
+        assigner=Assigner(run, secret=secret_of(parts.key), environments=parts.environments, tokenizer=parts.tokenizer),
+        store=parts.store,
+        bundles=parts.bundles,
+        public=parts.public,
+        published=parts.published,
+        private=parts.private,
+        metrics=parts.metrics,
+        news=News(parts.clock),
+        presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
+        checks=CheckQueue(check_ms=round(config.check_seconds * 1_000), attempts_max=config.check_attempts_max),
+    )
+    await parts.published.write("run.json", run.envelope.to_bytes())
+    await restore_head(core)
+    for pending in core.state.bundles.values():
+        core.checks.add(pending.bundle, pending.lease.policy_version)
+    await _sweep(core)
+    return core
+
+
+async def _sweep(core: Core) -> None:
+    """Delete bundles that nothing refers to: uploads whose event was not written before a crash, and interrupted deletions."""
+    state = core.state
+    kept = {*state.evidence, *state.bundles, *(bundle for step in state.steps.values() for bundle in step.bundles)}
+    orphans = [digest async for digest in core.bundles.digests() if digest not in kept]
+    for digest in orphans:
+        await core.bundles.delete(digest)
+    if orphans:
+        log.info("deleted %d bundles that nothing refers to", len(orphans))
+
+
+async def _keep_time(core: Core) -> None:
+    """What only the passing of time decides."""
+    # Workers may have tried in vain while the daemon was away: they get a moment before their leases expire.
+    grace_s = HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds
+    expire_from_s = core.clock.monotonic_s() + grace_s
+    while True:
+        await core.clock.sleep(core.config.tick_seconds)
+        now_s = core.clock.monotonic_s()
+        if now_s >= expire_from_s and (expired := expired_leases(core.state, core.clock.now_ms())):
+            log.info("%d leases expired", len(expired))
+            core.decide(ev.LeasesExpired(expired))
+        active = (key for key, worker in core.state.workers.items() if worker.active)
+        if lost := core.presence.silent(active, now_s):
+            names = ", ".join(core.state.workers[worker].name for worker in lost)
+            log.info("no sign of life from %s", names)
+            core.decide(ev.WorkersLost(lost))
+            for worker in lost:
+                core.presence.forget(worker)
+        judging.expire_checks(core)
+        await forget_old_policies(core)
+
+
+async def _empty(trash: asyncio.Queue[Sequence[str]], core: Core) -> None:
+    while True:
+        for bundle in await trash.get():
+            await core.bundles.delete(bundle)

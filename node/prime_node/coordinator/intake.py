@@ -1,0 +1,149 @@
+"""Taking rollouts in.
+
+    (1) framing and size                                  MALFORMED, TOO_LARGE, ...
+    (2) the signer takes part and is not banned           UNKNOWN_WORKER, BANNED
+    (3) signature over the header's raw bytes             WRONG_PAYLOAD_TYPE, BAD_SIGNATURE
+    (4) the header's schema, run, signer and sizes        UNKNOWN_FIELD, WRONG_TYPE, WRONG_RUN, TOO_LARGE
+    (5) its lease                                         LEASE_UNKNOWN, LEASE_FOREIGN, verdict DUPLICATE or LEASE_EXPIRED
+    (6) its step                                          verdict STALE or FUTURE
+    (7) the body is the one that was signed               DIGEST_MISMATCH
+
+Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle, and
+one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged by a
+validator, whose verdict on a body that cannot be read is MALFORMED.
+"""
+
+from __future__ import annotations
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import LeaseEnd, LeaseRecord, State
+from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
+from prime_node.ports.store import StoredReceipt
+from prime_protocol import step
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.messages import UploadReply
+from prime_protocol.parcel import Parcel, open_parcel
+from prime_protocol.rollout import RolloutHeader
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
+
+
+async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> UploadReply:
+    """One bundle. Raises PeerError."""
+    with gate.blame(address, core.clock.monotonic_s()):
+        opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)  # (1)
+        header = read_header(opened, run=core.run, state=core.state)  # (2) to (4)
+    core.presence.heard(header.worker, core.clock.monotonic_s())
+    bundle = digest_of(parcel)
+    lease = core.state.lease_of(header.lease_id, header.worker)
+    if lease is None:
+        return await _answer_of_old(core, header, bundle)
+    decision = decide(core.state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
+    if isinstance(decision, UploadReply):
+        return decision
+    opened.check_body(header)  # (7)
+    if isinstance(decision, ev.BundleArrived):
+        decision = await _store(core, header, decision, parcel)
+    if isinstance(decision, UploadReply):
+        return decision
+    core.decide(decision)
+    if isinstance(decision, ev.BundleTurnedAway):
+        return UploadReply(bundle=bundle, verdict=Verdict.refuse(decision.reason, decision.detail))
+    return UploadReply(bundle=bundle)
+
+
+def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeader:
+    """Steps (2) to (4). Raises PeerError."""
+    signer = opened.envelope.sole_signer()
+    require_role(signer, Caller.WORKER, run=run, state=state)  # (2)
+    payload = opened.envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
+    header = parse_json(payload, RolloutHeader)  # (4)
+    if header.run != run.digest:
+        raise wrong_run(header.run, run)
+    if header.worker != signer:
+        raise PeerError(ErrorCode.BAD_SIGNATURE, "the header names another worker than its signer")
+    bound = run.spec.limits.rollout_decompressed_bytes_max
+    if header.decompressed_bytes > bound:
+        raise LimitExceeded(
+            "rollout_decompressed_bytes_max",
+            header.decompressed_bytes,
+            bound,
+            code=ErrorCode.DECOMPRESSED_TOO_LARGE,
+        )
+    return header
+
+
+def decide(
+    state: State, header: RolloutHeader, lease: LeaseRecord, *, bundle: str, num_bytes: int
+) -> ev.BundleArrived | ev.BundleTurnedAway | UploadReply:
+    """Steps (5) and (6): what is to happen with a bundle, or what has happened already. Raises PeerError."""
+    if lease.worker != header.worker:
+        raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
+    if lease.bundle == bundle:
+        return UploadReply(bundle=bundle, verdict=_verdict_on(state, lease))
+    if lease.bundle is not None:  # nothing new to remember: the lease's one receipt is another bundle's
+        refusal = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
+        return UploadReply(bundle=bundle, verdict=refusal)
+    num_rollouts = len(lease.slots) * state.rules.rollouts_per_group
+    reason, detail = _fault(state, header, lease)
+    if reason is not None:
+        return ev.BundleTurnedAway(bundle, lease.lease_id, lease.worker, num_rollouts, reason, detail)
+    if len(state.workers[lease.worker].pending) >= state.rules.bundles_pending_per_worker_max:
+        raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "your earlier bundles wait for a validator", retry_after_s=2.0)
+    return ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, num_bytes)
+
+
+def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[RejectReason | None, str]:
+    fault = step.check(
+        header.step,
+        header.policy_version,
+        async_level=state.rules.async_level,
+        current_step=state.current_step,
+    )
+    if fault is not None:
+        detail = f"step {header.step} by policy {header.policy_version} while step {state.current_step} is trained"
+        return RejectReason(fault.value), detail
+    if not state.is_redeemable(lease):
+        how = "was handed back" if lease.end is LeaseEnd.RETURNED else "ended, and others took its groups over"
+        return RejectReason.LEASE_EXPIRED, f"the lease {how}"
+    return None, ""
+
+
+async def _store(
+    core: Core, header: RolloutHeader, arrived: ev.BundleArrived, parcel: bytes
+) -> ev.BundleArrived | ev.BundleTurnedAway | UploadReply:
+    """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle may have come twice."""
+    await core.bundles.put(parcel)
+    require_role(header.worker, Caller.WORKER, run=core.run, state=core.state)
+    lease = core.state.lease_of(header.lease_id, header.worker)
+    if lease is None:
+        raise PeerError(ErrorCode.LEASE_UNKNOWN, "the lease ended during the upload")
+    return decide(core.state, header, lease, bundle=arrived.bundle, num_bytes=arrived.num_bytes)
+
+
+async def _answer_of_old(core: Core, header: RolloutHeader, bundle: str) -> UploadReply:
+    """A bundle whose lease is no longer remembered: its receipt, if it was ever taken in."""
+    stored = await core.store.receipt(bundle)
+    if stored is not None:
+        return UploadReply(bundle=bundle, verdict=verdict_of(stored))
+    if header.step < core.state.current_step:
+        refusal = Verdict.refuse(RejectReason.STALE, f"step {core.state.current_step} is trained now")
+        return UploadReply(bundle=bundle, verdict=refusal)
+    raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease; ask for a new one")
+
+
+def verdict_of(stored: StoredReceipt) -> Verdict | None:
+    """What a receipt of our own says; None while the bundle waits."""
+    receipt = parse_json(open_envelope(stored.envelope.encode()).payload, Receipt)
+    if receipt.status is BundleStatus.PENDING:
+        return None
+    return Verdict(accepted=receipt.status is BundleStatus.ACCEPTED, reason=receipt.reason, detail=receipt.detail)
+
+
+def _verdict_on(state: State, lease: LeaseRecord) -> Verdict | None:
+    if lease.bundle in state.bundles:
+        return None
+    return Verdict.accept() if lease.reason is None else Verdict.refuse(lease.reason, lease.detail)

@@ -1,0 +1,163 @@
+"""The journal: applies events to the state at once, and makes them durable in groups.
+
+Who waits for whom: `record` never waits. One writer task takes all events that came while it wrote the last ones and appends
+them in one transaction, so that the cost of a durable write is shared. Whoever answers a peer awaits `synced` first: then no
+answer leaves before everything that it could rest on is durable.
+
+Invariant: what the store holds is always a prefix of what the state has seen. If the store fails, the state is ahead of it for
+good, so the journal fails for good too and the daemon ends; a restart goes on from the prefix, and no peer was told otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from pydantic import ValidationError
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator import invariants, records
+from prime_node.coordinator.records import BundleForgotten, Effect, Rules, Settled, State
+from prime_node.coordinator.state import tick
+from prime_node.ports.clock import Clock
+from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The state with its log. Made by `open_journal`."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        *,
+        number: int,
+        clock: Clock,
+        sign_receipt: Callable[[Settled, int], StoredReceipt],
+        snapshot_events: int,
+    ) -> None:
+        self.state = state
+        self._store = store
+        self._clock = clock
+        self._sign_receipt = sign_receipt
+        self._snapshot_events = snapshot_events
+        self._number = number
+        self._durable = number
+        self._snapshot = number
+        self._events: list[LoggedEvent] = []
+        self._receipts: list[StoredReceipt] = []
+        self._forgotten: list[str] = []
+        self._wanted = asyncio.Event()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._failed = False
+        self._closing = False
+
+    @property
+    def number(self) -> int:
+        """Number of the last event."""
+        return self._number
+
+    def record(self, event: ev.Event) -> list[Effect]:
+        """Apply an event now and queue it for the log. The caller does what the effects ask but for the bundles."""
+        if self._failed or self._closing:
+            raise _unavailable()
+        at_ms = self._clock.now_ms()
+        effects = tick(self.state, event, at_ms)
+        self._number += 1
+        self._events.append(LoggedEvent(self._number, at_ms, ev.to_json(event)))
+        self._receipts += [self._sign_receipt(effect, at_ms) for effect in effects if isinstance(effect, Settled)]
+        self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
+        self._wanted.set()
+        return effects
+
+    async def synced(self) -> None:
+        """Return once every event so far is durable. Raises PeerError(UNAVAILABLE) where it cannot become so."""
+        if self._failed:
+            raise _unavailable()
+        if self._durable < self._number:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((self._number, future))
+            await future
+
+    async def write(self, forget: Callable[[Sequence[str]], None]) -> None:
+        """The writer task. `forget` is told which bundles may be deleted. Ends after `close`, with all events durable."""
+        try:
+            while True:
+                await self._wanted.wait()
+                self._wanted.clear()
+                await self._write_once(forget)
+                if self._closing and not self._events:
+                    return
+        except BaseException:
+            self._failed = True
+            for _, future in self._waiting:
+                if not future.done():
+                    future.set_exception(_unavailable())
+            raise
+
+    def close(self) -> None:
+        """No more events; the writer finishes."""
+        self._closing = True
+        self._wanted.set()
+
+    async def _write_once(self, forget: Callable[[Sequence[str]], None]) -> None:
+        written, receipts, forgotten = self._events, self._receipts, self._forgotten
+        self._events, self._receipts, self._forgotten = [], [], []
+        number = self._number
+        is_due = number - self._snapshot >= self._snapshot_events or (self._closing and number > self._snapshot)
+        snapshot = records.to_json(self.state) if is_due else None
+        if written:
+            await self._store.append(written, _latest(receipts))
+        self._durable = number
+        while self._waiting and self._waiting[0][0] <= number:
+            _, future = self._waiting.pop(0)
+            if not future.done():
+                future.set_result(None)
+        if snapshot is not None:
+            await self._store.save_snapshot(number, snapshot)
+            self._snapshot = number
+        if forgotten:
+            forget(forgotten)
+
+
+async def open_journal(
+    store: Store,
+    rules: Rules,
+    *,
+    clock: Clock,
+    sign_receipt: Callable[[Settled, int], StoredReceipt],
+    snapshot_events: int,
+) -> Journal:
+    """Snapshot, then every event after it. Raises LocalError where the store belongs to another run or release."""
+    try:
+        number, state = await _load(store, rules)
+    except ValidationError as error:
+        raise LocalError(f"the coordinator's store was written by another release: {error}") from None
+    if state.rules != rules:
+        raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
+    invariants.check(state)
+    log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
+    return Journal(store, state, number=number, clock=clock, sign_receipt=sign_receipt, snapshot_events=snapshot_events)
+
+
+async def _load(store: Store, rules: Rules) -> tuple[int, State]:
+    snapshot = await store.latest_snapshot()
+    number, state = (0, State(rules)) if snapshot is None else (snapshot[0], records.from_json(snapshot[1]))
+    async for logged in store.events(after=number):
+        assert logged.number == number + 1, f"event {number + 1} is missing in the log"
+        tick(state, ev.from_json(logged.payload), logged.at_ms)
+        number = logged.number
+    return number, state
+
+
+def _latest(receipts: list[StoredReceipt]) -> list[StoredReceipt]:
+    """The last receipt of each bundle: the earlier ones were never shown to anybody."""
+    return list({receipt.bundle: receipt for receipt in receipts}.values())
+
+
+def _unavailable() -> PeerError:
+    return PeerError(ErrorCode.UNAVAILABLE, "the coordinator is stopping", retry_after_s=2.0)

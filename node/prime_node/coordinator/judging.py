@@ -1,0 +1,81 @@
+"""What validators ask for: a bundle to judge, its bytes, and to have their verdict noted."""
+
+from __future__ import annotations
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import Topic
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.verdict import RejectReason
+
+RETRY_S = 0.2
+"""How soon a validator may ask again after it waited in vain."""
+
+
+async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
+    """The oldest waiting bundle, first those of the validator's own policies."""
+    found = await core.news.until(
+        Topic.CHECK,
+        lambda: core.checks.take(request.policy_versions, core.clock.now_ms()),
+        is_worth_waiting=lambda found: found is None,
+        wait_s=request.wait_s,
+    )
+    if found is None:
+        return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
+    bundle, deadline_ms = found
+    lease = core.assigner.lease(core.state.bundles[bundle].lease)
+    return CheckTask.model_construct(bundle=bundle, lease=lease, deadline_ms=deadline_ms)
+
+
+async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:
+    """Idempotent: the first verdict stands."""
+    pending = core.state.bundles.get(request.bundle)
+    if pending is None:
+        if await core.store.receipt(request.bundle) is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}")
+        return
+    verdict = request.verdict
+    if len(request.rewards) != (pending.num_rollouts if verdict.accepted else 0):
+        raise PeerError(
+            ErrorCode.WRONG_TYPE,
+            f"an accepted bundle of {pending.num_rollouts} has as many rewards, a refused one none",
+        )
+    core.decide(
+        ev.VerdictGiven(
+            bundle=request.bundle,
+            reason=verdict.reason,
+            detail=verdict.detail,
+            rewards=request.rewards,
+            num_tokens=request.num_tokens,
+            validator=signer,
+        )
+    )
+    for name, value in request.measured.items():
+        core.metrics.observe("prime_check_measured", value, number=name)
+
+
+async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
+    """A bundle's bytes, for validators and the trainer only."""
+    try:
+        return await core.bundles.get(request.bundle)
+    except KeyError:
+        raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may be deleted") from None
+
+
+def expire_checks(core: Core) -> None:
+    """Bundles whose validator did not answer go to another one; after several, nobody's fault, back to the workers."""
+    before = len(core.checks)
+    for overdue in core.checks.overdue(core.clock.now_ms()):
+        core.decide(
+            ev.VerdictGiven(
+                bundle=overdue,
+                reason=RejectReason.UNVERIFIABLE,
+                detail="no validator judged it in time",
+                rewards=(),
+                num_tokens=0,
+                validator="",
+            )
+        )
+    if before:
+        core.news.publish(Topic.CHECK)

@@ -1,0 +1,145 @@
+"""What workers ask for beside uploading: join, heartbeat, lease, hand back, leave, receipts."""
+
+from __future__ import annotations
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import Topic
+from prime_node.coordinator.requests import Caller, require_role
+from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import (
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseRequest,
+    LeaveRequest,
+    NotYet,
+    ReceiptList,
+    ReceiptsRequest,
+    ReturnLeaseRequest,
+)
+
+RECEIPTS_MAX = 256
+"""Receipts in one answer."""
+RETRY_S = 0.2
+"""How soon to ask again where waiting here would not help, a new policy being needed first."""
+
+
+async def join(core: Core, signer: str, request: JoinRequest) -> JoinReply:
+    """Take part, or begin anew with the same key."""
+    state = core.state
+    worker = state.workers.get(signer)
+    if state.num_active >= state.rules.workers_max and not (worker and worker.active):
+        raise PeerError(ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=60.0)
+    engine = request.engine
+    core.decide(
+        ev.WorkerJoined(
+            worker=signer,
+            name=request.name,
+            software=request.software,
+            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}",
+            rollouts_max=request.rollouts_max,
+        )
+    )
+    core.presence.heard(signer, core.clock.monotonic_s())
+    return JoinReply(step=state.current_step, head=state.head, server_time_ms=core.clock.now_ms())
+
+
+async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
+    core.presence.reported(signer, request, core.clock.monotonic_s())
+    state = core.state
+    return HeartbeatReply.model_construct(
+        step=state.current_step,
+        head=state.head,
+        draining=state.draining or state.is_complete,
+        notice=core.hints.get(signer, ""),
+    )
+
+
+async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | NotYet:
+    """The lowest open slots that the worker's policy may serve; or, at the latest after `wait_s`, why there are none."""
+    core.presence.heard(signer, core.clock.monotonic_s())
+
+    def look() -> Grant | Refusal:
+        require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # things change meanwhile
+        refusal = _policy_fault(core, request)
+        return refusal or choose_slots(
+            core.state,
+            core.state.workers[signer],
+            policy_version=request.policy_version,
+            rollouts_max=request.rollouts_max,
+        )
+
+    found = await core.news.until(
+        Topic.LEASE,
+        look,
+        is_worth_waiting=lambda found: isinstance(found, Refusal) and found.is_worth_waiting,
+        wait_s=request.wait_s,
+    )
+    core.presence.heard(signer, core.clock.monotonic_s())
+    if isinstance(found, Refusal):
+        core.hints[signer] = found.reason
+        return NotYet(reason=found.reason, retry_after_s=RETRY_S)
+    core.hints.pop(signer, None)
+    return _grant(core, signer, request, found)
+
+
+async def return_lease(core: Core, signer: str, request: ReturnLeaseRequest) -> None:
+    """Idempotent."""
+    record = core.state.lease_of(request.lease_id, signer)
+    if record is None:
+        raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease")
+    if record.worker != signer:
+        raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
+    if record.end is None:
+        core.decide(ev.LeaseReturned(request.lease_id))
+
+
+async def leave(core: Core, signer: str, request: LeaveRequest) -> None:
+    core.decide(ev.WorkerLeft(signer))
+    core.presence.forget(signer)
+    core.hints.pop(signer, None)
+
+
+async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
+    """What became of a worker's bundles, in the order of the last change."""
+    await core.journal.synced()  # the store must have caught up with the state before it is read
+    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=RECEIPTS_MAX)
+    return ReceiptList(receipts=tuple(receipt.envelope for receipt in found), next=cursor)
+
+
+def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Envelope:
+    state, rules = core.state, core.state.rules
+    for slot in grant.slots:  # before anything is promised: an environment may fail
+        core.assigner.problem(slot)
+    lease_id = core.assigner.lease_id(signer, state.num_leases)
+    core.decide(
+        ev.LeaseGranted(
+            lease_id=lease_id,
+            worker=signer,
+            step=grant.step,
+            policy_version=request.policy_version,
+            policy_digest=request.policy_digest,
+            slots=grant.slots,
+            expires_at_ms=core.clock.now_ms() + rules.lease_ms,
+        )
+    )
+    return seal(core.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, core.key)
+
+
+def _policy_fault(core: Core, request: LeaseRequest) -> Refusal | None:
+    """The worker must hold a policy that is published here, and the same one."""
+    state, version = core.state, request.policy_version
+    publication = state.published.get(version)
+    if publication is None:
+        reason = "no policy is published yet" if state.head < 0 else f"fetch policy {state.head}"
+        return Refusal(reason, is_worth_waiting=False)
+    if publication.digest != request.policy_digest:
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN,
+            f"policy {version} has manifest {publication.digest[:12]} here, you hold {request.policy_digest[:12]}",
+        )
+    return None

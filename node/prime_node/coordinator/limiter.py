@@ -1,0 +1,50 @@
+"""Rate limits, all of them here. Two token buckets:
+
+- by key, once a signature has been verified: a worker cannot crowd out the others;
+- by network address, for what is refused and for new keys: whoever sends rubbish is turned away before it costs a signature check.
+
+A bucket by an unverified key would let anybody use up somebody else's.
+"""
+
+from __future__ import annotations
+
+from prime_protocol.errors import ErrorCode, PeerError
+
+BUCKETS_MAX = 65_536
+"""Buckets kept of each kind; the longest untouched one is dropped first. About 10 MB."""
+
+
+class Buckets:
+    """Token buckets by name. A bucket that is not there is full."""
+
+    def __init__(self, *, per_second: float, burst: float) -> None:
+        self._per_second = per_second
+        self._burst = burst
+        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest untouched first
+
+    def charge(self, name: str, now_s: float) -> None:
+        """Take a token; the bucket may go down to nothing."""
+        level = self._level(name, now_s)
+        self._levels.pop(name, None)
+        self._levels[name] = (max(0.0, level - 1.0), now_s)
+        if len(self._levels) > BUCKETS_MAX:
+            del self._levels[next(iter(self._levels))]
+
+    def require(self, name: str, now_s: float) -> None:
+        """Raises PeerError(TOO_MANY_REQUESTS) where no token is left."""
+        level = self._level(name, now_s)
+        if level < 1.0:
+            retry_after_s = round((1.0 - level) / self._per_second, 3)
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
+
+    def _level(self, name: str, now_s: float) -> float:
+        tokens, at_s = self._levels.get(name, (self._burst, now_s))
+        return min(self._burst, tokens + (now_s - at_s) * self._per_second)
+
+
+class Limiter:
+    """The two kinds of buckets."""
+
+    def __init__(self, *, requests_per_second: float, faults_per_second: float) -> None:
+        self.by_key = Buckets(per_second=requests_per_second, burst=10 * requests_per_second)
+        self.by_address = Buckets(per_second=faults_per_second, burst=50 * faults_per_second)

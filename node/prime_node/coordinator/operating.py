@@ -1,0 +1,28 @@
+"""What the operator asks for: ban, unban, drain."""
+
+from __future__ import annotations
+
+import logging
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import AdminRequest
+
+log = logging.getLogger(__name__)
+
+
+async def admin(core: Core, signer: str, request: AdminRequest) -> None:
+    """Idempotent."""
+    log.info("operator %s: %s %s %s", signer, request.action, request.worker or "", request.reason)
+    if request.action == "drain":
+        if not core.state.draining:
+            core.decide(ev.DrainSet())
+        return
+    worker = core.state.workers.get(request.worker or "")
+    if worker is None:
+        raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker {request.worker}")
+    if request.action == "ban" and worker.banned is None:
+        core.decide(ev.WorkerBanned(worker.worker, request.reason or "by the operator"))
+    if request.action == "unban" and worker.banned is not None:
+        core.decide(ev.WorkerUnbanned(worker.worker))

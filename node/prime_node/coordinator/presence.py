@@ -1,0 +1,55 @@
+"""Who was heard of when. Soft state: lost at a restart, after which everybody counts as just seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prime_protocol.messages import HeartbeatRequest, WorkerState
+
+HEARTBEATS_MISSED_MAX = 4
+"""A worker that missed this many is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker's last sign of life."""
+
+    at_s: float
+    """Monotonic."""
+    state: WorkerState = WorkerState.IDLE
+    policy_version: int = -1
+    bundles_spooled: int = 0
+
+
+class Presence:
+    """Last signs of life of the workers that take part."""
+
+    def __init__(self, *, heartbeat_s: float) -> None:
+        self._silence_s_max = HEARTBEATS_MISSED_MAX * heartbeat_s
+        self._seen: dict[str, Seen] = {}
+
+    def heard(self, worker: str, now_s: float) -> None:
+        """Any valid request is a sign of life."""
+        old = self._seen.get(worker)
+        self._seen[worker] = (
+            Seen(now_s) if old is None else Seen(now_s, old.state, old.policy_version, old.bundles_spooled)
+        )
+
+    def reported(self, worker: str, beat: HeartbeatRequest, now_s: float) -> None:
+        self._seen[worker] = Seen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
+
+    def forget(self, worker: str) -> None:
+        self._seen.pop(worker, None)
+
+    def get(self, worker: str) -> Seen | None:
+        return self._seen.get(worker)
+
+    def silent(self, active: Iterable[str], now_s: float) -> tuple[str, ...]:
+        """Those of `active` that were silent for too long. One never heard of is counted from now on."""
+        lost = []
+        for worker in active:
+            seen = self._seen.setdefault(worker, Seen(now_s))
+            if now_s - seen.at_s > self._silence_s_max:
+                lost.append(worker)
+        return tuple(lost)

@@ -1,0 +1,115 @@
+"""Taking publications in: the trainer's blobs and manifests, and handing them to everyone.
+
+A manifest becomes the head once its signature, its schema, everything in chain.py and the presence of all its bytes have been
+checked. Two different manifests for one policy version are a fork: the first one stays, both are kept as evidence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
+from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.messages import BlobHeader
+from prime_protocol.parcel import open_parcel
+
+log = logging.getLogger(__name__)
+
+
+async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
+    """A checkpoint part or model file by the trainer. Content-addressed and idempotent, so a replay of it changes nothing."""
+    with gate.blame(address, core.clock.monotonic_s()):
+        opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.blob_bytes_max)
+        signer = opened.envelope.sole_signer()
+        require_role(signer, Caller.TRAINER, run=core.run, state=core.state)
+        header = parse_json(opened.envelope.verify(PayloadType.BLOB, trusted=(signer,)), BlobHeader)
+    if header.run != core.run.digest:
+        raise wrong_run(header.run, core.run)
+    return await core.public.put(bytes(opened.check_body(header)))
+
+
+class Publisher:
+    """Takes manifests in, one at a time."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._turn = asyncio.Lock()
+
+    async def publish(self, gate: Gate, body: bytes, *, address: str) -> None:
+        """Idempotent for the same manifest. Raises PeerError."""
+        core = self._core
+        with gate.blame(address, core.clock.monotonic_s()):
+            envelope = open_envelope(body)
+            require_role(envelope.sole_signer(), Caller.TRAINER, run=core.run, state=core.state)
+            signed = open_manifest(envelope, core.run)
+        async with self._turn:
+            await self._take_in(signed)
+
+    async def _take_in(self, signed: SignedManifest) -> None:
+        core, manifest = self._core, signed.manifest
+        check_manifest(manifest, core.run)
+        if manifest.policy_version <= core.state.head:
+            await self._compare_with_known(signed)
+            return
+        check_link(manifest, core.head)
+        trained = core.state.steps.get(manifest.policy_version - 1)
+        if trained is not None and not trained.fixed:
+            step = manifest.policy_version - 1
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {step + 1} comes before the batch of step {step}")
+        for part in manifest.parts:
+            if not await core.public.has(part.digest) or await core.public.size(part.digest) != part.size:
+                raise PeerError(ErrorCode.NOT_FOUND, f"part {part.digest[:12]} is not here; upload it first")
+        await core.published.write(manifest_name(manifest.policy_version), signed.envelope.to_bytes())
+        core.decide(
+            ev.ManifestPublished(
+                policy_version=manifest.policy_version,
+                digest=signed.digest,
+                base=manifest.base.policy_version if manifest.base else None,
+                sent_bytes=manifest.sent_bytes,
+            )
+        )
+        core.head = signed
+        await core.journal.synced()
+        await core.published.write("head.json", signed.envelope.to_bytes())
+        log.info("policy %d published, %d bytes", manifest.policy_version, manifest.sent_bytes)
+
+    async def _compare_with_known(self, signed: SignedManifest) -> None:
+        core, version = self._core, signed.manifest.policy_version
+        known = await read_manifest(core, version)
+        try:
+            check_not_a_fork(signed, open_manifest(known, core.run))
+        except PeerError:
+            log.exception("the trainer key signed two manifests for policy %d; both are kept", version)
+            for envelope in (known, signed.envelope):
+                name = f"forks/{version:08d}-{envelope.digest[:16]}.json"
+                await core.private.write(name, envelope.to_bytes())
+            raise
+
+
+async def read_manifest(core: Core, policy_version: int) -> Envelope:
+    """A published manifest. Raises PeerError(NOT_FOUND)."""
+    # A file may be there ahead of its event if the daemon was killed between the two; it is not published then.
+    if policy_version <= core.state.head:
+        try:
+            return open_envelope(await core.published.read(manifest_name(policy_version)))
+        except KeyError:
+            log.error("%s is missing in the published folder", manifest_name(policy_version))
+    raise PeerError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published; the newest is {core.state.head}")
+
+
+async def restore_head(core: Core) -> None:
+    """After a restart: the head from its file, and head.json as it must be."""
+    if core.state.head >= 0:
+        envelope = await read_manifest(core, core.state.head)
+        core.head = open_manifest(envelope, core.run)
+        await core.published.write("head.json", envelope.to_bytes())
+
+
+def manifest_name(policy_version: int) -> str:
+    return f"manifests/{policy_version:08d}.json"

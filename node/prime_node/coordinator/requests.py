@@ -1,0 +1,137 @@
+"""The one path of every signed request. The cheap checks come before the dear ones; the first that fails answers.
+
+    (1) the address has not sent too much rubbish      TOO_MANY_REQUESTS
+    (2) framing and size                               MALFORMED, UNKNOWN_FIELD, WRONG_TYPE, TOO_LARGE
+    (3) one signer, with the endpoint's role           BAD_SIGNATURE, WRONG_ROLE, UNKNOWN_WORKER, BANNED
+    (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
+    (5) the signer's own rate                          TOO_MANY_REQUESTS
+    (6) schema                                         UNKNOWN_FIELD, WRONG_TYPE
+    (7) this run                                       WRONG_RUN
+    (8) time stamp within the window                   EXPIRED
+    (9) nonce not seen before                          REPLAYED
+
+After a restart the nonces are forgotten, so requests signed before it are turned away (UNAVAILABLE: sign again), not believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prime_node.coordinator.limiter import Limiter
+from prime_node.coordinator.nonces import Nonces
+from prime_node.coordinator.records import State
+from prime_protocol import limits
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import Request, Stamped
+from prime_protocol.run_spec import PinnedRun
+
+REQUEST_BYTES_MAX = 512 * 2**10
+"""The largest request is a verdict with 4,096 rewards: about 100 kB."""
+
+
+class Caller(StrEnum):
+    """Who may call an endpoint."""
+
+    ANYONE = "anyone"
+    """Any usable key that is not banned: to join."""
+    WORKER = "worker"
+    """A key that takes part."""
+    VALIDATOR = "validator"
+    TRAINER = "trainer"
+    JUDGES = "validator or trainer"
+    OPERATOR = "root or coordinator"
+
+
+@dataclass(slots=True)
+class Gate:
+    """Lets requests in. Holds the memory that steps (1), (5), (8) and (9) need."""
+
+    run: PinnedRun
+    limiter: Limiter
+    nonces: Nonces
+    started_at_ms: int
+
+    def admit(
+        self, body: bytes, *, action: str, caller: Caller, state: State, address: str, now_ms: int, now_s: float
+    ) -> tuple[str, Request]:
+        """The verified signer and his request. Raises PeerError."""
+        with self.blame(address, now_s):  # (1)
+            envelope = open_envelope(body, bytes_max=REQUEST_BYTES_MAX)  # (2)
+            signer = envelope.sole_signer()  # (3)
+            require_role(signer, caller, run=self.run, state=state)
+            if signer not in state.workers and caller is Caller.ANYONE:
+                self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
+            payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
+        if caller in (Caller.ANYONE, Caller.WORKER):
+            self.limiter.by_key.require(signer, now_s)  # (5)
+            self.limiter.by_key.charge(signer, now_s)
+        stamped = parse_json(payload, Stamped)  # (6)
+        if stamped.request.action != action:
+            raise PeerError(ErrorCode.WRONG_TYPE, f"{stamped.request.action} is not what /v1/{action} takes")
+        if stamped.run != self.run.digest:  # (7)
+            raise wrong_run(stamped.run, self.run)
+        self._check_time(stamped.issued_at_ms, now_ms)  # (8)
+        self.nonces.spend(signer, stamped.nonce, now_s)  # (9)
+        return signer, stamped.request
+
+    def blame(self, address: str, now_s: float) -> _Blame:
+        """Charge an address for a PeerError inside; refuse an address with too many. Step (1), for parcels too."""
+        self.limiter.by_address.require(address, now_s)
+        return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
+
+    def _check_time(self, issued_at_ms: int, now_ms: int) -> None:
+        skew_s = abs(now_ms - issued_at_ms) / 1_000
+        if skew_s > limits.REQUEST_AGE_S_MAX:
+            raise PeerError(
+                ErrorCode.EXPIRED,
+                f"signed {skew_s:.0f} s away from the coordinator's time, {limits.REQUEST_AGE_S_MAX:.0f} s are "
+                "allowed; check the clock",
+            )
+        if issued_at_ms < self.started_at_ms:
+            retry_after_s = (self.started_at_ms - issued_at_ms) / 1_000
+            raise PeerError(
+                ErrorCode.UNAVAILABLE,
+                "signed before the coordinator started; sign it again",
+                retry_after_s=min(retry_after_s, limits.REQUEST_AGE_S_MAX),
+            )
+
+
+class _Blame:
+    """A context that calls `charge` for each PeerError that passes."""
+
+    def __init__(self, charge: Callable[[], None]) -> None:
+        self._charge = charge
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PeerError):
+            self._charge()
+
+
+def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:
+    """Raises PeerError where a key, if it did sign, may not call. Costs nothing, so it comes before the signature."""
+    keys = run.spec.keys
+    allowed = {
+        Caller.VALIDATOR: keys.validator,
+        Caller.TRAINER: keys.trainer,
+        Caller.JUDGES: keys.validator + keys.trainer,
+        Caller.OPERATOR: keys.root + keys.coordinator,
+    }.get(caller)
+    if allowed is not None:
+        if signer not in allowed:
+            raise PeerError(ErrorCode.WRONG_ROLE, f"this is for {caller} keys of the run only")
+        return
+    worker = state.workers.get(signer)
+    if worker is not None and worker.banned is not None:
+        raise PeerError(ErrorCode.BANNED, f"this key is banned: {worker.banned.reason}")
+    if caller is Caller.WORKER and (worker is None or not worker.active):
+        raise PeerError(ErrorCode.UNKNOWN_WORKER, "this key does not take part; join first")
+
+
+def wrong_run(named: str, run: PinnedRun) -> PeerError:
+    return PeerError(ErrorCode.WRONG_RUN, f"signed for run {named[:12]}, this is run {run.digest[:12]}")

@@ -1,0 +1,218 @@
+"""The coordinator's HTTP endpoints as a table. SPEC.md, section "HTTP".
+
+Every answer waits until what it says is durable (`journal.synced`). Every error is an ErrorBody; a fault of our own is INTERNAL,
+shows nothing of its inside and is logged with its endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+from prime_node.coordinator import intake, judging, leasing, operating, publishing, status, training
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.publishing import Publisher
+from prime_node.coordinator.requests import REQUEST_BYTES_MAX, Caller, Gate
+from prime_node.ports.web import Handler, Request, Response, Route
+from prime_protocol import limits
+from prime_protocol.envelope import Envelope
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import NotYet
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
+
+log = logging.getLogger(__name__)
+
+BLOB_CHUNK_BYTES = 2**20
+"""Read from disk and sent at once."""
+
+Answer = BaseModel | Envelope | bytes | None
+Action = Callable[[Core, str, Any], Awaitable[Answer]]
+
+_ACTIONS: tuple[tuple[str, Caller, Action], ...] = (
+    ("join", Caller.ANYONE, leasing.join),
+    ("heartbeat", Caller.WORKER, leasing.heartbeat),
+    ("lease", Caller.WORKER, leasing.lease),
+    ("return_lease", Caller.WORKER, leasing.return_lease),
+    ("leave", Caller.WORKER, leasing.leave),
+    ("receipts", Caller.WORKER, leasing.receipts),
+    ("check", Caller.VALIDATOR, judging.check),
+    ("check_result", Caller.VALIDATOR, judging.check_result),
+    ("batch", Caller.TRAINER, training.batch),
+    ("bundle", Caller.JUDGES, judging.bundle),
+    ("admin", Caller.OPERATOR, operating.admin),
+)
+
+
+def make_routes(core: Core, gate: Gate) -> list[Route]:
+    """All endpoints of one coordinator."""
+    bounds, publisher = core.run.spec.limits, Publisher(core)
+
+    async def upload(request: Request) -> Response:
+        core.metrics.add("prime_upload_bytes_total", len(request.body))
+        return _respond(await intake.upload(core, gate, request.body, address=request.remote))
+
+    async def put_blob(request: Request) -> Response:
+        digest = await publishing.put_blob(core, gate, request.body, address=request.remote)
+        return _json({"digest": digest})
+
+    async def publish(request: Request) -> Response:
+        await publisher.publish(gate, request.body, address=request.remote)
+        return _respond(None)
+
+    posts = [
+        (f"/v1/{action}", _signed(core, gate, action, caller, handler), REQUEST_BYTES_MAX)
+        for action, caller, handler in _ACTIONS
+    ]
+    posts += [
+        ("/v1/rollouts", upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
+    ]
+    gets = _public(core)
+    return [
+        *(Route("GET", path, _guarded(core, path, handler)) for path, handler in gets),
+        *(Route("POST", path, _guarded(core, path, handler), size) for path, handler, size in posts),
+    ]
+
+
+def _signed(core: Core, gate: Gate, action: str, caller: Caller, handler: Action) -> Handler:
+    async def handle(request: Request) -> Response:
+        signer, message = gate.admit(
+            request.body,
+            action=action,
+            caller=caller,
+            state=core.state,
+            address=request.remote,
+            now_ms=core.clock.now_ms(),
+            now_s=core.clock.monotonic_s(),
+        )
+        return _respond(await handler(core, signer, message))
+
+    return handle
+
+
+def _guarded(core: Core, path: str, handler: Handler) -> Handler:
+    """The edge of every endpoint: durability before the answer, and nothing of our inside in an error."""
+
+    async def handle(request: Request) -> Response:
+        outcome = "ok"
+        try:
+            response = await handler(request)
+            await core.journal.synced()
+        except PeerError as error:
+            outcome = error.code
+            raise
+        except Exception as error:
+            outcome = ErrorCode.INTERNAL
+            log.exception("%s from %s failed", path, request.remote)
+            raise PeerError(ErrorCode.INTERNAL, "a fault of the coordinator; the operator can see it") from error
+        finally:
+            core.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
+        return response
+
+    return handle
+
+
+def _public(core: Core) -> list[tuple[str, Handler]]:
+    async def run(request: Request) -> Response:
+        return _respond(core.run.envelope)
+
+    async def head(request: Request) -> Response:
+        if core.head is None:
+            return Response(status=204)
+        tag = {"ETag": f'"{core.head.digest}"'}
+        if core.head.digest in request.headers.get("if-none-match", ""):
+            return Response(status=304, headers=tag)
+        return Response(core.head.envelope.to_bytes(), headers=tag)
+
+    async def manifest(request: Request) -> Response:
+        version = request.params["policy_version"]
+        if not re.fullmatch(r"[0-9]{1,15}", version):
+            raise PeerError(ErrorCode.NOT_FOUND, "a policy version is a number")
+        return _respond(await publishing.read_manifest(core, int(version)))
+
+    async def blob(request: Request) -> Response:
+        return await _blob(core, request)
+
+    async def healthz(request: Request) -> Response:
+        return _json({"ok": True, "run": core.run.digest})
+
+    async def show_status(request: Request) -> Response:
+        return _json(status.status(core))
+
+    async def metrics(request: Request) -> Response:
+        status.set_gauges(core)
+        body, content_type = core.metrics.exposition()
+        return Response(body, content_type=content_type)
+
+    return [
+        ("/v1/run", run),
+        ("/v1/head", head),
+        ("/v1/manifests/{policy_version}", manifest),
+        ("/v1/blobs/{digest}", blob),
+        ("/v1/status", show_status),
+        ("/healthz", healthz),
+        ("/metrics", metrics),
+    ]
+
+
+async def _blob(core: Core, request: Request) -> Response:
+    """A public blob or a range of it. Uploaded bundles are kept elsewhere and cannot be reached here."""
+    digest = request.params["digest"]
+    try:
+        size = await core.public.size(digest)
+    except KeyError:
+        raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest[:64]}") from None
+    wanted = request.headers.get("range")
+    start, end = parse_range(wanted, size) if wanted else (0, size)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "public, max-age=31536000, immutable",
+        "Content-Length": str(end - start),
+        "ETag": f'"{digest}"',
+    }
+    if wanted:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    body: bytes | AsyncIterator[bytes] = _chunks(core, digest, start, end)
+    if end - start <= BLOB_CHUNK_BYTES:
+        body = await core.public.get(digest, start=start, end=end)
+    return Response(body, 206 if wanted else 200, "application/octet-stream", headers)
+
+
+async def _chunks(core: Core, digest: str, start: int, end: int) -> AsyncIterator[bytes]:
+    for offset in range(start, end, BLOB_CHUNK_BYTES):
+        yield await core.public.get(digest, start=offset, end=min(end, offset + BLOB_CHUNK_BYTES))
+
+
+def parse_range(text: str, size: int) -> tuple[int, int]:
+    """One byte range of RFC 9110 as [start, end). Example: parse_range("bytes=0-9", 100) is (0, 10). Raises PeerError(BAD_RANGE)."""
+    found = re.fullmatch(r"bytes=([0-9]{0,15})-([0-9]{0,15})", text.strip())
+    first, last = found.groups() if found else ("", "")
+    if first:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    elif last:
+        start, end = max(0, size - int(last)), size
+    else:
+        start, end = 0, 0
+    if start >= end:
+        raise PeerError(ErrorCode.BAD_RANGE, f"of {size} bytes, {text[:60]!r} is no range that can be sent")
+    return start, end
+
+
+def _respond(answer: Answer) -> Response:
+    if answer is None:
+        return Response(status=204)
+    if isinstance(answer, bytes):
+        return Response(answer, content_type="application/octet-stream")
+    if isinstance(answer, Envelope):
+        return Response(answer.to_bytes())
+    return Response(answer.model_dump_json().encode(), status=202 if isinstance(answer, NotYet) else 200)
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")).encode())

@@ -1,0 +1,112 @@
+"""What the coordinator tells about itself: /v1/status for people and programs, /metrics for Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import State, Worker
+from prime_node.coordinator.scheduler import waits_for
+from prime_node.ports.metrics import Metric, MetricKind
+
+WORKERS_SHOWN_MAX = 1_000
+"""Workers in one status; those that take part come first."""
+
+METRICS = (
+    Metric(MetricKind.GAUGE, "prime_head", "Newest published policy."),
+    Metric(MetricKind.GAUGE, "prime_max_steps", "Steps of the whole run."),
+    Metric(MetricKind.GAUGE, "prime_workers", "Workers that take part."),
+    Metric(MetricKind.GAUGE, "prime_workers_banned", "Banned keys."),
+    Metric(MetricKind.GAUGE, "prime_leases_open", "Leases without a bundle yet."),
+    Metric(MetricKind.GAUGE, "prime_bundles_pending", "Bundles without a verdict yet."),
+    Metric(MetricKind.GAUGE, "prime_groups_open", "Groups of the window that wait to be leased."),
+    Metric(MetricKind.GAUGE, "prime_published_bytes", "Bytes of all published checkpoints."),
+    Metric(MetricKind.GAUGE, "prime_events", "Events in the log since the run began."),
+    Metric(MetricKind.COUNTER, "prime_rollouts_total", "Settled rollouts by outcome, since the start.", ("outcome",)),
+    Metric(MetricKind.COUNTER, "prime_requests_total", "Requests by endpoint and outcome.", ("endpoint", "outcome")),
+    Metric(MetricKind.COUNTER, "prime_upload_bytes_total", "Bytes of uploaded bundles."),
+    Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
+)
+
+
+def status(core: Core) -> dict[str, Any]:
+    """Everything an operator asks first. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
+    state = core.state
+    workers = sorted(state.workers.values(), key=lambda worker: (not worker.active, worker.joined_at_ms))
+    return {
+        "run": core.run.digest,
+        "name": core.run.spec.name,
+        "step": state.current_step,
+        "head": state.head,
+        "max_steps": state.rules.max_steps,
+        "async_level": state.rules.async_level,
+        "draining": state.draining,
+        "complete": state.is_complete,
+        "waiting_for": waits_for(state),
+        "rollouts": {"accepted": state.accepted, "refused": dict(state.refused)},
+        "bytes_published": state.bytes_published,
+        "policies_kept": len(state.published),
+        "open_leases": len(state.leases),
+        "pending_bundles": len(state.bundles),
+        "steps": _steps(state),
+        "num_workers": state.num_active,
+        "workers": [_worker(core, worker) for worker in workers[:WORKERS_SHOWN_MAX]],
+        "server_time_ms": core.clock.now_ms(),
+    }
+
+
+def set_gauges(core: Core) -> None:
+    """Bring the gauges up to date; called when they are read."""
+    state, metrics = core.state, core.metrics
+    metrics.set("prime_head", state.head)
+    metrics.set("prime_max_steps", state.rules.max_steps)
+    metrics.set("prime_workers", state.num_active)
+    metrics.set("prime_workers_banned", sum(worker.banned is not None for worker in state.workers.values()))
+    metrics.set("prime_leases_open", len(state.leases))
+    metrics.set("prime_bundles_pending", len(state.bundles))
+    metrics.set("prime_groups_open", sum(len(step.open) for step in state.steps.values()))
+    metrics.set("prime_published_bytes", state.bytes_published)
+    metrics.set("prime_events", core.journal.number)
+
+
+def _steps(state: State) -> list[dict[str, Any]]:
+    leased = dict.fromkeys(state.steps, 0)
+    pending = dict.fromkeys(state.steps, 0)
+    for lease in state.leases.values():
+        leased[lease.step] += len(lease.slots)
+    for bundle in state.bundles.values():
+        pending[bundle.lease.step] += len(bundle.lease.slots)
+    return [
+        {
+            "step": number,
+            "open": len(step.open),
+            "leased": leased[number],
+            "pending": pending[number],
+            "accepted": len(step.accepted),
+            "fixed": step.fixed,
+        }
+        for number, step in state.steps.items()
+    ]
+
+
+def _worker(core: Core, worker: Worker) -> dict[str, Any]:
+    seen = core.presence.get(worker.worker)
+    ban = worker.banned
+    return {
+        "worker": worker.worker,
+        "name": worker.name,
+        "software": worker.software,
+        "engine": worker.engine,
+        "active": worker.active,
+        "state": seen.state if seen and worker.active else "away",
+        "policy_version": seen.policy_version if seen else -1,
+        "bundles_spooled": seen.bundles_spooled if seen else 0,
+        "silent_s": round(core.clock.monotonic_s() - seen.at_s, 1) if seen else None,
+        "accepted": worker.accepted,
+        "refused": dict(worker.refused),
+        "strikes": worker.strikes,
+        "open_leases": len(worker.leases),
+        "pending_bundles": len(worker.pending),
+        "banned": {"at_ms": ban.at_ms, "reason": ban.reason, "evidence": ban.evidence} if ban else None,
+        "waiting_for": core.hints.get(worker.worker, ""),
+    }

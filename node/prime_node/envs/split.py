@@ -1,0 +1,143 @@
+"""An Environment over any ProblemSource: the held-out split, the mix of the reward, and the frame around question and answer.
+
+A question whose sha256 is 0 modulo 8 is for evaluation, all others are for training. So the two never overlap, however
+often a generator repeats itself and with whatever seed. Training problem `index` is found by drawing numbers from a hash
+of (seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own.
+
+    reward = exact_share * (credit == 1) + (1 - exact_share) * credit        0 if the completion was cut off
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+
+from prime_node.envs.source import ProblemSource, SourceProblem
+from prime_node.ports.environment import HeldOutProblem
+
+HELD_OUT_MODULUS = 8
+"""One question of eight is held out."""
+NUMBER_BYTES = 6
+"""Numbers of training problems are drawn below 2**48."""
+DRAWS_MAX = 10_000
+"""Draws in a row without finding anything new, before a source counts as exhausted."""
+EVALUATION_START = 10_000_000
+"""The evaluation's own seed: it counts from here, whatever the seed of the run."""
+CACHED_PROBLEMS = 4_096
+
+
+def is_held_out(question: str) -> bool:
+    """True if a question belongs to the evaluation."""
+    return sha256(question.encode()).digest()[-1] % HELD_OUT_MODULUS == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How questions are asked and answers are read. Example: Frame(suffix=" Answer in <answer> tags.", answer_tag="answer")."""
+
+    prefix: str = ""
+    """Put before each question."""
+    suffix: str = ""
+    """Put after each question."""
+    answer_tag: str = ""
+    """If set, the answer is what stands in the last <tag>...</tag> of a completion. Otherwise it is the whole completion."""
+
+    def ask(self, question: str) -> str:
+        return f"{self.prefix}{question}{self.suffix}"
+
+    def read(self, completion: str) -> str | None:
+        """The answer in a completion, None where there is none."""
+        if not self.answer_tag:
+            return completion
+        _, opening, rest = completion.rpartition(f"<{self.answer_tag}>")
+        answer, closing, _ = rest.partition(f"</{self.answer_tag}>")
+        return answer.strip() if opening and closing else None
+
+    def write(self, answer: str) -> str:
+        """A completion that `read` finds this answer in."""
+        return f"<{self.answer_tag}>{answer}</{self.answer_tag}>" if self.answer_tag else answer
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Turns completions into rewards."""
+
+    source: ProblemSource
+    frame: Frame = Frame()
+    exact_share: float = 0.5
+    """Share of the reward that only an exactly right answer gets; the rest is the source's partial credit."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.exact_share <= 1.0:
+            raise ValueError(f"exact_share must be between 0 and 1, got {self.exact_share}")
+
+    def credit(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
+        answer = self.frame.read(completion) if finished else None
+        return 0.0 if answer is None else self.source.grade(problem, answer)
+
+    def reward(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
+        credit = self.credit(problem, completion, finished=finished)
+        return self.exact_share * (credit == 1.0) + (1.0 - self.exact_share) * credit
+
+
+class SplitEnvironment:
+    """Implements ports.environment.Environment."""
+
+    def __init__(self, judge: Judge, *, seed: int) -> None:
+        self._judge = judge
+        self._seed = seed
+        # The coordinator asks for a prompt, the validator for the same problem's score eight times.
+        self._problem = lru_cache(CACHED_PROBLEMS)(self._draw_training)
+
+    def prompt(self, index: int) -> str:
+        return self._judge.frame.ask(self._problem(index).question)
+
+    def answer(self, index: int) -> str:
+        return self._judge.frame.write(self._problem(index).answer)
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return self._judge.reward(self._problem(index), completion, finished=finished)
+
+    def held_out(self, count: int) -> list[HeldOutProblem]:
+        """Different questions each. Fewer than `count` where the source has no more."""
+        found: dict[str, SourceProblem] = {}
+        number = last_new = EVALUATION_START
+        while len(found) < count and number - last_new < DRAWS_MAX:
+            problem = self._judge.source.draw(number)
+            if is_held_out(problem.question) and problem.question not in found:
+                found[problem.question] = problem
+                last_new = number
+            number += 1
+        return [HeldOut(self._judge, problem) for problem in found.values()]
+
+    def _draw_training(self, index: int) -> SourceProblem:
+        for attempt in range(DRAWS_MAX):
+            digest = sha256(f"{self._seed} {index} {attempt}".encode()).digest()
+            problem = self._judge.source.draw(int.from_bytes(digest[:NUMBER_BYTES], "big"))
+            if not is_held_out(problem.question):
+                return problem
+        raise ValueError("this source has no training problems: every question that was drawn is held out")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Implements ports.environment.HeldOutProblem."""
+
+    judge: Judge
+    problem: SourceProblem
+
+    @property
+    def prompt(self) -> str:
+        return self.judge.frame.ask(self.problem.question)
+
+    @property
+    def answer(self) -> str:
+        """The reference answer, as a completion gives it."""
+        return self.judge.frame.write(self.problem.answer)
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        return self.judge.credit(self.problem, completion, finished=finished) == 1.0
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        return self.judge.reward(self.problem, completion, finished=finished)

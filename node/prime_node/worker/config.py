@@ -1,0 +1,49 @@
+"""Settings of a worker: the [worker] table."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from prime_node.config import Settings
+from prime_protocol import limits
+
+
+class WorkerConfig(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_WORKER_")
+    section: ClassVar[str] = "worker"
+
+    name: str = Field(default="worker", min_length=1, max_length=limits.NAME_CHARS_MAX)
+    """What you call this machine. The operator sees it; it proves nothing."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """Inference engine. auto: vLLM where there is a GPU, else transformers, which starts in seconds."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine. Processes that share a machine must not have more threads than cores in
+    all."""
+    rollouts_max: int = Field(default=128, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    """Completions asked for in one lease. A machine that measures itself as slow asks for fewer by itself."""
+    leases_ahead: int = Field(default=1, ge=0, le=8)
+    """Leases fetched while another one is generated, so that the engine never waits for a round trip."""
+    wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
+    """How long the coordinator may hold a request for work open."""
+    poll_seconds: float = Field(default=0.5, gt=0.0)
+    """How often to look for a new policy."""
+    mirrors: tuple[str, ...] = ()
+    """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
+    policies_kept: int = Field(default=2, ge=2, le=64)
+    """Policies held in memory beside the engine's own copy."""
+    parts_at_once: int = Field(default=4, ge=1, le=64)
+    """Parts of a checkpoint downloaded at the same time."""
+    parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
+    """Disk that downloaded parts may take. Beyond it an interrupted download starts again."""
+    spool_bytes_max: int = Field(default=2**30, ge=2**20)
+    """Disk that finished work may take while the coordinator is away. When it is full, generation pauses."""
+    receipts_seconds: float = Field(default=10.0, gt=0.0)
+    """How often to fetch receipts."""
+    status_seconds: float = Field(default=5.0, gt=0.0)
+    """How often to say what is going on."""
+    grace_seconds: float = Field(default=30.0, ge=0.0)
+    """After a request to stop: time to finish what was begun and to upload it. What is not uploaded stays
+    in the spool."""

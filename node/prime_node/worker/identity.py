@@ -1,0 +1,81 @@
+"""The worker's key file: 64 hexadecimal digits, one line, mode 0600.
+
+Invariant: the file appears whole or not at all, and is never overwritten, because a lost key is a lost name
+and with it the credit that the name has earned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+
+log = logging.getLogger(__name__)
+
+
+def load_or_create(path: Path) -> SigningKey:
+    """The key in `path`; on first use a new one. Raises LocalError where the file is not safe or not a
+    key."""
+    try:
+        return _load(path)
+    except FileNotFoundError:
+        pass
+    try:
+        _create(path, SigningKey(secrets.token_bytes(32)))
+        key = _load(path)
+    except OSError as error:
+        raise LocalError(f"identity {path}: cannot be written ({error.strerror}); choose another folder") from None
+    log.info("made a new identity %s in %s; keep a copy of that file, nobody can restore it", key.key_id, path)
+    return key
+
+
+def _load(path: Path) -> SigningKey:
+    """Raises FileNotFoundError, or LocalError."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(1_024)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LocalError(f"identity {path}: cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise LocalError(f"identity {path}: not a regular file")
+    if status.st_uid != os.geteuid():
+        raise LocalError(f"identity {path}: belongs to another user; copy it to a file of your own")
+    if status.st_mode & 0o077:
+        raise LocalError(f"identity {path}: others can read it; if nobody has, run: chmod 600 {path}")
+    try:
+        return SigningKey(bytes.fromhex(data.decode("ascii").strip()))
+    except ValueError:
+        raise LocalError(
+            f"identity {path}: not a key (64 hexadecimal digits). Put back your copy of it; "
+            "or move it away to begin with a new identity, which does not inherit the old one's credit"
+        ) from None
+
+
+def _create(path: Path, key: SigningKey) -> None:
+    """Write a new key file. Where another process was faster, its file stands."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key.to_bytes().hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)  # unlike a rename, never replaces
+    finally:
+        partial.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,108 @@
+"""Leases: what of an offered one is believed, and how much work fits into one."""
+
+from __future__ import annotations
+
+from prime_node.ports.engine import GenerateRequest
+from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import LeaseRequest
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, pack_body, rollouts_for
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.step import admits
+
+SHARE_OF_LEASE = 0.4
+"""A lease is asked for that takes at most this share of its time: the rest is for waiting its turn and for
+the upload."""
+MARGIN = 1.3
+"""Work is taken to last this much longer than measured."""
+
+
+def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worker: str) -> Lease:
+    """A lease that answers our question. Raises PeerError.
+
+    (1) a coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy
+    that we said we hold, and a step that the policy may serve; (4) it asks for no more than we offered and
+    than the run allows; (5) prompts are within the limits and the vocabulary.
+    """
+    payload = envelope.verify(PayloadType.LEASE, trusted=run.spec.keys.coordinator)  # (1)
+    lease = parse_json(payload, Lease)
+    if lease.run != run.digest or lease.worker != worker:  # (2)
+        raise PeerError(ErrorCode.LEASE_FOREIGN, f"lease {lease.lease_id[:12]} is for another worker or run")
+    if (lease.policy_version, lease.policy_digest) != (asked.policy_version, asked.policy_digest) or not admits(
+        lease.step, lease.policy_version, run.spec.async_level
+    ):  # (3)
+        raise PeerError(
+            ErrorCode.MALFORMED,
+            f"lease {lease.lease_id[:12]} asks for policy {lease.policy_version} at step {lease.step}",
+        )
+    if lease.num_rollouts > asked.rollouts_max:  # (4)
+        raise LimitExceeded("rollouts_max", lease.num_rollouts, asked.rollouts_max)
+    if lease.sampling != run.spec.sampling:
+        raise PeerError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]} samples otherwise than the run")
+    for group in lease.groups:  # (5)
+        if len(group.prompt_token_ids) > run.spec.limits.prompt_tokens_max:
+            raise LimitExceeded("prompt_tokens_max", len(group.prompt_token_ids), run.spec.limits.prompt_tokens_max)
+        if max(group.prompt_token_ids) >= run.spec.vocab_size:
+            raise PeerError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]}: a prompt leaves the vocabulary")
+    return lease
+
+
+def requests_for(lease: Lease) -> list[GenerateRequest]:
+    """What the engine is asked, in the lease's order of groups and seeds."""
+    return [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
+
+
+def bundle_for(
+    lease: Lease, completions: list[Completion], *, key: SigningKey, engine: EngineInfo, created_at_ms: int
+) -> bytes:
+    """The signed parcel that answers a lease."""
+    body, decompressed_bytes = pack_body(rollouts_for(lease, completions))
+    header = RolloutHeader(
+        body_digest=digest_of(body),
+        body_bytes=len(body),
+        run=lease.run,
+        worker=lease.worker,
+        lease_id=lease.lease_id,
+        step=lease.step,
+        policy_version=lease.policy_version,
+        policy_digest=lease.policy_digest,
+        num_rollouts=lease.num_rollouts,
+        decompressed_bytes=decompressed_bytes,
+        engine=engine,
+        created_at_ms=created_at_ms,
+    )
+    return pack_parcel(header, body, PayloadType.ROLLOUT, key)
+
+
+class Pace:
+    """How fast this machine generates, from what it has done: a mean that forgets."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self._seconds_per_rollout: float | None = None
+
+    def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:
+        seconds = max(seconds, 1e-6)
+        if self._seconds_per_rollout is None:
+            self._seconds_per_rollout = seconds / rollouts
+            self.tokens_per_s = tokens / seconds
+        else:
+            self._seconds_per_rollout += 0.3 * (seconds / rollouts - self._seconds_per_rollout)
+            self.tokens_per_s += 0.3 * (tokens / seconds - self.tokens_per_s)
+
+    def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
+        """Whether the work can be finished in time. Before the first measurement: try it."""
+        if self._seconds_per_rollout is None:
+            return seconds_left > 0
+        return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
+
+    def rollouts_max(self, run: PinnedRun, *, wanted: int) -> int:
+        """How many completions to ask for: no more than fit, at least one group."""
+        if self._seconds_per_rollout is None:
+            return wanted
+        fitting = int(run.spec.lease_seconds * SHARE_OF_LEASE / self._seconds_per_rollout)
+        return max(min(wanted, fitting), min(wanted, run.spec.rollouts_per_group))

@@ -1,0 +1,108 @@
+"""Receipts: the coordinator's signed word on every bundle, kept by the worker.
+
+receipts.jsonl holds the envelopes as they came, one a line, so that a contributor can prove what he did; the
+tally is made from them. The cursor is written after the receipts that it stands for, so a crash fetches some
+twice and loses none; the last receipt of a bundle counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.messages import ReceiptList
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Rollouts by what became of them. Example: Tally(accepted=1_024, tokens=7_890, pending=128,
+    refused={"stale": 128})."""
+
+    accepted: int
+    tokens: int
+    """Completion tokens credited."""
+    pending: int
+    refused: dict[str, int]
+
+
+class ReceiptBook:
+    """Blocking; a few kilobytes each time."""
+
+    def __init__(self, folder: Path, *, run: PinnedRun, worker: KeyId) -> None:
+        """Raises LocalError where the folder is unusable. Broken lines, as a crash leaves them, are
+        skipped."""
+        self._run = run
+        self._worker = worker
+        self._file = folder / "receipts.jsonl"
+        self._cursor_file = folder / "receipts.cursor"
+        self._latest: dict[str, Receipt] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self._file.read_bytes().splitlines() if self._file.exists() else []
+            cursor = self._cursor_file.read_text(encoding="ascii") if self._cursor_file.exists() else "0"
+        except OSError as error:
+            raise LocalError(f"receipts {self._file}: {error.strerror}") from None
+        self.cursor = int(cursor) if cursor.strip().isdigit() else 0
+        for line in lines:
+            try:
+                self._note(self._opened(open_envelope(line)))
+            except PeerError as error:
+                log.warning("receipts %s: skipping a line: %s", self._file, error)
+
+    def add(self, answer: ReceiptList) -> None:
+        """Verify and keep. Raises PeerError where a receipt is not the coordinator's word to us,
+        LocalError for the disk."""
+        envelopes = [open_envelope(text.encode()) for text in answer.receipts]
+        receipts = [self._opened(envelope) for envelope in envelopes]
+        try:
+            self._append(envelope.to_bytes() for envelope in envelopes)
+            partial = self._cursor_file.with_suffix(".partial")
+            partial.write_text(str(answer.next), encoding="ascii")
+            partial.replace(self._cursor_file)
+        except OSError as error:
+            raise LocalError(f"receipts {self._file}: {error.strerror}; free some space and start again") from None
+        self.cursor = answer.next
+        for receipt in receipts:
+            self._note(receipt)
+
+    def tally(self) -> Tally:
+        accepted = [r for r in self._latest.values() if r.status is BundleStatus.ACCEPTED]
+        refused: Counter[str] = Counter()
+        for receipt in self._latest.values():
+            if receipt.status is BundleStatus.REFUSED:
+                refused[receipt.reason or "unknown"] += receipt.num_rollouts
+        return Tally(
+            accepted=sum(receipt.num_rollouts for receipt in accepted),
+            tokens=sum(receipt.num_tokens for receipt in accepted),
+            pending=sum(r.num_rollouts for r in self._latest.values() if r.status is BundleStatus.PENDING),
+            refused=dict(refused),
+        )
+
+    def _opened(self, envelope: Envelope) -> Receipt:
+        payload = envelope.verify(PayloadType.RECEIPT, trusted=self._run.spec.keys.coordinator)
+        receipt = parse_json(payload, Receipt)
+        if receipt.run != self._run.digest or receipt.worker != self._worker:
+            raise PeerError(ErrorCode.WRONG_RUN, "a receipt of another run or worker")
+        return receipt
+
+    def _note(self, receipt: Receipt) -> None:
+        self._latest.pop(receipt.bundle, None)
+        self._latest[receipt.bundle] = receipt
+
+    def _append(self, lines: Iterable[bytes]) -> None:
+        with self._file.open("ab") as file:
+            for line in lines:
+                file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())

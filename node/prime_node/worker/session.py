@@ -1,0 +1,166 @@
+"""A worker's standing with its coordinator: joined, known, draining, banned.
+
+Everything that a worker asks goes through here, so that one place decides what an error means: nobody there,
+or busy: ask again after a growing pause; unknown worker (the coordinator lost its memory, or we were away too
+long): join again; banned: the end; anything else is the asker's to handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import CheckpointSource, Unreachable, WorkerPort
+from prime_node.worker.backoff import Backoff
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import HeartbeatRequest, JoinRequest, LeaveRequest
+from prime_protocol.run_spec import PinnedRun, open_run_spec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CLOCK_DIFFERENCE_S_NOTED = 10.0
+"""A larger difference between the clocks is said aloud; requests are refused from REQUEST_AGE_S_MAX on."""
+_ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED})
+"""Refusals that a fresh stamp cures: at once, or after somebody has set the clock."""
+
+
+class Banned(Exception):
+    """The coordinator has banned this key from the run. The text is its reason."""
+
+
+async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock, rng: random.Random) -> PinnedRun:
+    """The RunSpec that the join link pins, waiting for a coordinator that is away. Raises PeerError for a
+    wrong one."""
+    backoff = Backoff(rng)
+    while True:
+        try:
+            return open_run_spec(await source.run_spec(), pinned=pinned)
+        except (Unreachable, PeerError) as error:
+            if isinstance(error, PeerError) and not error.is_transient:
+                raise
+            pause_s = backoff.next_s(error)
+            log.warning("the coordinator does not answer (%s); trying again in %.1f s", error, pause_s)
+        await clock.sleep(pause_s)
+
+
+class Session:
+    """What the coordinator has said last, and how to ask it."""
+
+    def __init__(
+        self, run: PinnedRun, port: WorkerPort, request: JoinRequest, *, clock: Clock, rng: random.Random
+    ) -> None:
+        self.run = run
+        self.port = port
+        self.step = 0
+        self.head = -1
+        self.notice = ""
+        self.draining = asyncio.Event()
+        """Set once the coordinator wants no more work from us."""
+        self.away_since_s: float | None = None
+        """Monotonic time of the first request without an answer; None while it answers."""
+        self._request = request
+        self._clock = clock
+        self._rng = rng
+        self._clock_behind_ms = 0
+        self._joins = 0
+        self._joining = asyncio.Lock()
+
+    def server_now_ms(self) -> int:
+        """The coordinator's clock, by the difference that was measured when joining."""
+        return self._clock.now_ms() + self._clock_behind_ms
+
+    async def join(self) -> None:
+        """Until it has worked. Raises Banned, or PeerError where trying again is of no use."""
+        await self.ask(self._join)
+
+    async def leave(self) -> None:
+        """Say goodbye, once. Nothing depends on it: four missed heartbeats say the same."""
+        try:
+            await self.port.leave(LeaveRequest())
+        except (PeerError, Unreachable) as error:
+            log.info("the coordinator did not hear our goodbye: %s", error)
+
+    async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
+        """Tell that we live, for ever, and note what the coordinator says. Raises Banned."""
+        while True:
+            reply = await self.ask(lambda: self.port.heartbeat(state()))
+            self.step, self.head = reply.step, reply.head
+            if reply.notice and reply.notice != self.notice:
+                log.warning("the coordinator says: %s", reply.notice)
+            self.notice = reply.notice
+            if reply.draining:
+                self.draining.set()
+            await self._clock.sleep(self.run.spec.heartbeat_seconds)
+
+    async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer, however long it takes. Raises Banned, and PeerError where the same request will not
+        succeed."""
+        backoff = Backoff(self._rng)
+        while True:
+            try:
+                return await self.attempt(call)
+            except (Unreachable, PeerError) as error:
+                if isinstance(error, PeerError) and not error.is_transient and error.code not in _ASK_AGAIN:
+                    raise
+                pause_s = backoff.next_s(error)
+                log.log(
+                    logging.WARNING if pause_s > 1.0 else logging.DEBUG, "%s; asking again in %.1f s", error, pause_s
+                )
+            await self._clock.sleep(pause_s)
+
+    async def attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        """One try, or two where we have to join again first. Raises Banned, PeerError or Unreachable."""
+        joins = self._joins
+        try:
+            return self._heard(await call())
+        except Unreachable:
+            self.away_since_s = self.away_since_s or self._clock.monotonic_s()
+            raise
+        except PeerError as error:
+            self.away_since_s = None
+            if error.code is ErrorCode.BANNED:
+                raise Banned(error.detail) from None
+            if error.code is not ErrorCode.UNKNOWN_WORKER:
+                raise
+        await self._join_again(joins)
+        try:
+            return self._heard(await call())
+        except PeerError as error:
+            if error.code is ErrorCode.UNKNOWN_WORKER:
+                raise PeerError(ErrorCode.UNAVAILABLE, "the coordinator forgets us as soon as we have joined") from None
+            raise
+
+    def _heard(self, reply: T) -> T:
+        self.away_since_s = None
+        return reply
+
+    async def _join_again(self, joins_before: int) -> None:
+        """Of several askers that were told at once, one joins."""
+        async with self._joining:
+            if self._joins == joins_before:
+                log.info("the coordinator does not know us (any more); joining again")
+                try:
+                    await self._join()
+                except PeerError as error:
+                    if error.code is ErrorCode.BANNED:
+                        raise Banned(error.detail) from None
+                    raise
+
+    async def _join(self) -> None:
+        asked_ms = self._clock.now_ms()
+        reply = await self.port.join(self._request)
+        self._clock_behind_ms = reply.server_time_ms - (asked_ms + self._clock.now_ms()) // 2
+        if abs(self._clock_behind_ms) > CLOCK_DIFFERENCE_S_NOTED * 1_000:
+            direction = "behind" if self._clock_behind_ms > 0 else "ahead of"
+            log.warning(
+                "this machine's clock is %.0f s %s the coordinator's; set it, or requests will be refused",
+                abs(self._clock_behind_ms) / 1_000,
+                direction,
+            )
+        self.step, self.head = reply.step, reply.head
+        self._joins += 1

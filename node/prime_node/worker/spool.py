@@ -1,0 +1,162 @@
+"""Finished work on disk until the coordinator has it.
+
+Invariant: when `put` has returned, the bundle survives kill -9 and power loss, and stays until the
+coordinator has answered for it: taken (then it is durable there), or refused for good (then it is dropped,
+with its reason in refused.jsonl). Sending twice is harmless, since uploads are idempotent by digest. Bundles
+go out in the order in which they came.
+
+Who waits for whom: `put` waits for room, `flush` waits for bundles and for the coordinator, `drained` waits
+for `flush`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import Unreachable
+from prime_node.worker.backoff import Backoff
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.messages import UploadReply
+
+log = logging.getLogger(__name__)
+
+REFUSED_LINES_MAX = 1_000
+"""Refusals remembered; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: Path
+    size: int
+
+
+class Spool:
+    """A folder of bundles, oldest first. One process at a time."""
+
+    def __init__(self, folder: Path, *, bytes_max: int, clock: Clock, rng: random.Random) -> None:
+        """Takes up what the last process left. Raises LocalError."""
+        self._folder = folder
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._rng = rng
+        self._changed = asyncio.Condition()
+        self.num_uploaded = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for partial in folder.glob("*.partial"):  # never promised to anybody
+                partial.unlink()
+            found = sorted(folder.glob("*.parcel"))
+            self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
+        except OSError as error:
+            raise self._disk_fault(error) from None
+        self._next = 1 + max((int(path.name.split("-")[0]) for path in found), default=0)
+        if found:
+            log.info("%d finished bundles from last time wait to be uploaded", len(found))
+
+    @property
+    def num_bundles(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self._entries)
+
+    async def put(self, parcel: bytes) -> None:
+        """Keep a bundle. Durable when it returns; waits while the spool is full. Raises LocalError."""
+        async with self._changed:
+            if self._is_full(len(parcel)):
+                log.warning(
+                    "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
+                )
+            await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
+            path = self._folder / f"{self._next:012d}-{digest_of(parcel)[:16]}.parcel"
+            self._next += 1
+            try:
+                await asyncio.to_thread(_write_durably, path, parcel)
+            except OSError as error:
+                raise self._disk_fault(error) from None
+            self._entries.append(_Entry(path, len(parcel)))
+            self._changed.notify_all()
+
+    async def flush(self, upload: Callable[[bytes], Awaitable[UploadReply]]) -> NoReturn:
+        """Send what comes, in order, for ever. Raises LocalError, and what `upload` raises beside
+        PeerError, Unreachable."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._entries)
+            entry = self._entries[0]
+            try:
+                await self._send(entry.path, upload)
+                await asyncio.to_thread(entry.path.unlink, missing_ok=True)
+            except OSError as error:
+                raise self._disk_fault(error) from None
+            async with self._changed:
+                self._entries.popleft()
+                self._changed.notify_all()
+
+    async def drained(self) -> None:
+        """Until nothing is left to upload."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._entries)
+
+    def _is_full(self, incoming: int) -> bool:
+        """A bundle larger than the whole bound still goes into an empty spool."""
+        return bool(self._entries) and self.num_bytes + incoming > self._bytes_max
+
+    async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
+        """Until the coordinator has given an answer that stands."""
+        backoff = Backoff(self._rng)
+        parcel = await asyncio.to_thread(path.read_bytes)
+        while True:
+            try:
+                reply = await upload(parcel)
+            except (Unreachable, PeerError) as error:
+                if isinstance(error, PeerError) and not error.is_transient:
+                    await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
+                    return
+                pause_s = backoff.next_s(error)
+                log.info("bundle %s: %s; sending it again in %.1f s", path.stem, error, pause_s)
+            else:
+                self.num_uploaded += 1
+                if reply.verdict is not None and reply.verdict.reason is not None:
+                    await asyncio.to_thread(self._note_refusal, path, reply.verdict.reason, reply.verdict.detail)
+                return
+            await self._clock.sleep(pause_s)
+
+    def _note_refusal(self, path: Path, reason: str, detail: str) -> None:
+        log.warning("bundle %s was refused: %s: %s", path.stem, reason, detail)
+        notes = self._folder / "refused.jsonl"
+        line = json.dumps({"at_ms": self._clock.now_ms(), "bundle": path.stem, "reason": reason, "detail": detail})
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+        partial = notes.with_suffix(".partial")
+        partial.write_text("\n".join([*lines[1 - REFUSED_LINES_MAX :], line]) + "\n", encoding="utf-8")
+        partial.replace(notes)
+
+    def _disk_fault(self, error: OSError) -> LocalError:
+        return LocalError(f"spool {self._folder}: {error.strerror or error}; free some space or choose another folder")
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Whole and on the disk, or not there."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,72 @@
+"""What a worker is doing, for its owner: one line every few seconds, and status.json for programs
+(`prime-node up`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prime_protocol.messages import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One moment. Example: Status(worker="12D3Koo...", state=WorkerState.IDLE, policy_version=3, head=3,
+    ...)."""
+
+    worker: str
+    state: WorkerState
+    policy_version: int
+    """Held by the engine; -1 before the first."""
+    head: int
+    """Newest policy that we know of."""
+    step: int
+    tokens_per_s: float
+    rollouts_generated: int
+    rollouts_accepted: int
+    rollouts_pending: int
+    tokens_accepted: int
+    refused: dict[str, int] = field(default_factory=dict)
+    """Rollouts by reason, from the receipts."""
+    bundles_spooled: int = 0
+    bundles_uploaded: int = 0
+    leases_dropped: int = 0
+    """Handed back or expired before they were finished."""
+    coordinator_away_s: float | None = None
+    """Since when it has not answered; None while it does."""
+    waiting_for: str = ""
+    """Why nothing is being generated."""
+    notice: str = ""
+    """The coordinator's word to the contributor."""
+    ended: str = ""
+    """How the worker ended; empty while it runs."""
+    at_ms: int = 0
+
+    def line(self) -> str:
+        """For a terminal. Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | refused 3 (stale 3)
+        | spool 0`."""
+        parts = [
+            f"policy {self.policy_version} of {self.head}" if self.policy_version >= 0 else "no policy yet",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"accepted {self.rollouts_accepted:,}",
+        ]
+        if self.refused:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.refused.items()))
+            parts.append(f"refused {sum(self.refused.values()):,} ({reasons})")
+        parts.append(f"spool {self.bundles_spooled}")
+        if self.coordinator_away_s is not None:
+            parts.append(f"coordinator away for {self.coordinator_away_s:.0f} s")
+        elif self.waiting_for:
+            parts.append(f"waiting: {self.waiting_for}")
+        else:
+            parts.append(self.state.value)
+        return " | ".join(parts)
+
+
+def write_status(path: Path, status: Status) -> None:
+    """Readers see a whole file. Not durable: it is only about now."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,337 @@
+"""The follower believes nothing that does not verify, and gets there in spite of bad sources."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prime_node.broadcast.follower import Follower, Progress
+from prime_node.broadcast.part_store import PartStore
+from prime_node.ports.transport import Unreachable
+from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.manifest import PartEntry
+from prime_protocol.weights import root_of
+from tests.node.table_engine import table_weights
+from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
+
+RUN = make_run()
+
+
+def make_follower(folder: Path, *sources: MemorySource, **options: object) -> Follower:
+    named = [(f"source-{number}", source) for number, source in enumerate(sources)]
+    return Follower(RUN, named, folder, clock=JumpClock(), poll_s=0.1, rng=random.Random(1), **options)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def following(follower: Follower) -> AsyncIterator[Follower]:
+    task = asyncio.create_task(follower.follow())
+    try:
+        yield follower
+        assert not task.done(), "the follower must never end by itself"
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def settle() -> None:
+    """Let the follower poll some dozens of times."""
+    await asyncio.sleep(0.05)
+
+
+async def test_the_newest_policy_is_staged_and_intermediate_ones_are_not_downloaded(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    for version in range(5):
+        source.publish(table_weights(version))
+    async with following(make_follower(tmp_path, source)) as follower:
+        policy = await follower.wait_newer(-1)
+    assert policy.version == 4
+    assert root_of(policy.weights) == root_of(table_weights(4))
+    assert set(source.blobs_asked) == {part.digest for part in source.signed(4).manifest.parts}
+
+
+async def test_later_policies_are_followed_as_they_come(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    async with following(make_follower(tmp_path, source)) as follower:
+        for version in range(3):
+            source.publish(table_weights(version))
+            policy = await follower.wait_newer(version - 1)
+            assert root_of(policy.weights) == root_of(table_weights(version))
+        assert follower.versions() == (1, 2)
+
+
+async def test_any_policy_of_the_chain_can_be_had_by_its_number(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    for version in range(6):
+        source.publish(table_weights(version))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+        for version in (4, 1, 0, 5, 3):
+            assert root_of(await follower.weights(version)) == root_of(table_weights(version))
+        latest = follower.latest()
+        assert latest is not None
+        assert latest.version == 5
+
+
+async def test_asking_for_a_policy_waits_until_it_is_published(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    follower = make_follower(tmp_path, source)
+    waiting = asyncio.create_task(follower.weights(1))
+    await settle()
+    assert not waiting.done()
+    source.publish(table_weights(1))
+    assert root_of(await waiting) == root_of(table_weights(1))
+
+
+async def test_a_delta_is_applied_to_the_base_that_is_held(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    anchor = source.publish(table_weights(0))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+        source.publish(table_weights(1), base=(anchor, table_weights(0)))
+        policy = await follower.wait_newer(0)
+    assert root_of(policy.weights) == root_of(table_weights(1))
+    assert set(source.blobs_asked) == {p.digest for v in (0, 1) for p in source.signed(v).manifest.parts}
+
+
+async def test_a_newcomer_builds_a_delta_from_its_anchor(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    last, weights = source.publish(table_weights(0)), table_weights(0)
+    for version in (1, 2, 3):
+        last, weights = source.publish(table_weights(version), base=(last, weights)), table_weights(version)
+    async with following(make_follower(tmp_path, source)) as follower:
+        policy = await follower.wait_newer(-1)
+    assert policy.version == 3
+    assert root_of(policy.weights) == root_of(table_weights(3))
+
+
+async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    weights = {f"layer{number}": table_weights(number)["table"] for number in range(6)}
+    signed = source.publish(weights, part_bytes=1)
+    assert len(signed.manifest.parts) == 6
+
+    def cut_after_three(_: str) -> None:
+        if len(source.blobs_asked) >= 3:
+            raise Unreachable("the line is cut")
+
+    source.before_blob = cut_after_three
+    async with following(make_follower(tmp_path, source, parts_at_once=1)):
+        await settle()
+    assert len(source.blobs_asked) == 3
+    source.before_blob = lambda _: None
+    seen: list[Progress] = []
+    async with following(make_follower(tmp_path, source, on_progress=seen.append)) as follower:
+        await follower.wait_newer(-1)
+    assert sorted(source.blobs_asked) == sorted(part.digest for part in signed.manifest.parts)
+    assert seen[0] == Progress(0, 0, signed.manifest.sent_bytes)
+    assert seen[-1].bytes_done == signed.manifest.sent_bytes
+
+
+async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
+    source = MemorySource(RUN)
+    size = source.publish(table_weights(0)).manifest.parts[0].size
+    cuts = iter([False, True, False, True] + [False] * 100)
+
+    def cut(_: str) -> None:
+        if next(cuts):
+            raise Unreachable("cut")
+
+    source.before_blob = cut
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+    assert len(source.blobs_asked) == -(-size // 100)
+
+
+async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+    [path] = (tmp_path / "parts").iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    async with following(make_follower(tmp_path, source)) as follower:
+        assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
+    assert len(source.blobs_asked) == 2
+
+
+async def test_parts_of_policies_that_are_gone_are_removed_from_the_disk(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    async with following(make_follower(tmp_path, source)) as follower:
+        for version in range(6):
+            source.publish(table_weights(version))
+            await follower.wait_newer(version - 1)
+        await settle()
+        kept = {path.name for path in (tmp_path / "parts").iterdir()}
+    assert kept == {part.digest for version in (4, 5) for part in source.signed(version).manifest.parts}
+
+
+def test_the_part_store_is_bounded(tmp_path: Path) -> None:
+    store = PartStore(tmp_path, bytes_max=10)
+    first, second = b"12345678", b"abcdefgh"
+    assert store.write(digest_of(first), first)
+    assert not store.write(digest_of(second), second)
+    assert store.read(PartEntry(digest=digest_of(second), size=8)) is None
+    assert store.read(PartEntry(digest=digest_of(first), size=8)) == first
+
+
+async def test_a_manifest_of_a_stranger_is_not_followed(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    source.publish(table_weights(666), key=STRANGER)
+    async with following(make_follower(tmp_path, source)) as follower:
+        await settle()
+        assert follower.latest() is None
+        assert source.blobs_asked == []
+
+
+async def test_an_honest_source_beside_a_lying_one_is_enough(tmp_path: Path) -> None:
+    liar, honest = MemorySource(RUN), MemorySource(RUN)
+    for source in (liar, honest):
+        source.publish(table_weights(0))
+    liar.blobs = {digest: bytes(len(data)) for digest, data in liar.blobs.items()}
+    async with following(make_follower(tmp_path, liar, honest)) as follower:
+        policy = await follower.wait_newer(-1)
+    assert root_of(policy.weights) == root_of(table_weights(0))
+    assert liar.blobs_asked != []
+
+
+async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    source.away = True
+    async with following(make_follower(tmp_path, source)) as follower:
+        await settle()
+        assert follower.latest() is None
+        source.away = False
+        assert (await follower.wait_newer(-1)).version == 0
+
+
+@pytest.mark.parametrize("piece", [b"", b"short", b"x" * 10_000], ids=["empty", "short", "long"])
+async def test_ranges_of_the_wrong_length_are_refused(tmp_path: Path, piece: bytes) -> None:
+    class Sloppy(MemorySource):
+        async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+            return piece
+
+    sloppy, honest = Sloppy(RUN), MemorySource(RUN)
+    for source in (sloppy, honest):
+        source.publish(table_weights(0))
+    async with following(make_follower(tmp_path, sloppy, honest)) as follower:
+        assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
+
+
+async def test_an_older_head_is_no_rollback(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    for version in range(3):
+        source.publish(table_weights(version))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+        source.shown_head = source.manifests[1]
+        await settle()
+        latest = follower.latest()
+        assert latest is not None
+        assert latest.version == 2
+
+
+async def test_a_restart_does_not_open_the_door_to_a_rollback(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    for version in range(3):
+        source.publish(table_weights(version))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+    source.shown_head = source.manifests[0]
+    async with following(make_follower(tmp_path, source)) as follower:
+        assert (await follower.wait_newer(-1)).version == 2
+
+
+async def test_a_second_manifest_for_one_policy_is_refused_and_both_are_kept(tmp_path: Path) -> None:
+    honest, forked = MemorySource(RUN), MemorySource(RUN)
+    for source, last in ((honest, 1), (forked, 666)):
+        source.publish(table_weights(0))
+        source.publish(table_weights(last))
+    async with following(make_follower(tmp_path, honest)) as follower:
+        await follower.wait_newer(-1)
+    async with following(make_follower(tmp_path, forked)) as follower:
+        await settle()
+        latest = follower.latest()
+        assert latest is None or root_of(latest.weights) == root_of(table_weights(1))
+    evidence = {path.read_bytes() for path in (tmp_path / "evidence").iterdir()}
+    assert evidence == {honest.manifests[1].to_bytes(), forked.manifests[1].to_bytes()}
+
+
+async def test_a_fork_is_found_when_the_other_branch_goes_on(tmp_path: Path) -> None:
+    honest, forked = MemorySource(RUN), MemorySource(RUN)
+    for source, last in ((honest, 1), (forked, 666)):
+        source.publish(table_weights(0))
+        source.publish(table_weights(last))
+    forked.publish(table_weights(667))
+    async with following(make_follower(tmp_path, honest)) as follower:
+        await follower.wait_newer(-1)
+    async with following(make_follower(tmp_path, forked)) as follower:
+        await settle()
+        assert 2 not in follower.versions()
+    evidence = {path.read_bytes() for path in (tmp_path / "evidence").iterdir()}
+    assert evidence == {honest.manifests[1].to_bytes(), forked.manifests[1].to_bytes()}
+
+
+async def test_a_gap_in_the_chain_is_not_jumped(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    for version in range(2):
+        source.publish(table_weights(version))
+    async with following(make_follower(tmp_path, source)) as follower:
+        await follower.wait_newer(-1)
+        for version in range(2, 5):
+            source.publish(table_weights(version))
+        hidden = source.manifests.pop(3)
+        await settle()
+        assert 4 not in follower.versions()
+        source.manifests[3] = hidden
+        assert (await follower.wait_newer(3)).version == 4
+
+
+async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    wrong = encode_checkpoint(table_weights(5))
+    source.publish(table_weights(0), tensors=wrong.tensors, state_root=wrong.state_root)
+    async with following(make_follower(tmp_path, source)) as follower:
+        await settle()
+        assert follower.latest() is None
+        assert len(source.blobs_asked) == 1
+        with pytest.raises(PeerError, match="published broken") as caught:
+            await follower.weights(0)
+        assert caught.value.code is ErrorCode.CHAIN_BROKEN
+        source.publish(table_weights(1))
+        assert (await follower.wait_newer(-1)).version == 1
+
+
+async def test_a_policy_whose_bytes_are_gone_is_skipped_for_the_next_one(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    del source.blobs[source.signed(0).manifest.parts[0].digest]
+    async with following(make_follower(tmp_path, source)) as follower:
+        await settle()
+        source.publish(table_weights(1))
+        assert (await follower.wait_newer(-1)).version == 1
+
+
+def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+
+    async def make() -> None:
+        make_follower(tmp_path / "file")
+
+    with pytest.raises(LocalError, match="checkpoint folder"):
+        asyncio.run(make())

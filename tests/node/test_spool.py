@@ -1,0 +1,199 @@
+"""Finished work survives everything until the coordinator has it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from prime_node.ports.transport import Unreachable
+from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.messages import UploadReply
+from prime_protocol.verdict import RejectReason, Verdict
+from tests.node.worker_world import JumpClock
+
+
+def make_spool(folder: Path, *, bytes_max: int = 2**20) -> Spool:
+    return Spool(folder, bytes_max=bytes_max, clock=JumpClock(), rng=random.Random(1))
+
+
+async def flush_all(spool: Spool, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
+    task = asyncio.create_task(spool.flush(upload))
+    done = asyncio.create_task(spool.drained())
+    await asyncio.wait({task, done}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        done.cancel()
+        task.result()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+class Receiver:
+    """Takes uploads. `faults` are raised first, one for each call."""
+
+    def __init__(self, *faults: Exception) -> None:
+        self.faults = list(faults)
+        self.taken: list[bytes] = []
+
+    async def __call__(self, parcel: bytes) -> UploadReply:
+        if self.faults:
+            raise self.faults.pop(0)
+        self.taken.append(parcel)
+        return UploadReply(bundle=digest_of(parcel))
+
+
+async def test_bundles_go_out_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    spool, receiver = make_spool(tmp_path), Receiver()
+    for number in range(20):
+        await spool.put(b"bundle %d" % number)
+    await flush_all(spool, receiver)
+    assert receiver.taken == [b"bundle %d" % number for number in range(20)]
+    assert spool.num_bundles == 0
+    assert list(tmp_path.glob("*.parcel")) == []
+
+
+async def test_a_new_process_uploads_what_the_last_one_left_in_the_same_order(tmp_path: Path) -> None:
+    first = make_spool(tmp_path)
+    for number in range(12):
+        await first.put(b"%d" % number)
+    second = make_spool(tmp_path)
+    await second.put(b"new")
+    receiver = Receiver()
+    await flush_all(second, receiver)
+    assert receiver.taken == [*(b"%d" % number for number in range(12)), b"new"]
+
+
+async def test_a_coordinator_that_is_away_loses_nothing(tmp_path: Path) -> None:
+    spool = make_spool(tmp_path)
+    faults = [Unreachable("refused")] * 50 + [PeerError(ErrorCode.UNAVAILABLE, "starting")] * 3
+    receiver = Receiver(*faults)
+    await spool.put(b"a")
+    await spool.put(b"b")
+    await flush_all(spool, receiver)
+    assert receiver.taken == [b"a", b"b"]
+
+
+async def test_the_server_says_for_how_long_to_wait(tmp_path: Path) -> None:
+    clock = JumpClock()
+    spool = Spool(tmp_path, bytes_max=100, clock=clock, rng=random.Random(1))
+    await spool.put(b"a")
+    began = clock.monotonic_s()
+    await flush_all(spool, Receiver(PeerError(ErrorCode.TOO_MANY_REQUESTS, "slower", retry_after_s=20.0)))
+    assert clock.monotonic_s() - began >= 20.0
+
+
+async def test_a_refused_bundle_is_dropped_with_its_reason_and_the_next_one_goes_out(tmp_path: Path) -> None:
+    spool, receiver = make_spool(tmp_path), Receiver(PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease"))
+    await spool.put(b"bad")
+    await spool.put(b"good")
+    await flush_all(spool, receiver)
+    assert receiver.taken == [b"good"]
+    [line] = (tmp_path / "refused.jsonl").read_text().splitlines()
+    assert json.loads(line)["reason"] == "lease_unknown"
+    assert digest_of(b"bad")[:16] in json.loads(line)["bundle"]
+
+
+async def test_a_verdict_in_the_answer_is_noted(tmp_path: Path) -> None:
+    async def upload(parcel: bytes) -> UploadReply:
+        return UploadReply(bundle=digest_of(parcel), verdict=Verdict.refuse(RejectReason.STALE, "step 3 is trained"))
+
+    spool = make_spool(tmp_path)
+    await spool.put(b"late")
+    await flush_all(spool, upload)
+    assert '"stale"' in (tmp_path / "refused.jsonl").read_text()
+
+
+async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
+    notes = tmp_path / "refused.jsonl"
+    notes.write_text("".join(f'{{"old": {number}}}\n' for number in range(REFUSED_LINES_MAX)))
+    spool = make_spool(tmp_path)
+    await spool.put(b"bad")
+    await flush_all(spool, Receiver(PeerError(ErrorCode.WRONG_RUN, "another run")))
+    lines = notes.read_text().splitlines()
+    assert len(lines) == REFUSED_LINES_MAX
+    assert "wrong_run" in lines[-1]
+    assert '"old": 1}' in lines[0]
+
+
+async def test_a_full_spool_makes_the_generator_wait(tmp_path: Path) -> None:
+    spool = make_spool(tmp_path, bytes_max=100)
+    await spool.put(b"x" * 80)
+    waiting = asyncio.create_task(spool.put(b"y" * 80))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    receiver = Receiver()
+    await flush_all(spool, receiver)
+    await waiting
+    assert receiver.taken[0] == b"x" * 80
+
+
+async def test_a_bundle_larger_than_the_bound_still_goes_into_an_empty_spool(tmp_path: Path) -> None:
+    spool = make_spool(tmp_path, bytes_max=10)
+    await spool.put(b"z" * 1_000)
+    assert spool.num_bytes == 1_000
+
+
+async def test_half_a_bundle_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "000000000001-0123456789abcdef.partial").write_bytes(b"half")
+    spool = make_spool(tmp_path)
+    assert spool.num_bundles == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_other_errors_end_the_flush_and_keep_the_bundle(tmp_path: Path) -> None:
+    class Fault(Exception):
+        pass
+
+    spool = make_spool(tmp_path)
+    await spool.put(b"kept")
+    with pytest.raises(Fault):
+        await flush_all(spool, Receiver(Fault()))
+    assert make_spool(tmp_path).num_bundles == 1
+
+
+def test_a_spool_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(LocalError, match="choose another folder"):
+        make_spool(tmp_path / "file")
+
+
+KILLED = """
+import asyncio, os, random, signal, sys
+from pathlib import Path
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.worker.spool import Spool
+
+async def main():
+    spool = Spool(Path(sys.argv[1]), bytes_max=2**30, clock=SystemClock(), rng=random.Random(1))
+    for number in range(1_000_000):
+        await spool.put(b"%d" % number)
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    promised = [int(child.stdout.readline()) for _ in range(20)]
+    child.kill()
+    promised += [int(line) for line in child.stdout.read().split()]
+    child.wait()
+    child.stdout.close()
+    receiver = Receiver()
+    await flush_all(make_spool(tmp_path, bytes_max=2**30), receiver)
+    uploaded = [int(parcel) for parcel in receiver.taken]
+    assert uploaded[: len(promised)] == promised
+    assert uploaded == sorted(set(uploaded))

@@ -1,0 +1,324 @@
+"""A run in memory: real keys, envelopes, manifests, leases and checks, without a network.
+
+`MemoryCoordinator` is a small honest coordinator with a validator inside; `MemorySource` a mirror that can be made to fail
+or lie. `JumpClock` never waits: whoever sleeps finds that the time has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import (
+    BasePolicy,
+    CheckpointKind,
+    Manifest,
+    Provenance,
+    SignedManifest,
+    sign_manifest,
+)
+from prime_protocol.messages import (
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseRequest,
+    LeaveRequest,
+    NotYet,
+    ReceiptList,
+    ReceiptsRequest,
+    ReturnLeaseRequest,
+    UploadReply,
+)
+from prime_protocol.parcel import open_parcel
+from prime_protocol.rollout import RolloutHeader, parse_body
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
+from prime_protocol.verify import check_assignment, judge, measure
+from prime_protocol.weights import Weights
+from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
+
+ROOT, COORDINATOR, TRAINER, WORKER, STRANGER = (SigningKey(bytes([number]) * 32) for number in range(1, 6))
+MODEL_FILES = {"config.json": b'{"model_type": "table"}', "tokenizer.json": b"{}"}
+
+
+class JumpClock:
+    """Implements ports.clock.Clock. Time moves when somebody sleeps, by as much as he sleeps."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000_000.0
+
+    def now_ms(self) -> int:
+        return int(self.seconds * 1_000)
+
+    def monotonic_s(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        until = self.seconds + max(0.0, seconds)
+        await asyncio.sleep(0.0005)
+        self.seconds = max(self.seconds, until)
+
+
+def make_run(**changes: object) -> PinnedRun:
+    """A signed, pinned RunSpec. Leases last for ever unless said otherwise, since JumpClock runs fast."""
+    fields: dict[str, object] = {
+        "name": "test",
+        "created_at_ms": 0,
+        "keys": RoleKeys(
+            root=(ROOT.key_id,),
+            coordinator=(COORDINATOR.key_id,),
+            trainer=(TRAINER.key_id,),
+            validator=(COORDINATOR.key_id,),
+        ),
+        "model_files": tuple(
+            ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in MODEL_FILES.items()
+        ),
+        "vocab_size": VOCAB_SIZE,
+        "environments": (EnvironmentSpec(name="toy", id="toy"),),
+        "sampling": Sampling(completion_tokens_max=8, stop_token_ids=(STOP_TOKEN,)),
+        "max_steps": 1_000,
+        "groups_per_step": 2,
+        "rollouts_per_group": 4,
+        "lease_seconds": 1e6,
+    }
+    envelope = seal(RunSpec.model_validate(fields | changes), PayloadType.RUN_SPEC, ROOT)
+    return open_run_spec(envelope, pinned=envelope.digest)
+
+
+class MemorySource:
+    """Implements ports.transport.CheckpointSource, and publishes. Its public attributes may be spoilt by a test."""
+
+    def __init__(self, run: PinnedRun) -> None:
+        self.run = run
+        self.manifests: dict[int, Envelope] = {}
+        self.blobs = {digest_of(data): data for data in MODEL_FILES.values()}
+        self.shown_head: Envelope | None = None
+        self.away = False
+        self.blobs_asked: list[str] = []
+        self.before_blob: Callable[[str], None] = lambda _: None
+
+    def publish(
+        self,
+        weights: Weights,
+        *,
+        base: tuple[SignedManifest, Weights] | None = None,
+        previous: SignedManifest | None = None,
+        key: SigningKey = TRAINER,
+        part_bytes: int = 2**24,
+        **changes: object,
+    ) -> SignedManifest:
+        """The next policy, after `previous` or after what is published; an anchor unless `base` is given."""
+        if previous is None and self.manifests:
+            previous = self.signed(max(self.manifests))
+        version = 0 if previous is None else previous.manifest.policy_version + 1
+        encoded = encode_checkpoint(weights, None if base is None else base[1], part_bytes=part_bytes)
+        fields: dict[str, object] = {
+            "run": self.run.digest,
+            "policy_version": version,
+            "kind": CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
+            "base": None
+            if base is None
+            else BasePolicy(policy_version=base[0].manifest.policy_version, state_root=base[0].manifest.state_root),
+            "previous": None if previous is None else previous.digest,
+            "model_config_digest": digest_of(MODEL_FILES["config.json"]),
+            "state_root": encoded.state_root,
+            "tensors": encoded.tensors,
+            "parts": encoded.part_entries,
+            "chunks": encoded.chunks,
+            "produced_by": Provenance(step=version - 1, optimizer_steps=version, batch=None, software="test"),
+            "created_at_ms": 0,
+        }
+        signed = sign_manifest(Manifest.model_validate(fields | changes), key)
+        self.blobs |= {digest_of(part): part for part in encoded.parts}
+        self.manifests[version] = self.shown_head = signed.envelope
+        return signed
+
+    def signed(self, policy_version: int) -> SignedManifest:
+        envelope = self.manifests[policy_version]
+        return SignedManifest(parse_json(envelope.payload, Manifest), envelope.digest, envelope)
+
+    def save(self, folder: Path) -> None:
+        """The published layout on a disk."""
+        (folder / "manifests").mkdir(parents=True)
+        (folder / "run.json").write_bytes(self.run.envelope.to_bytes())
+        for version, envelope in self.manifests.items():
+            (folder / f"manifests/{version:08d}.json").write_bytes(envelope.to_bytes())
+        if self.shown_head is not None:
+            (folder / "head.json").write_bytes(self.shown_head.to_bytes())
+        for digest, data in self.blobs.items():
+            path = folder / "blobs" / digest[:2] / digest
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    async def run_spec(self) -> Envelope:
+        self._check_reachable()
+        return self.run.envelope
+
+    async def head(self) -> Envelope | None:
+        self._check_reachable()
+        return self.shown_head
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        self._check_reachable()
+        if policy_version not in self.manifests:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
+        return self.manifests[policy_version]
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        self._check_reachable()
+        self.before_blob(digest)
+        self.blobs_asked.append(digest)
+        if digest not in self.blobs:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest}")
+        return self.blobs[digest][start:end]
+
+    def _check_reachable(self) -> None:
+        if self.away:
+            raise Unreachable("connection refused")
+
+
+class MemoryCoordinator(MemorySource):
+    """Implements ports.transport.WorkerPort for one worker, WORKER, and judges what it uploads at once."""
+
+    def __init__(self, run: PinnedRun, clock: JumpClock) -> None:
+        super().__init__(run)
+        self.clock = clock
+        self.policies: dict[int, Weights] = {}
+        self.joined = 0
+        self.known = False
+        self.left = False
+        self.draining = False
+        self.ban_reason: str | None = None
+        self.clock_ahead_s = 0.0
+        self.leases: dict[str, Lease] = {}
+        self.returned: list[str] = []
+        self.verdicts: dict[str, Verdict] = {}
+        self.receipt_envelopes: list[str] = []
+        self.leases_max = 10**9
+        self.after_upload: Callable[[], None] = lambda: None
+        self._slot = 0
+
+    def publish_policy(self, weights: Weights) -> SignedManifest:
+        signed = self.publish(weights)
+        self.policies[signed.manifest.policy_version] = weights
+        return signed
+
+    @property
+    def accepted(self) -> int:
+        return sum(verdict.accepted for verdict in self.verdicts.values())
+
+    async def join(self, request: JoinRequest) -> JoinReply:
+        self._check_reachable()
+        self._check_ban()
+        self.known = True
+        self.joined += 1
+        return JoinReply(step=0, head=max(self.manifests, default=-1), server_time_ms=self._now_ms())
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        self._check_worker()
+        return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining)
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        self._check_worker()
+        await asyncio.sleep(0)
+        if len(self.leases) >= self.leases_max:
+            return NotYet(reason="no work left", retry_after_s=0.5)
+        seeds = iter(range(self._slot * 1_000, (self._slot + 2) * 1_000))
+        groups = tuple(
+            GroupAssignment(
+                slot=self._slot + number,
+                problem=Problem(environment="toy", index=self._slot + number),
+                prompt_token_ids=(1 + (self._slot + number) % 8,),
+                seeds=tuple(next(seeds) for _ in range(self.run.spec.rollouts_per_group)),
+            )
+            for number in range(max(1, min(2, request.rollouts_max // self.run.spec.rollouts_per_group)))
+        )
+        self._slot += len(groups)
+        lease = Lease(
+            run=self.run.digest,
+            lease_id=digest_of(str(self._slot).encode()),
+            worker=WORKER.key_id,
+            step=request.policy_version,
+            policy_version=request.policy_version,
+            policy_digest=request.policy_digest,
+            groups=groups,
+            sampling=self.run.spec.sampling,
+            issued_at_ms=self._now_ms(),
+            expires_at_ms=self._now_ms() + int(self.run.spec.lease_seconds * 1_000),
+        )
+        self.leases[lease.lease_id] = lease
+        return seal(lease, PayloadType.LEASE, COORDINATOR)
+
+    async def return_lease(self, request: ReturnLeaseRequest) -> None:
+        self._check_worker()
+        self.returned.append(request.lease_id)
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        self._check_worker()
+        bundle = digest_of(parcel)
+        if bundle not in self.verdicts:
+            opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
+            header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=[WORKER.key_id]), RolloutHeader)
+            self.verdicts[bundle] = verdict = self._judge(header, opened.check_body(header))
+            self._write_receipt(bundle, header, verdict)
+        self.after_upload()
+        return UploadReply(bundle=bundle, verdict=None)
+
+    async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
+        self._check_worker()
+        return ReceiptList(
+            receipts=tuple(self.receipt_envelopes[request.after :]), next=len(self.receipt_envelopes)
+        )
+
+    async def leave(self, request: LeaveRequest) -> None:
+        self._check_worker()
+        self.left, self.known = True, False
+
+    def _judge(self, header: RolloutHeader, body: memoryview) -> Verdict:
+        rollouts = parse_body(header, body, self.run.spec.limits)
+        lease = self.leases.get(header.lease_id)
+        if lease is None or self._now_ms() > lease.expires_at_ms:
+            return Verdict.refuse(RejectReason.LEASE_EXPIRED)
+        verdict = check_assignment(header, rollouts, lease, vocab_size=VOCAB_SIZE)
+        if not verdict.accepted:
+            return verdict
+        measured = measure(rollouts, prefill(self.policies[lease.policy_version], lease, rollouts))
+        return judge(measured, self.run.spec.checks)
+
+    def _write_receipt(self, bundle: str, header: RolloutHeader, verdict: Verdict) -> None:
+        receipt = Receipt(
+            run=self.run.digest,
+            worker=WORKER.key_id,
+            lease_id=header.lease_id,
+            bundle=bundle,
+            step=header.step,
+            policy_version=header.policy_version,
+            num_rollouts=header.num_rollouts,
+            num_tokens=8,
+            status=BundleStatus.ACCEPTED if verdict.accepted else BundleStatus.REFUSED,
+            reason=verdict.reason,
+            at_ms=self._now_ms(),
+        )
+        self.receipt_envelopes.append(seal(receipt, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode())
+
+    def _check_worker(self) -> None:
+        self._check_reachable()
+        self._check_ban()
+        if not self.known:
+            raise PeerError(ErrorCode.UNKNOWN_WORKER, "join first")
+
+    def _check_ban(self) -> None:
+        if self.ban_reason is not None:
+            raise PeerError(ErrorCode.BANNED, self.ban_reason)
+
+    def _now_ms(self) -> int:
+        return self.clock.now_ms() + int(self.clock_ahead_s * 1_000)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from itertools import product
+
+from prime_protocol import step
+from prime_protocol.step import StepFault
+
+
+def test_a_policy_serves_its_own_step_and_the_next_k() -> None:
+    for number, version, k in product(range(12), range(-3, 14), range(5)):
+        assert step.admits(number, version, k) == (version in range(max(0, number - k), number + 1))
+
+
+def test_oldest_policy_and_newest_step_are_the_edges_of_the_rule() -> None:
+    for number, k in product(range(12), range(5)):
+        oldest = step.oldest_policy(number, k)
+        assert step.admits(number, oldest, k)
+        assert not step.admits(number, oldest - 1, k)
+        newest = step.newest_step(number, k)
+        assert step.admits(newest, number, k)
+        assert not step.admits(newest + 1, number, k)
+        assert step.lag(newest, number) == k
+
+
+def test_check_agrees_with_the_definition_on_every_small_case() -> None:
+    """An admissible rollout is one that the rule admits, of a policy that exists, for a step not trained yet."""
+    for number, version, k, now in product(range(9), range(-2, 10), range(4), range(7)):
+        fault = step.check(number, version, async_level=k, current_step=now)
+        admissible = step.admits(number, version, k) and number >= now and version <= now
+        assert (fault is None) == admissible, (number, version, k, now)
+        if number < now or number - version > k:
+            assert fault is StepFault.STALE
+        elif not admissible:
+            assert fault is StepFault.FUTURE
+
+
+def test_a_rollout_from_a_future_step_is_refused() -> None:
+    assert step.check(6, 4, async_level=2, current_step=4) is None
+    assert step.check(7, 5, async_level=2, current_step=4) is StepFault.FUTURE
+
+
+def test_a_policy_that_does_not_exist_yet_is_refused() -> None:
+    assert step.check(5, 5, async_level=2, current_step=4) is StepFault.FUTURE
+
+
+def test_a_rollout_for_a_trained_step_is_stale() -> None:
+    assert step.check(3, 3, async_level=2, current_step=4) is StepFault.STALE
