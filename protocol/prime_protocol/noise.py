@@ -35,7 +35,7 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
 
     Returns float32 [B, V]. Example: gumbel_noise([7], [0], 264) is the noise of the first token of the completion with seed 7.
     """
-    prefixes = np.array([_prefix(seed, position) for seed, position in zip(seeds, positions, strict=True)], dtype=_U32)
+    prefixes = hash_prefixes(seeds, positions)
     return _to_gumbel(_finish(prefixes[:, None] ^ _token_words(vocab_size)[None, :]))
 
 
@@ -43,19 +43,20 @@ def gumbel_of_tokens(
     seeds: Sequence[int], positions: Sequence[int], token_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
     """Noise for chosen tokens only. token_ids [B, K]; returns float32 [B, K], equal to the columns of `gumbel_noise`."""
-    prefixes = np.array([_prefix(seed, position) for seed, position in zip(seeds, positions, strict=True)], dtype=_U32)
+    prefixes = hash_prefixes(seeds, positions)
     return _to_gumbel(_finish(prefixes[:, None] ^ _scramble(token_ids.astype(_U32))))
 
 
-def _prefix(seed: int, position: int) -> int:
-    """The hash state after the three words that all tokens of one position share."""
-    state = 0
-    for word in (seed & _MASK, (seed >> 32) & _MASK, position & _MASK):
-        word = (word * 0xCC9E2D51) & _MASK
-        word = ((word << 15) | (word >> 17)) & _MASK
-        state ^= (word * 0x1B873593) & _MASK
-        state = ((state << 13) | (state >> 19)) & _MASK
-        state = (state * 5 + 0xE6546B64) & _MASK
+def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """The hash state after the three words that all tokens of one position share, for each of B (seed, position) pairs."""
+    seeds_B = np.array(seeds, dtype=np.uint64)
+    positions_B = np.array(positions, dtype=np.uint64)
+    assert seeds_B.shape == positions_B.shape
+    state = np.zeros(len(seeds_B), dtype=_U32)
+    for words in (seeds_B & np.uint64(_MASK), seeds_B >> np.uint64(32), positions_B & np.uint64(_MASK)):
+        state ^= _scramble(words.astype(_U32))
+        state = (state << _U32(13)) | (state >> _U32(19))
+        state = state * _U32(5) + _U32(0xE6546B64)
     return state
 
 

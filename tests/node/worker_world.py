@@ -163,7 +163,7 @@ class MemorySource:
         self._check_reachable()
         return self.run.envelope
 
-    async def head(self) -> Envelope | None:
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
         self._check_reachable()
         return self.shown_head
 

@@ -1,8 +1,8 @@
 """The web server on aiohttp.
 
-aiohttp closes neither a stalled header nor a stalled body by itself, decompresses request bodies, and its size limit does not hold
-for streamed ones. So here: `_GuardedHandler` gives each connection a time to send its next header; `_read_body` counts the bytes as
-they come, demands a minimum speed and refuses compressed bodies; the number of connections and the memory for bodies are bounded.
+aiohttp closes neither a stalled header nor a stalled body by itself, decompresses request bodies, and its size limit does not
+hold for streamed ones. So here: `_GuardedHandler` gives each connection a time to send its next header; `_read_body` counts the
+bytes as they come, demands a minimum speed and refuses compressed bodies; connections and the memory for bodies are bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerErro
 log = logging.getLogger(__name__)
 
 HEADER_S_MAX = 75.0
-"""From the start of a connection, or its last answer, to the end of the next header. It is also how long an idle connection is kept."""
+"""From the start of a connection, or its last answer, to the end of the next header. An idle connection is kept as long."""
 BODY_GRACE_S = 20.0
 BODY_BYTES_PER_S_MIN = 16 * 2**10
 """A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
@@ -156,10 +156,10 @@ class _GuardedHandler(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
         assert self._manager is not None
+        assert self.transport is not None  # uvloop's transports are no subclasses of asyncio.Transport
         if len(self._manager.connections) > CONNECTIONS_MAX:
-            transport.abort()
+            self.transport.abort()
             return
         self.answered()
 

@@ -5,7 +5,8 @@
     FOLDER/.partial/...      being written; emptied when the folder is opened
 
 Write to a temporary name, fsync, rename, fsync the folder: a reader sees all of a file or none, and what `put` has returned for
-survives. (obstore's local store renames too, but syncs neither file nor folder, so it does for caches and not for this. It is the way to S3.)
+survives. (obstore's local store renames too, but syncs neither file nor folder: good for caches, not for this. It is the way
+to S3.)
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class FolderSource:
     async def run_spec(self) -> Envelope:
         return await self._envelope("run.json")
 
-    async def head(self) -> Envelope | None:
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no news to wait for
         try:
             return await self._envelope("head.json")
         except PeerError as error:

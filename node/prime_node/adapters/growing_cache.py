@@ -12,13 +12,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class GrowingLayer(CacheLayerMixin):
+class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, [B, heads, columns, size], of which the first `length` columns are in use."""
 
     is_sliding = False
 
     def __init__(self, spare: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._spare = spare
         self._length = 0
         self._buffers: list[torch.Tensor] = []

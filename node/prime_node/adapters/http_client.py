@@ -115,9 +115,11 @@ class HttpClient:
         _, body, _ = await self._exchange("GET", "/v1/run", bytes_max=bytes_max)
         return open_envelope(body, bytes_max=bytes_max)
 
-    async def head(self) -> Envelope | None:
-        known = {"If-None-Match": self._head[0]} if self._head else {}
-        status, body, headers = await self._exchange("GET", "/v1/head", headers=known)
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        sent = {"If-None-Match": self._head[0]} if self._head else {}
+        if wait_s >= 1.0:
+            sent["Prefer"] = f"wait={int(wait_s)}"
+        status, body, headers = await self._exchange("GET", "/v1/head", headers=sent, wait_s=wait_s)
         if status == 204:
             return None
         if status == 304 and self._head:

@@ -1,12 +1,16 @@
-"""Weights as torch tensors. bf16 travels as the unsigned integers of its bit patterns; here it becomes torch's own type."""
+"""Weights as torch tensors, and back. bf16 travels as the integers of its bit patterns; here it is torch's own type."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from prime_protocol.weights import WeightTensor
+from prime_protocol.weights import Weights, WeightTensor
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_BIT_PATTERNS = {2: torch.uint16, 4: torch.uint32}
+"""Bytes of an element -> the type that its bits travel as."""
 
 
 def to_torch(tensor: WeightTensor) -> torch.Tensor:
@@ -16,3 +20,28 @@ def to_torch(tensor: WeightTensor) -> torch.Tensor:
     # torch warns when it is handed memory that it may not write to.
     data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()
     return torch.from_numpy(data).view(_TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def to_weights(tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: str) -> Weights:
+    """Copies, rounded to `dtype`: later changes of the tensors do not reach them."""
+    weights: dict[str, WeightTensor] = {}
+    for name, tensor in tensors:
+        rounded = torch.empty(tensor.shape, dtype=_TORCH_DTYPES[dtype])
+        rounded.copy_(tensor.detach())
+        bits = rounded.view(-1).view(_BIT_PATTERNS[rounded.element_size()])
+        weights[name] = WeightTensor(dtype, tuple(tensor.shape), bits.numpy())
+    return weights
+
+
+def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> None:
+    """Overwrite every parameter in place. Raises ValueError, before anything is written, where names or shapes differ."""
+    targets = dict(parameters)
+    missing, unknown = sorted(targets.keys() - weights.keys()), sorted(weights.keys() - targets.keys())
+    if missing or unknown:
+        raise ValueError(f"the weights lack {missing[:3]} and the model lacks {unknown[:3]}")
+    for name, target in targets.items():
+        if tuple(target.shape) != weights[name].shape:
+            raise ValueError(f"{name} has shape {weights[name].shape}, the model's is {tuple(target.shape)}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(to_torch(weights[name]))

@@ -33,6 +33,8 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+HEAD_WAIT_S = 10.0
+"""A source that can may hold the question for the newest policy this long."""
 PAUSE_S_MAX = 15.0
 """Between attempts at a policy that nobody gives."""
 
@@ -147,10 +149,12 @@ class Follower:
         started: int | None = None
         pause_s = self._poll_s
         while True:
-            await self._heads.look()
+            asked_s = self._clock.monotonic_s()
+            await self._heads.look(wait_s=HEAD_WAIT_S)
             started = self._target(started)
             if started is None:
-                await self._clock.sleep(self._poll_s)
+                # A source that held the question has waited for us; one that cannot is asked again after a pause.
+                await self._clock.sleep(max(0.0, self._poll_s - (self._clock.monotonic_s() - asked_s)))
                 continue
             try:
                 await self._take(await self._heads.manifest(started))

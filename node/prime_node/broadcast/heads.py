@@ -44,9 +44,13 @@ class Heads:
         """Policy version of the head; -1 before the first."""
         return -1 if self.chain.head is None else self.chain.head.manifest.policy_version
 
-    async def look(self) -> None:
-        """Ask every source that does not rest for its head, and follow the highest that holds."""
-        await asyncio.gather(*(self._look_at(named) for named in self._pool.ready()))
+    async def look(self, *, wait_s: float = 0.0) -> None:
+        """Ask every source that does not rest for its head, and follow the highest that holds.
+
+        The preferred source may hold the question for `wait_s` until there is news; the others are asked at once.
+        """
+        waits = [wait_s, *[0.0] * len(self._pool.ready())]
+        await asyncio.gather(*(self._look_at(named, wait_s=wait) for named, wait in zip(self._pool.ready(), waits)))
 
     async def manifest(self, policy_version: int) -> SignedManifest:
         """A manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""
@@ -57,9 +61,9 @@ class Heads:
             await self._fetch(self.chain.lowest)
         return await self._fetch(policy_version)
 
-    async def _look_at(self, named: NamedSource) -> None:
+    async def _look_at(self, named: NamedSource, *, wait_s: float) -> None:
         try:
-            envelope = await named.source.head()
+            envelope = await named.source.head(wait_s=wait_s)
             if envelope is not None and not self._is_head(envelope):
                 await self._consider(named, await self._open(envelope))
             self._pool.succeeded(named)

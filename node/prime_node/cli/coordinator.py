@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_node.cli.new import write_join_link
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.run_dir import RunDir
+from prime_node.cli.run_dir import RunDir, load_key
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.config import CoordinatorConfig
 
 
 def coordinator(
@@ -35,3 +39,22 @@ def coordinator(
             grace_s=settings.grace_seconds + 5.0,
         )
     )
+
+
+async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asyncio.Event) -> int:
+    from prime_node.cli import wire
+    from prime_node.coordinator.daemon import serve
+
+    pinned = run_dir.load_run()
+    parts = await wire.coordinator_parts(
+        pinned,
+        load_key(run_dir.key("coordinator")),
+        settings,
+        folder=run_dir.coordinator,
+        public=run_dir.public,
+        model=run_dir.model,
+    )
+    if not run_dir.join_link_file.exists():
+        write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port}")
+    await serve(parts, stop)
+    return 0

@@ -34,7 +34,7 @@ def progress_of(
         evaluation=_evaluation(rows),
         sent_bytes=int(status.get("bytes_published", 0)),
         rows=[_row(name, state, workers.get(name), trained) for name, state in processes.items()],
-        waiting_for=str(status.get("waiting_for", "")),
+        waiting_for=next(iter(status.get("waiting_for", ())), ""),
         refused=status.get("rollouts", {}).get("refused", {}),
     )
 
@@ -62,7 +62,7 @@ def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained
         idle = recent(trained, "idle_share") if name == "trainer" else None
         return Row(name, state, "" if idle is None else f"idle {idle:.0%}")
     refused: Mapping[str, int] = worker.get("refused", {})
-    ban = worker.get("ban")
+    ban = worker.get("banned")
     note = f"banned at step {ban['step']}: {ban['reason']}" if ban else ""
     return Row(
         name,

@@ -88,23 +88,24 @@ async def _join(
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await fetch_run(client, link.run, clock=clock, rng=rng)
+            run = await fetch_run(client, link.run, clock=clock, rng=rng)  # waits for a coordinator that is away
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, folder / "model")
-            engine = await wire.engine(settings.engine, model, run, threads=settings.threads, cheat=cheat)
+            engine = await wire.engine(settings, model, run, cheat=cheat)
             try:
-                worker = Worker(
-                    run=run,
-                    config=settings,
-                    key=key,
-                    coordinator=client,
-                    engine=engine,
-                    follower=wire.worker_follower(run, client, folder, settings, on_progress=on_progress),
-                    folder=folder,
-                    clock=clock,
-                    rng=rng,
-                )
-                return (await run_worker(worker, stop)).exit_code
+                async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
+                    worker = Worker(
+                        run=run,
+                        config=settings,
+                        key=key,
+                        coordinator=client,
+                        engine=engine,
+                        follower=follower,
+                        folder=folder,
+                        clock=clock,
+                        rng=rng,
+                    )
+                    return (await run_worker(worker, stop)).exit_code
             finally:
                 await engine.close()
 

@@ -21,9 +21,9 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
     """Print and write the summary. Returns 0, or 1 where the chain does not verify."""
     rows = read_json_lines(run_dir.trainer_metrics)
     bans = [
-        {"worker": worker["name"], **worker["ban"]}
+        {"worker": worker["name"], **worker["banned"]}
         for worker in status.get("workers", ())
-        if worker.get("ban") is not None
+        if worker.get("banned") is not None
     ]
     report = await wire.audit_folder(run_dir.public, run, chain=True)
     summary = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 
 import typer
 
@@ -39,14 +40,16 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run as run_validator
+    from prime_node.worker.session import fetch_run
 
     settings = options.load(ValidatorConfig)
-    async with wire.connect(place.link, place.key) as (client, pinned):
+    clock = wire.clock()
+    async with wire.client(place.link, place.key) as client:
+        pinned = await fetch_run(client, place.link.run, clock=clock, rng=random.Random())
+        client.bounds = pinned.spec.limits
         model = await wire.model_folder(client, pinned, place.folder / "model")
-        follower = wire.follower(
-            pinned, client, place.folder, policies_kept=max(settings.policies_kept, pinned.spec.async_level + 2)
-        )
-        tokenizer = wire.tokenizer(model)
+        kept = max(settings.policies_kept, pinned.spec.async_level + 2)
+        follower = wire.follower(pinned, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
         scorer = wire.scorer(model, dtype=settings.dtype, threads=settings.threads)
         following = asyncio.create_task(follower.follow())
         try:
@@ -56,11 +59,11 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                     config=settings,
                     coordinator=client,
                     scorer=scorer,
-                    environments=wire.environments(pinned.spec, tokenizer),
-                    tokenizer=tokenizer,
+                    environments=wire.environments(pinned.spec),
+                    tokenizer=wire.tokenizer(model),
                     policy=follower.weights,
                     policy_versions=follower.versions,
-                    clock=wire.clock(),
+                    clock=clock,
                 ),
                 stop,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +12,21 @@ from urllib.parse import urlsplit, urlunsplit
 
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
-from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec, open_run_spec
+from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
     from prime_node.adapters.folder_source import FolderSource
     from prime_node.adapters.http_client import HttpClient
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.broadcast.audit import AuditReport
-    from prime_node.broadcast.follower import Follower
+    from prime_node.broadcast.follower import Follower, Progress
+    from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.coordinator.daemon import Parts
+    from prime_node.coordinator.new_run import PretrainedModel, TinyModel
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
+    from prime_node.ports.transport import CheckpointSource
+    from prime_node.worker.config import WorkerConfig
 
 
 def clock() -> SystemClock:
@@ -33,15 +38,11 @@ def clock() -> SystemClock:
 # Where things come from
 
 
-@contextlib.asynccontextmanager
-async def connect(link: JoinLink, key: SigningKey | None) -> AsyncIterator[tuple[HttpClient, PinnedRun]]:
-    """A client of the coordinator, and the run, checked against the link. Raises PeerError or Unreachable."""
+def client(link: JoinLink, key: SigningKey) -> HttpClient:
+    """A role's client of the coordinator; to be used as a context manager."""
     from prime_node.adapters.http_client import HttpClient
 
-    async with HttpClient(link.url, run=link.run, clock=clock(), key=key) as client:
-        pinned = open_run_spec(await client.run_spec(), pinned=link.run)
-        client.bounds = pinned.spec.limits
-        yield client, pinned
+    return HttpClient(link.url, run=link.run, clock=clock(), key=key)
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +86,146 @@ async def get_json(url: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else {}
 
 
-def follower(run: PinnedRun, client: HttpClient, folder: Path, *, policies_kept: int) -> Follower:
+# What a run is made of
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    """The files of a new run's model, and what the RunSpec says about it."""
+
+    files: dict[str, bytes]
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+
+
+def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewModel:
+    """Put configuration and tokenizer of the run's model into `folder`. Raises LocalError."""
+    from prime_node.coordinator.new_run import TinyModel
+
+    try:
+        if isinstance(model, TinyModel):
+            from prime_node.adapters.tiny_model import model_files
+
+            files = model_files(**model.model_dump(exclude={"kind"}))
+        else:
+            from prime_node.adapters.pretrained_model import model_files as pretrained_files
+
+            files = pretrained_files(model.name_or_path)
+    except ValueError as error:
+        raise LocalError(f"[run.model] {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    read = tokenizer(folder)
+    return NewModel(files, read.vocab_size, (read.stop_token_id,))
+
+
+async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
+    """The run's configuration and tokenizer, verified."""
+    from prime_node.broadcast.model_files import fetch_model_files
+
+    return await fetch_model_files(source, run, folder)
+
+
+def tokenizer(model: Path) -> Tokenizer:
+    from prime_node.adapters.hf_tokenizer import HfTokenizer
+
+    return HfTokenizer(model)
+
+
+def environments(spec: RunSpec) -> dict[str, Environment]:
+    """All environments of a run, by name. Raises LocalError."""
+    from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
+
+    def reasoning_gym(environment: EnvironmentSpec) -> Environment:
+        try:
+            from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
+        except ImportError as error:
+            raise missing_extra("envs", "reasoning-gym environments", error) from None
+        return from_source(ReasoningGymSource)(environment)
+
+    def jsonl(environment: EnvironmentSpec) -> Environment:
+        from prime_node.envs.jsonl import JsonlSource
+
+        return from_source(JsonlSource)(environment)
+
+    factories: dict[str, EnvironmentFactory] = {"reasoning_gym": reasoning_gym, "jsonl": jsonl}
+    return {environment.name: build_environment(environment, factories) for environment in spec.environments}
+
+
+def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
+    return LocalError(f'{purpose} need the extra {extra!r} ({error}); install it: pip install "prime-node[{extra}]"')
+
+
+# The roles' parts
+
+
+async def coordinator_parts(
+    run: PinnedRun, key: SigningKey, settings: CoordinatorConfig, *, folder: Path, public: Path, model: Path
+) -> Parts:
+    """State in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
+    try:
+        from prime_node.adapters.aiohttp_server import AiohttpServer
+        from prime_node.adapters.folder_blobs import FolderBlobs, FolderDocuments
+        from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+        from prime_node.adapters.sqlite_store import open_sqlite
+    except ImportError as error:
+        raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
+    from prime_node.coordinator.daemon import Parts
+
+    blobs = FolderBlobs(public / "blobs")
+    for file in run.spec.model_files:
+        await blobs.put((model / file.name).read_bytes())
+    return Parts(
+        run=run,
+        key=key,
+        config=settings,
+        clock=clock(),
+        store=await open_sqlite(folder / "state.sqlite"),
+        bundles=FolderBlobs(folder / "bundles"),
+        public=blobs,
+        published=FolderDocuments(public),
+        private=FolderDocuments(folder / "evidence"),
+        web=AiohttpServer(),
+        metrics=PrometheusMetrics(),
+        environments=environments(run.spec),
+        tokenizer=tokenizer(model),
+    )
+
+
+def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float, policies_kept: int) -> Follower:
     from prime_node.broadcast.follower import Follower
 
-    return Follower(run, [(client.url, client)], folder / "checkpoints", clock=clock(), policies_kept=policies_kept)
+    sources = [(client.url, client)]
+    return Follower(run, sources, folder / "checkpoints", clock=clock(), poll_s=poll_s, policies_kept=policies_kept)
+
+
+@contextlib.asynccontextmanager
+async def worker_follower(
+    run: PinnedRun,
+    client: HttpClient,
+    folder: Path,
+    settings: WorkerConfig,
+    *,
+    on_progress: Callable[[Progress], None],
+) -> AsyncIterator[Follower]:
+    """Follows the coordinator and the mirrors that the contributor names."""
+    from prime_node.adapters.http_client import HttpClient
+    from prime_node.broadcast.follower import Follower
+
+    async with contextlib.AsyncExitStack() as stack:
+        mirrors = [
+            (url, await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)))
+            for url in settings.mirrors
+        ]
+        yield Follower(
+            run,
+            [(client.url, client), *mirrors],
+            folder / "checkpoints",
+            clock=clock(),
+            poll_s=settings.poll_seconds,
+            policies_kept=settings.policies_kept,
+            parts_at_once=settings.parts_at_once,
+            parts_bytes_max=settings.parts_bytes_max,
+            on_progress=on_progress,
+        )

@@ -1,8 +1,9 @@
 """The coordinator daemon: puts the parts together, serves, and keeps time.
 
-Who waits for whom: handlers wait for news (waiting.py, each with a deadline) and for the journal's writer; the writer waits for events;
-the ticker waits for the clock and is what wakes everything that only time can decide: expired leases, silent workers, overdue checks.
-If the writer or the ticker fails, the daemon ends with its error: what was promised is in the store, and a restart goes on from there.
+Who waits for whom: handlers wait for news (waiting.py, each with a deadline) and for the journal's writer; the writer waits for
+events; the ticker waits for the clock and wakes everything that only time can decide: expired leases, silent workers, overdue
+checks. If the writer or the ticker fails, the daemon ends with its error: what was promised is in the store, and a restart goes
+on from there.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
     (6) its step                                          verdict STALE or FUTURE
     (7) the body is the one that was signed               DIGEST_MISMATCH
 
-Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle, and
-one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged by a
-validator, whose verdict on a body that cannot be read is MALFORMED.
+Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle,
+and one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged
+by a validator, whose verdict on a body that cannot be read is MALFORMED.
 """
 
 from __future__ import annotations

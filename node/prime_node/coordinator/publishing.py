@@ -11,6 +11,7 @@ import logging
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -74,8 +75,9 @@ class Publisher:
                 sent_bytes=manifest.sent_bytes,
             )
         )
+        await core.journal.synced()  # a head that was shown and then forgotten would look like a fork to who saw it
         core.head = signed
-        await core.journal.synced()
+        core.news.publish(Topic.HEAD)
         await core.published.write("head.json", signed.envelope.to_bytes())
         log.info("policy %d published, %d bytes", manifest.policy_version, manifest.sent_bytes)
 

@@ -243,6 +243,7 @@ class Topic(StrEnum):
     LEASE = "lease"
     CHECK = "check"
     BATCH = "batch"
+    HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from prime_node.coordinator import intake, judging, leasing, operating, publishing, status, training
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import Publisher
+from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import REQUEST_BYTES_MAX, Caller, Gate
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 BLOB_CHUNK_BYTES = 2**20
 """Read from disk and sent at once."""
+
+HEAD_WAIT_S_MAX = 30.0
+"""How long a reader of /v1/head may ask to be kept waiting for the next one."""
 
 Answer = BaseModel | Envelope | bytes | None
 Action = Callable[[Core, str, Any], Awaitable[Answer]]
@@ -123,12 +127,19 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         return _respond(core.run.envelope)
 
     async def head(request: Request) -> Response:
-        if core.head is None:
+        seen = request.headers.get("if-none-match", "")
+        shown = await core.news.until(
+            Topic.HEAD,
+            lambda: core.head,
+            is_worth_waiting=lambda head: head is None or head.digest in seen,
+            wait_s=preferred_wait_s(request.headers.get("prefer", "")),
+        )
+        if shown is None:
             return Response(status=204)
-        tag = {"ETag": f'"{core.head.digest}"'}
-        if core.head.digest in request.headers.get("if-none-match", ""):
+        tag = {"ETag": f'"{shown.digest}"'}
+        if shown.digest in seen:
             return Response(status=304, headers=tag)
-        return Response(core.head.envelope.to_bytes(), headers=tag)
+        return Response(shown.envelope.to_bytes(), headers=tag)
 
     async def manifest(request: Request) -> Response:
         version = request.params["policy_version"]
@@ -189,8 +200,14 @@ async def _chunks(core: Core, digest: str, start: int, end: int) -> AsyncIterato
         yield await core.public.get(digest, start=offset, end=min(end, offset + BLOB_CHUNK_BYTES))
 
 
+def preferred_wait_s(text: str) -> float:
+    """`Prefer: wait=10` of RFC 7240, within HEAD_WAIT_S_MAX; 0 where it is absent or makes no sense."""
+    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", text)
+    return min(float(found[1]), HEAD_WAIT_S_MAX) if found else 0.0
+
+
 def parse_range(text: str, size: int) -> tuple[int, int]:
-    """One byte range of RFC 9110 as [start, end). Example: parse_range("bytes=0-9", 100) is (0, 10). Raises PeerError(BAD_RANGE)."""
+    """One byte range of RFC 9110 as [start, end). Raises PeerError(BAD_RANGE). Example: parse_range("bytes=0-9", 100) is (0, 10)."""
     found = re.fullmatch(r"bytes=([0-9]{0,15})-([0-9]{0,15})", text.strip())
     first, last = found.groups() if found else ("", "")
     if first:

@@ -53,9 +53,10 @@ def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
 
 
 def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Effect]:
-    worker = state.workers.pop(event.worker, None) or Worker(event.worker, "", "", "", 0, at_ms)
+    worker = state.workers.get(event.worker) or Worker(event.worker, "", "", "", 0, at_ms)
     assert worker.banned is None
     effects = _lapse_leases(state, worker)
+    state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
     worker.name, worker.software, worker.engine = event.name, event.software, event.engine
     worker.rollouts_max, worker.joined_at_ms = event.rollouts_max, at_ms
     state.num_active += not worker.active

@@ -38,8 +38,11 @@ class CheckpointSource(Protocol):
 
     async def run_spec(self) -> Envelope: ...
 
-    async def head(self) -> Envelope | None:
-        """The newest manifest that the source knows; None before the first. Cheap: may be polled each second."""
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        """The newest manifest that the source knows; None before the first. Cheap: may be polled each second.
+
+        A source that can, holds the question for up to `wait_s` while it has nothing newer than what it answered last.
+        """
         ...
 
     async def manifest(self, policy_version: int) -> Envelope:

@@ -19,7 +19,7 @@ from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, Eleme
 from prime_protocol.codec.planes import read_plane, require_end, write_plane
 from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, lowest_exponents, narrow, widen
 
-class Buffers(threading.local):
+class Buffers:
     """One thread's working memory, made when it is first needed and kept: 4 MB of planes and 3 MB of lists per direction."""
 
     def __init__(self) -> None:
@@ -29,18 +29,26 @@ class Buffers(threading.local):
         self.positions = np.zeros(CHUNK_ELEMENTS, np.int32)  # gaps when encoding, ranks when decoding
         self.steps = np.zeros(CHUNK_ELEMENTS, np.int16)
         self.quotients = np.zeros(3 * CHUNK_ELEMENTS, np.int32)
+        self.places = np.zeros(CHUNK_ELEMENTS, np.int32)
         self.octets = np.zeros(2 * CHUNK_ELEMENTS + 4096, np.uint8)
         self.escapes = np.zeros(CHUNK_ELEMENTS, np.uint16)
         self.scattered = np.zeros((CLASSES_MAX, CHUNK_ELEMENTS + GROUP), np.int8)
         self.clean = np.zeros((CLASSES_MAX, CHUNK_ELEMENTS + GROUP), np.int8)
 
 
-_buffers = Buffers()
+_local = threading.local()
+
+
+def _buffers() -> Buffers:
+    found: Buffers | None = getattr(_local, "buffers", None)
+    if found is None:
+        found = _local.buffers = Buffers()
+    return found
 
 
 def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> bytes | None:
     """The body of a CLASS chunk, or None where nothing changed."""
-    new, base, b, shift = widen(new), widen(base), _buffers, element.exponent_shift
+    new, base, b, shift = widen(new), widen(base), _buffers(), element.exponent_shift
     top, boundaries, num_classes, num_escapes, size = encode.encode_classes(
         new, base, shift, wide, b.lowest, b.fill, b.scattered, b.escapes, b.plan, b.positions, b.steps,
         b.quotients, b.octets,
@@ -65,7 +73,7 @@ def decode_classes(data: bytes, out: Array, base: Array, element: ElementType, *
 
 
 def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) -> None:
-    b = _buffers
+    b = _buffers()
     if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     limits = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
@@ -75,7 +83,7 @@ def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) 
     b.octets[size : size + decode.PADDING] = 0
     status, end, num_escapes = decode.decode_classes(
         b.octets, size, out, base, shift, wide, b.lowest, num_classes, b.fill, b.plan, b.positions, b.steps,
-        b.quotients, b.clean, b.escapes,
+        b.quotients, b.places, b.clean, b.escapes,
     )  # fmt: skip
     if status == decode.HAS_PLANES:
         _read_planes(memoryview(data), BODY_AT + end, num_classes, num_escapes)
@@ -89,7 +97,7 @@ def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) 
 
 def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int) -> None:
     """Put the planes and escapes behind the streams into the buffers; touches neither before all are checked."""
-    b, planes = _buffers, []
+    b, planes = _buffers(), []
     for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
         plane, end = read_plane(data, end, int(b.plan[number, COUNT]))
         planes.append((number, plane))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,10 @@ class Mode(IntEnum):
     """The elements themselves, as byte planes. The only mode without a base."""
 
 
-@dataclass(frozen=True, slots=True)
+_MODES = tuple(Mode)
+
+
+@dataclass(frozen=True)
 class ElementType:
     """One dtype of the wire. Example: bf16 is ElementType("bf16", code=1, itemsize=2, mantissa_bits=7)."""
 
@@ -55,7 +59,7 @@ class ElementType:
     def is_float(self) -> bool:
         return self.mantissa_bits is not None
 
-    @property
+    @cached_property
     def has_classes(self) -> bool:
         """Whether CLASS is defined for it."""
         return self.is_float and self.itemsize <= 2
@@ -66,7 +70,7 @@ class ElementType:
         assert self.mantissa_bits is not None
         return self.mantissa_bits
 
-    @property
+    @cached_property
     def storage(self) -> np.dtype[np.unsignedinteger[Any]]:
         """The unsigned integer, little-endian, that holds one element's bit pattern."""
         return np.dtype(f"<u{self.itemsize}")
@@ -124,9 +128,9 @@ def read_head(data: bytes, element: ElementType, count: int) -> Mode:
 
 def mode_of(data: bytes) -> Mode:
     """A chunk's mode, for statistics and for choosing where to decode it."""
-    if len(data) < HEAD_BYTES or data[1] not in Mode.__members__.values():
+    if len(data) < HEAD_BYTES or data[1] >= len(_MODES):
         raise CodecError("unknown mode")
-    return Mode(data[1])
+    return _MODES[data[1]]
 
 
 def bit_patterns(array: Array, element: ElementType) -> Array:

@@ -131,13 +131,13 @@ def read_plan(octets, end, num_classes, count, plan):
 
 
 @kernel
-def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients):
+def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients, places):
     """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
 
     Everything that `scatter_steps` uses as an index has been checked when this returns a position.
     """
     sign_at = position
-    low_at, unary_at = position, position
+    low_at, unary_at, num_places = position, position, int64(0)
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] == SPARSE:
@@ -176,17 +176,15 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
                 low_at += bits
                 if j >= size:
                     return int64(-4)
-                steps[first + j] = 2
+                places[num_places + e] = first + j
             unary_at = take_unary(octets, unary_at, end, row[NUM_EXCEPTIONS], quotients)
             if unary_at < 0:
                 return int64(-1)
-            e = int64(0)
-            for j in range(first, first + size):
-                if steps[j] == 2:
-                    if quotients[e] > PREFIX_MAX:
-                        return int64(-4)
-                    steps[j] = 1 + (int64(1) << int64(quotients[e]))
-                    e += 1
+            for e in range(row[NUM_EXCEPTIONS]):
+                if quotients[e] > PREFIX_MAX:
+                    return int64(-4)
+                steps[places[num_places + e]] = 1 + (int64(1) << int64(quotients[e]))
+            num_places += row[NUM_EXCEPTIONS]
         elif kind != ONES:
             unary_at = take_unary(octets, unary_at, end, size, quotients)
             if unary_at < 0:
@@ -205,7 +203,7 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
                 if value > 128:
                     return int64(-4)
                 steps[first + j] = value
-    unary_at = read_suffixes(octets, unary_at, end, num_classes, plan, steps)
+    unary_at = read_suffixes(octets, unary_at, end, num_classes, plan, steps, places)
     if unary_at < 0:
         return unary_at
     for number in range(num_classes):
@@ -221,23 +219,26 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
 
 
 @inline
-def read_suffixes(octets, position, end, num_classes, plan, steps):
-    """Complete the magnitudes whose prefix alone is known: 1 + 2^p (EXCEPTIONS) or 1 + ((2^p - 1) << b | low) (GOLOMB)."""
+def read_suffixes(octets, position, end, num_classes, plan, steps, places):
+    """Complete the magnitudes whose prefix alone is known: 1 + 2^p (EXCEPTIONS), 1 + ((2^p - 1) << b | low) (GOLOMB)."""
+    num_places = int64(0)
     for number in range(num_classes):
         row = plan[number]
         kind = row[MAGNITUDES]
         if row[CODER] != SPARSE or (kind != EXCEPTIONS and kind != GOLOMB):
             continue
-        bits = row[MAGNITUDE_BITS] if kind == GOLOMB else int64(0)
-        offset = int64(kind == GOLOMB)
-        for j in range(row[FIRST], row[FIRST] + row[COUNT]):
-            value = ((int64(steps[j]) - 1) >> bits) + offset
+        golomb = kind == GOLOMB
+        bits = row[MAGNITUDE_BITS] if golomb else int64(0)
+        for e in range(row[COUNT] if golomb else row[NUM_EXCEPTIONS]):
+            j = row[FIRST] + e if golomb else int64(places[num_places + e])
+            value = ((int64(steps[j]) - 1) >> bits) + int64(golomb)
             if value > 1:
                 length = floor_log2(value)
                 steps[j] += take(octets, position, length) << bits
                 position += length
                 if steps[j] > 128 or position > end:
                     return int64(-4)
+        num_places += row[NUM_EXCEPTIONS]
     return position
 
 
@@ -295,7 +296,7 @@ def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps,
 
 @kernel
 def decode_classes(
-    octets, size, out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, quotients, planes, escapes
+    octets, size, out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, quotients, places, planes, escapes
 ):
     """Decode and apply a chunk without planes. Returns (status, bytes of the streams, escapes).
 
@@ -304,7 +305,7 @@ def decode_classes(
     position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
     if position < 0:
         return -num_escapes, int64(0), int64(0)
-    position = read_steps(octets, position, 8 * size, num_classes, base.size, plan, ranks, steps, quotients)
+    position = read_steps(octets, position, 8 * size, num_classes, base.size, plan, ranks, steps, quotients, places)
     if position < 0:
         return position, int64(0), int64(0)
     end = (position + 7) >> 3

@@ -1,0 +1,144 @@
+"""A causal language model of transformers and the two forward passes that inference is made of. Synchronous, one thread.
+
+Prompts of a batch share much: all of them a template, and the completions of a group their whole prompt. So the common
+prefix is forwarded once, then each different prompt's rest once, then rows of the cache are repeated for the completions.
+The answer is the same as without sharing; the probe below compares the two.
+
+Letters: B completions, P different prompts, K columns of the cache, Q new columns, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from prime_node.adapters.growing_cache import GrowingCache
+from prime_node.adapters.torch_weights import to_torch
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Arithmetic. On a CPU without AMX bf16 is two to three times slower than fp32, and further from any other engine."""
+
+
+def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that all prompts begin with, leaving each at least one of its own. Example: [(1, 2, 3), (1, 2)] gives 1."""
+    first, last = min(prompts), max(prompts)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last)))
+    return min(same, min(map(len, prompts)) - 1)
+
+
+@dataclass
+class Rows:
+    """Sequences in flight: what the next forward pass continues from. Changed in place by `CausalModel.extend`."""
+
+    cache: GrowingCache
+    visible_BK: Tensor
+    """[B, K] bool: False where a column of the cache is padding."""
+    lengths_B: Tensor
+    """[B] int64: tokens so far, padding not counted."""
+
+    def select(self, rows_B: Tensor, *, spare: int) -> None:
+        """Keep exactly these rows, in this order; a row may be named several times."""
+        self.cache.select(rows_B, spare=spare)
+        self.visible_BK = self.visible_BK[rows_B]
+        self.lengths_B = self.lengths_B[rows_B]
+
+
+class CausalModel:
+    """Any AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
+
+    def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise LocalError(f"{folder}: layers of kind {', '.join(sorted(kinds))}; this engine knows full attention only")
+        self.device = torch.device(device)
+        self.dtype = DTYPES[dtype]
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        self._model: Any = model.eval().requires_grad_(False).to(self.device)
+        self._backbone: Any = self._model.base_model
+        self._head: Any = self._model.get_output_embeddings()
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self.vocab_size: int = config.vocab_size
+        self.num_layers: int = config.num_hidden_layers
+
+    def load(self, weights: Weights) -> None:
+        """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
+        missing = self._parameters.keys() - weights.keys()
+        unknown = weights.keys() - self._model.state_dict().keys()
+        shapes = {n for n, p in self._parameters.items() if n in weights and tuple(p.shape) != weights[n].shape}
+        for fault, names in (("lack", missing), ("have an unknown", unknown), ("have another shape for", shapes)):
+            if names:
+                raise ValueError(f"the weights {fault} {', '.join(sorted(names)[:3])}")
+        for name, parameter in self._parameters.items():
+            parameter.copy_(to_torch(weights[name]))
+
+    def begin(self, prompts: Sequence[tuple[int, ...]], *, spare: int) -> tuple[Rows, Tensor]:
+        """Forward P different prompts. Returns their rows, and the hidden states [P, H] that choose the first token."""
+        shared = common_prefix(prompts)
+        rests = [prompt[shared:] for prompt in prompts]
+        width = max(map(len, rests))
+        cache = GrowingCache(self.num_layers, spare=width + spare)
+        rows = Rows(cache, self._tensor([[]]).bool(), self._tensor([0]))
+        if shared:
+            self.extend(rows, self._tensor([prompts[0][:shared]]))
+        rows.select(torch.zeros(len(prompts), dtype=torch.long, device=self.device), spare=width + spare)
+        # Padding stands to the left, so that each row's newest token is in the last column.
+        padded_PQ = self._tensor([[0] * (width - len(rest)) + list(rest) for rest in rests])
+        real_PQ = self._tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests])
+        return rows, self.extend(rows, padded_PQ, real_PQ)[:, -1]
+
+    def extend(self, rows: Rows, token_ids_BQ: Tensor, real_BQ: Tensor | None = None) -> Tensor:
+        """Forward more tokens of every row. `real` is False at padding. Returns the hidden states [B, Q, H]."""
+        if real_BQ is None:
+            real_BQ = torch.ones_like(token_ids_BQ, dtype=torch.bool)
+        num_new = token_ids_BQ.shape[1]
+        causal_QQ = torch.ones(num_new, num_new, dtype=torch.bool, device=self.device).tril()
+        sees_BQK = torch.cat(
+            [rows.visible_BK[:, None].expand(-1, num_new, -1), causal_QQ & real_BQ[:, None, :]], dim=2
+        )
+        # Finite, so that a padding token, which sees nothing, computes something harmless instead of NaN.
+        mask_B1QK = torch.zeros(sees_BQK.shape, dtype=self.dtype, device=self.device)
+        mask_B1QK = mask_B1QK.masked_fill_(~sees_BQK, torch.finfo(self.dtype).min)[:, None]
+        counts_BQ = real_BQ.cumsum(1)
+        hidden_BQH: Tensor = self._backbone(
+            input_ids=token_ids_BQ,
+            attention_mask=mask_B1QK,
+            position_ids=(rows.lengths_B[:, None] + counts_BQ - 1).clamp_(min=0),
+            past_key_values=rows.cache,
+            use_cache=True,
+        ).last_hidden_state
+        rows.visible_BK = torch.cat([rows.visible_BK, real_BQ], dim=1)
+        rows.lengths_B = rows.lengths_B + counts_BQ[:, -1]
+        return hidden_BQH
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, V]."""
+        logits_NV: Tensor = self._head(hidden_NH)
+        return logits_NV.float()
+
+    def reference_logprobs(self, weights: Weights, token_ids: Sequence[int]) -> Tensor:
+        """Log-probability of each token of one sequence but the first, [len - 1], from the weights themselves.
+
+        Independent of what `load` did and of everything above: the model's plain forward pass, without cache, sharing or
+        padding, over tensors made here from `weights`.
+        """
+        tensors = {name: to_torch(weights[name]).to(self.device, self.dtype) for name in self._parameters}
+        ids_1T = self._tensor([token_ids])
+        logits_1TV = torch.func.functional_call(self._model, tensors, kwargs={"input_ids": ids_1T, "use_cache": False}).logits
+        logprobs_TV = log_softmax(logits_1TV[0, :-1].float(), dim=-1)
+        return logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0]
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.device)

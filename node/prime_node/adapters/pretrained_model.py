@@ -1,0 +1,80 @@
+"""A published model in Hugging Face format, from a folder or from a hub: its small files, and its weights.
+
+`name_or_path` is a folder if it exists, else the name of a model on the hub (huggingface_hub keeps what it downloads).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import snapshot_download
+
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights, WeightTensor
+
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_STORAGE = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}
+
+
+def model_files(name_or_path: str) -> dict[str, bytes]:
+    """Configuration and tokenizer. Raises LocalError where something that a run needs is missing."""
+    folder = _folder(name_or_path, patterns=_FILES)
+    missing = [name for name in _NEEDED if not (folder / name).is_file()]
+    if missing:
+        raise LocalError(f"model {name_or_path}: no {', '.join(missing)} in {folder}")
+    return {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+
+
+def pretrained_weights(name_or_path: str) -> Weights:
+    """All tensors of its safetensors files, bit for bit. Raises LocalError."""
+    folder = _folder(name_or_path, patterns=(*_FILES, "*.safetensors", "*.safetensors.index.json"))
+    weights: dict[str, WeightTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights.update(_read(path))
+    if not weights:
+        raise LocalError(f"model {name_or_path}: no .safetensors in {folder}")
+    return weights
+
+
+def _folder(name_or_path: str, *, patterns: tuple[str, ...]) -> Path:
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+        raise LocalError(
+            f"model {name_or_path}: neither a folder nor to be had from a hub ({str(error).splitlines()[0][:200]})"
+        ) from None
+
+
+def _read(path: Path) -> dict[str, WeightTensor]:
+    """safetensors' numpy reader has no bf16, so tensors are cut out of the file by its header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        start = file.tell()
+    data = np.memmap(path, mode="r", offset=start, dtype=np.uint8)
+    weights = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise LocalError(f"{path}: tensor {name} has type {entry['dtype']}; bf16, fp16 and fp32 can be trained")
+        dtype = _DTYPES[entry["dtype"]]
+        begin, end = entry["data_offsets"]
+        values = np.frombuffer(data[begin:end].tobytes(), dtype=_STORAGE[dtype])
+        weights[name] = WeightTensor(dtype, tuple(entry["shape"]), values)
+    return weights

@@ -1,0 +1,192 @@
+"""Publishes policies behind the trainer's back: encode, store, sign, announce, strictly in the order of their versions.
+
+Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then the
+trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never further
+ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline; any other
+fault ends it, and surfaces at the next `submit` or `flush`.
+
+Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
+again; a version that is published already is compared and not published twice. Another state root is an error that names both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import TrainerPort
+from prime_node.replay.patience import ask_until_answered
+from prime_protocol.chain import check_manifest
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import CheckpointKind, Manifest, Provenance, SignedManifest, open_manifest, sign_manifest
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights, root_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One policy that was announced."""
+
+    policy_version: int
+    state_root: str
+    sent_bytes: int
+    """What a worker downloads for it."""
+    seconds: float
+    """From the moment that its turn came."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    policy_version: int
+    weights: Weights
+    provenance: Provenance
+
+
+class Publisher:
+    """Signs and announces policies. `start` first, `flush` and `close` last."""
+
+    def __init__(
+        self,
+        coordinator: TrainerPort,
+        run: PinnedRun,
+        key: SigningKey,
+        *,
+        clock: Clock,
+        pending_max: int,
+        on_published: Callable[[Published], None] = lambda published: None,
+    ) -> None:
+        """`on_published` is told of each announced policy, from the event loop."""
+        self._coordinator = coordinator
+        self._run = run
+        self._key = key
+        self._clock = clock
+        self._pending_max = pending_max
+        self._on_published = on_published
+        self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
+        self._head: SignedManifest | None = None
+        self._pending: deque[_Submission] = deque()
+        self._changed = asyncio.Condition()
+        self._worker: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def head(self) -> int:
+        """The newest policy version that is announced; -1 before the first."""
+        return -1 if self._head is None else self._head.manifest.policy_version
+
+    async def start(self) -> None:
+        """Learn from the coordinator where the chain ends, verified. Raises PeerError."""
+        envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
+        if envelope is not None:
+            self._head = open_manifest(envelope, self._run)
+            check_manifest(self._head.manifest, self._run)
+        self._worker = asyncio.create_task(self._work())
+
+    async def submit(self, policy_version: int, weights: Weights, provenance: Provenance) -> None:
+        """Publish `weights` behind. They must not change any more. Raises what went wrong with an earlier one."""
+        self._raise_error()
+        assert self._worker is not None, "start() first"
+        async with self._changed:
+            self._pending.append(_Submission(policy_version, weights, provenance))
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._error is not None or len(self._pending) <= self._pending_max)
+        self._raise_error()
+
+    async def flush(self) -> None:
+        """Wait until everything is announced. Raises what went wrong."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None or not self._pending)
+        self._raise_error()
+
+    async def close(self) -> None:
+        """End the background task; what is pending is published by the next start. Idempotent."""
+        if self._worker is not None:
+            self._worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._worker
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _work(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: bool(self._pending))
+            try:
+                await self._publish(self._pending[0])
+            except Exception as error:  # the task's edge: kept, and raised where the trainer looks next
+                log.error("policy %d was not published: %s", self._pending[0].policy_version, error)
+                self._error = error
+            async with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
+            if self._error is not None:
+                return
+
+    async def _publish(self, submission: _Submission) -> None:
+        version = submission.policy_version
+        if version <= self.head:
+            await self._compare(submission)
+            return
+        if version != self.head + 1:
+            raise LocalError(f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has")
+        began_s = self._clock.monotonic_s()
+        encoded = await asyncio.to_thread(encode_checkpoint, submission.weights)
+        signed = sign_manifest(self._manifest(submission, encoded), self._key)
+        for part in encoded.parts:
+            await ask_until_answered(
+                lambda part=part: self._coordinator.put_blob(part),  # type: ignore[misc]
+                what=f"parts of policy {version}",
+                clock=self._clock,
+            )
+        await ask_until_answered(
+            lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
+        )
+        self._head = signed
+        self._on_published(
+            Published(version, encoded.state_root, signed.manifest.sent_bytes, self._clock.monotonic_s() - began_s)
+        )
+
+    async def _compare(self, submission: _Submission) -> None:
+        """The version is published already: it must be the same weights."""
+        version = submission.policy_version
+        published = self._head
+        if published is None or published.manifest.policy_version != version:
+            envelope = await ask_until_answered(
+                lambda: self._coordinator.manifest(version), what=f"manifest {version}", clock=self._clock
+            )
+            published = open_manifest(envelope, self._run)
+        ours = await asyncio.to_thread(root_of, submission.weights)
+        theirs = published.manifest.state_root
+        if published.manifest.policy_version != version or ours != theirs:
+            raise LocalError(
+                f"policy {version} is published with state root {theirs}, but this trainer computed {ours}. A step is repeated"
+                " exactly only on the same kind of machine, with the same settings, number of threads and software"
+            )
+        log.info("policy %d was computed again and is the published one", version)
+
+    def _manifest(self, submission: _Submission, encoded: EncodedCheckpoint) -> Manifest:
+        return Manifest(
+            run=self._run.digest,
+            policy_version=submission.policy_version,
+            kind=CheckpointKind.ANCHOR,
+            base=None,
+            previous=None if self._head is None else self._head.digest,
+            model_config_digest=self._config_digest,
+            state_root=encoded.state_root,
+            tensors=encoded.tensors,
+            parts=encoded.part_entries,
+            chunks=encoded.chunks,
+            produced_by=submission.provenance,
+            created_at_ms=self._clock.now_ms(),
+        )

@@ -1,0 +1,1 @@
+"""From the coordinator's batches to groups that can be trained on."""

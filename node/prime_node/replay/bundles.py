@@ -1,0 +1,97 @@
+"""From signed bytes to groups. Pure: what the coordinator has accepted is checked once more before it is trained on.
+
+(1) the batch is signed by the coordinator, for this run and step, and names each slot of the step at most once;
+(2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
+(3) header and batch agree on run, worker, step and policy;
+(4) the group is in the bundle: its slot, its number of completions, one reward each, finite;
+(5) every policy that sampled a token is admitted at this step, by step.check.
+
+Intake has checked all of it, so a fault here is a bug or an intruder on the trusted side: it ends the trainer with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from prime_node.ports.train_backend import Group
+from prime_protocol import step as step_rule
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.parcel import open_parcel
+from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
+from prime_protocol.run_spec import PinnedRun
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle."""
+
+    header: RolloutHeader
+    rollouts: Rollouts
+
+
+def open_batch(envelope: Envelope, run: PinnedRun, *, step: int) -> TrainBatch:
+    """(1). Raises PeerError."""
+    batch = parse_json(envelope.verify(PayloadType.BATCH, trusted=run.spec.keys.coordinator), TrainBatch)
+    if batch.run != run.digest:
+        raise PeerError(ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}")
+    slots = [group.slot for group in batch.groups]
+    if batch.step != step or any(run.spec.step_of(slot) != step for slot in slots) or len(set(slots)) != len(slots):
+        raise PeerError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
+    return batch
+
+
+def open_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
+    """(2). Raises PeerError."""
+    if digest_of(parcel) != digest:
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"bundle {digest[:12]}: the coordinator sent other bytes")
+    bounds = run.spec.limits
+    opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
+    header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
+    return Bundle(header, parse_body(header, opened.check_body(header), bounds))
+
+
+def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
+    """(3) to (5) for every group, in the batch's order. Raises PeerError."""
+    return [_group(group, bundles[group.bundle], batch.step, run) for group in batch.groups]
+
+
+def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group:
+    header, rollouts = bundle.header, bundle.rollouts
+    said = (header.run, header.worker, header.step, header.policy_version)
+    if said != (run.digest, entry.worker, step, entry.policy_version):  # (3)
+        raise _fault(entry, "its header names another run, worker, step or policy than the batch")
+    members = range(entry.first, entry.first + len(entry.rewards))
+    if not entry.rewards or members.stop > len(rollouts) or (rollouts.slots_N[members.start : members.stop] != entry.slot).any():
+        raise _fault(entry, f"completions {members.start} to {members.stop} are not all of this slot")  # (4)
+    if not all(isfinite(reward) for reward in entry.rewards):
+        raise _fault(entry, "a reward is not finite")
+    versions = _oldest_versions(rollouts, members)
+    for version in versions:  # (5)
+        fault = step_rule.check(step, version, async_level=run.spec.async_level, current_step=step)
+        if fault is not None:
+            raise _fault(entry, f"policy {version} is {fault} for step {step}")
+    return Group(
+        slot=entry.slot,
+        prompt_token_ids=entry.prompt_token_ids,
+        completions=tuple(rollouts.completion(index) for index in members),
+        rewards=entry.rewards,
+        policy_versions=versions,
+        worker=entry.worker,
+    )
+
+
+def _oldest_versions(rollouts: Rollouts, members: range) -> tuple[int, ...]:
+    oldest: dict[int, int] = {}
+    for index, version, _ in rollouts.spans_S3.tolist():
+        if index in members:
+            oldest[index] = min(version, oldest.get(index, version))
+    return tuple(oldest[index] for index in members)
+
+
+def _fault(entry: BatchGroup, what: str) -> PeerError:
+    return PeerError(ErrorCode.MALFORMED, f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: {what}")

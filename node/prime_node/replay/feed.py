@@ -1,0 +1,111 @@
+"""The trainer's feed: the groups of step n, and behind its back those of step n + 1.
+
+Who waits for whom: `take(n)` waits for the coordinator, which holds the request open until batch n is complete (workers and
+validators complete it). While n trains, the next batch and its bundles are fetched. An absent coordinator is waited for without
+a deadline, the reason in the log; `close` or cancelling `take` ends every wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.train_backend import Group
+from prime_node.ports.transport import TrainerPort
+from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
+from prime_node.replay.patience import SAY_AGAIN_S, ask_until_answered
+from prime_protocol.envelope import Envelope
+from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one step trains on."""
+
+    step: int
+    digest: str
+    """Of the signed batch, for the manifest's provenance."""
+    groups: tuple[Group, ...]
+
+
+class Feed:
+    """Batches in the order of the steps, one fetched ahead."""
+
+    def __init__(
+        self, coordinator: TrainerPort, run: PinnedRun, *, clock: Clock, wait_seconds: float = 10.0, fetches_max: int = 8
+    ) -> None:
+        """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once."""
+        self._coordinator = coordinator
+        self._run = run
+        self._clock = clock
+        self._wait_seconds = wait_seconds
+        self._fetches = asyncio.Semaphore(fetches_max)
+        self._ahead: dict[int, asyncio.Task[StepBatch]] = {}
+        self.durable_step = 0
+        """The step that the trainer's newest durable checkpoint resumes at; told to the coordinator with each request."""
+
+    async def take(self, step: int) -> StepBatch:
+        """The batch of `step`. Asking again for the same step gives the same batch. Raises PeerError."""
+        fetching = self._ahead.pop(step, None) or asyncio.create_task(self._fetch(step))
+        try:
+            batch = await fetching
+        except asyncio.CancelledError:
+            fetching.cancel()
+            raise
+        following = step + 1
+        if following < self._run.spec.max_steps and following not in self._ahead:
+            self._ahead[following] = asyncio.create_task(self._fetch(following))
+        return batch
+
+    async def close(self) -> None:
+        """End all fetching. Idempotent."""
+        tasks = list(self._ahead.values())
+        self._ahead.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, step: int) -> StepBatch:
+        envelope = await self._batch(step)
+        batch = open_batch(envelope, self._run, step=step)
+        bundles = await self._bundles(batch.groups)
+        return StepBatch(step, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
+
+    async def _batch(self, step: int) -> Envelope:
+        said_s = -SAY_AGAIN_S
+        while True:
+            answer = await ask_until_answered(lambda: self._ask_for(step), what=f"batch {step}", clock=self._clock)
+            if isinstance(answer, Envelope):
+                return answer
+            now_s = self._clock.monotonic_s()
+            if now_s - said_s >= SAY_AGAIN_S:
+                log.info("batch %d is not complete: %s", step, answer.reason)
+                said_s = now_s
+            await self._clock.sleep(answer.retry_after_s)
+
+    def _ask_for(self, step: int) -> Awaitable[Envelope | NotYet]:
+        request = BatchRequest(step=step, durable_step=self.durable_step, wait_s=self._wait_seconds)
+        return self._coordinator.batch(request)
+
+    async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:
+        """Each bundle once, several at a time. All end where one fails."""
+        workers = {group.bundle: group.worker for group in groups}
+        try:
+            async with asyncio.TaskGroup() as fetching:
+                tasks = {digest: fetching.create_task(self._bundle(digest, worker)) for digest, worker in workers.items()}
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return {digest: task.result() for digest, task in tasks.items()}
+
+    async def _bundle(self, digest: str, worker: str) -> Bundle:
+        async with self._fetches:
+            parcel = await ask_until_answered(
+                lambda: self._coordinator.bundle(BundleRequest(bundle=digest)), what=f"bundle {digest[:12]}", clock=self._clock
+            )
+        return open_bundle(parcel, digest=digest, worker=worker, run=self._run)

@@ -1,0 +1,80 @@
+"""The trainer's own checkpoints: one folder each, whole or not there.
+
+    checkpoints/SFTSTEP-STEP/state.json    TrainerState
+    checkpoints/SFTSTEP-STEP/...           whatever the backend saves
+
+A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
+synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from prime_node.trainer.state import TrainerState
+from prime_protocol.errors import LocalError
+
+_STATE_FILE = "state.json"
+_PARTIAL = ".partial"
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder."""
+
+    def __init__(self, folder: Path, *, run: str, kept: int) -> None:
+        """`run`: its digest; a checkpoint of another run is refused."""
+        self._folder = folder
+        self._run = run
+        self._kept = kept
+
+    def save(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+        """Durable when it returns. `write` fills an empty folder. Raises LocalError; the older checkpoints stay whole."""
+        target = self._folder / f"{state.sft_step:08d}-{state.step:08d}"
+        if target.exists():
+            return
+        partial = target.with_suffix(_PARTIAL)
+        try:
+            partial.mkdir(parents=True)
+            write(partial)
+            (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(target)
+            _sync(self._folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise LocalError(f"checkpoint {target} cannot be written: {error}. The one before it is whole") from None
+        for old in self._complete()[: -self._kept]:
+            shutil.rmtree(old)
+
+    def newest(self) -> tuple[TrainerState, Path] | None:
+        """The newest complete checkpoint, after removing what a crash left half written. Raises LocalError."""
+        for partial in self._folder.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(partial)
+        complete = self._complete()
+        if not complete:
+            return None
+        path = complete[-1]
+        try:
+            state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise LocalError(f"checkpoint {path} cannot be read: {error}. Delete it to go on from the one before") from None
+        if state.run != self._run:
+            raise LocalError(f"checkpoint {path} belongs to run {state.run[:12]}, not {self._run[:12]}")
+        return state, path
+
+    def _complete(self) -> list[Path]:
+        return sorted(path for path in self._folder.glob("*-*") if path.suffix != _PARTIAL)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""Settings of the trainer: the [trainer] table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prime_node.config import Settings, SettingsConfigDict
+from prime_node.ports.train_backend import OptimizerSettings
+
+Scalar = str | int | float | bool
+
+
+class AdamW(BaseModel):
+    """The optimizer of one phase."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises linearly."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the gradient's running mean."""
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of its running square."""
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """Decoupled weight decay."""
+    grad_norm_max: float = Field(default=1.0, gt=0.0)
+    """Gradients are scaled down to this global norm."""
+
+    def settings(self) -> OptimizerSettings:
+        return OptimizerSettings(
+            betas=(self.beta1, self.beta2), weight_decay=self.weight_decay, grad_norm_max=self.grad_norm_max
+        )
+
+
+class LossConfig(BaseModel):
+    """Which loss, and its settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    type: str = "aipo"
+    """Name of a loss in prime_node.algo.losses."""
+    import_path: str | None = None
+    """A loss of one's own, "package.module.function"; then `type` is not used."""
+    kwargs: dict[str, Scalar] = Field(default_factory=dict)
+    """What the loss takes beside its inputs."""
+
+
+class SftConfig(BaseModel):
+    """Supervised training before the reinforcement learning: it teaches the task's format."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    steps_max: int = Field(default=0, ge=0)
+    """No more steps than this; 0 leaves the phase out."""
+    accuracy_target: float = Field(default=0.2, gt=0.0, le=1.0)
+    """It ends once the sampled accuracy on its own held-out problems is this high."""
+    check_every: int = Field(default=5, ge=1)
+    """Steps between two looks at the accuracy. It rises fast once it rises."""
+    check_problems: int = Field(default=256, ge=1)
+    """Held-out problems that the stopping rule sees; the evaluation uses others."""
+    batch_size: int = Field(default=64, ge=1)
+    """Problems of one step."""
+    problems: int = Field(default=8_192, ge=1)
+    """Training problems 0 to this number, of each environment, are drawn from."""
+    optimizer: AdamW = AdamW(lr=2e-3, warmup_steps=30, beta2=0.95)
+    """Constant learning rate after the warm-up."""
+
+
+class TrainerConfig(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_TRAINER_")
+    section: ClassVar[str] = "trainer"
+
+    seed: int = Field(default=0, ge=0)
+    """Draws the initial weights, where the model folder has none, and the order of the supervised problems."""
+    threads: int = Field(default=1, ge=1)
+    """Threads of the arithmetic. The same number gives the same weights; processes that share a machine need few."""
+    device: str = "cpu"
+    """Where the model is trained, in torch's words."""
+    optimizer: AdamW = AdamW()
+    """Of the reinforcement learning."""
+    lr_final_share: float = Field(default=1.0, ge=0.0, le=1.0)
+    """The learning rate falls linearly to this share of itself at the run's last step; 1 keeps it constant."""
+    lr_damping_nats: float | None = Field(default=None, gt=0.0)
+    """The learning rate is damped while the mean |log ratio| of trainer and (validated) inference is above this."""
+    loss: LossConfig = LossConfig()
+    """What is minimised."""
+    advantage: str = "group_mean"
+    """Name of an advantage in prime_node.algo.advantages."""
+    advantage_import_path: str | None = None
+    """An advantage of one's own, "package.module.function"; then `advantage` is not used."""
+    filters: tuple[str, ...] = ("zero_advantage",)
+    """Rollouts that any of these flags are not trained on; the first that matches is counted."""
+    row_tokens: int = Field(default=128, ge=1)
+    """Tokens of a packed row. Attention costs its square; short rows waste more on padding."""
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    """Tokens of one forward pass; bounds the memory."""
+    sft: SftConfig = SftConfig()
+    """The supervised phase."""
+    evaluate_every: int = Field(default=50, ge=0)
+    """Steps between evaluations on held-out problems; 0 evaluates never. The first and the last policy are always included."""
+    evaluation_problems: int = Field(default=256, ge=1)
+    """Held-out problems of one evaluation, of each environment."""
+    evaluation_seed: int = Field(default=1, ge=0)
+    """Of the sampled completions, the same at each evaluation."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Steps between the trainer's own checkpoints; after a crash the steps since the last one are computed again."""
+    checkpoints_kept: int = Field(default=2, ge=1)
+    """Older ones are deleted."""
+    wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
+    """How long the coordinator may hold a request for a batch."""
+    fetches_max: int = Field(default=8, ge=1)
+    """Bundles that are fetched at once."""

@@ -1,0 +1,50 @@
+"""The supervised phase's batches: problems with the environments' own answers. A pure function of seed and step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.train_backend import TrainSample
+
+
+class Lessons:
+    """Draws the same problems for the same step, on every machine and after every crash."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        shares: Mapping[str, float],
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        problems: int,
+        batch_size: int,
+    ) -> None:
+        """`shares`: how often each environment is drawn, relative to the others."""
+        self._environments = environments
+        self._names = sorted(environments)
+        self._bounds = np.cumsum([shares[name] for name in self._names])
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._problems = problems
+        self._batch_size = batch_size
+        self._made: dict[tuple[str, int], TrainSample] = {}
+
+    def batch(self, sft_step: int) -> list[TrainSample]:
+        random = np.random.Generator(np.random.Philox([self._seed, sft_step]))
+        picks = np.searchsorted(self._bounds, random.random(self._batch_size) * self._bounds[-1], side="right")
+        indices = random.integers(self._problems, size=self._batch_size)
+        return [self._sample(self._names[pick], index) for pick, index in zip(picks.tolist(), indices.tolist(), strict=True)]
+
+    def _sample(self, name: str, index: int) -> TrainSample:
+        sample = self._made.get((name, index))
+        if sample is None:
+            environment = self._environments[name]
+            prompt = tuple(self._tokenizer.encode_prompt(environment.prompt(index)))
+            answer = (*self._tokenizer.encode(environment.answer(index)), self._tokenizer.stop_token_id)
+            sample = TrainSample(prompt, answer, (0.0,) * len(answer), advantage=1.0)
+            self._made[name, index] = sample
+        return sample

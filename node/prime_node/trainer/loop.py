@@ -1,0 +1,106 @@
+"""The trainer's loop.
+
+Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch) and, when more than async_level policies are
+unpublished, for the publisher. The feed fetches step n + 1 and the publisher announces policy n while the backend's thread
+works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and published.
+
+Order within a step: train, save, publish. Killed between any two, the newest checkpoint is found again, the steps after it are
+computed again from the same batches, and the publisher compares each with what it has already published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from prime_node.algo.advantages import find_advantage
+from prime_node.algo.filters import find_filters
+from prime_node.algo.losses import find_loss
+from prime_node.algo.schedule import Damping, LinearSchedule
+from prime_node.trainer.batch import prepare
+from prime_node.trainer.sft import teach
+from prime_node.trainer.state import Phase
+from prime_node.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
+    """Train until the run's last policy is published (True) or until `stop` is set (False)."""
+    try:
+        await trainer.resume()
+        if trainer.state.phase is Phase.SFT:
+            await teach(trainer, stop)
+        if trainer.state.phase is Phase.RL:
+            await trainer.publisher.start()
+            await reinforce(trainer, stop)
+            await trainer.publisher.flush()
+    finally:
+        await trainer.close()
+    return trainer.state.phase is Phase.RL and trainer.state.step == trainer.run.spec.max_steps
+
+
+async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
+    """Steps of reinforcement learning: step n makes policy n + 1."""
+    config, max_steps = trainer.config, trainer.run.spec.max_steps
+    loss = find_loss(config.loss.type, import_path=config.loss.import_path, kwargs=config.loss.kwargs)
+    advantage = find_advantage(config.advantage, import_path=config.advantage_import_path)
+    filters = find_filters(config.filters)
+    schedule = LinearSchedule(config.optimizer.lr, config.optimizer.warmup_steps, max_steps, config.lr_final_share)
+    damping = None if config.lr_damping_nats is None else Damping(config.lr_damping_nats)
+
+    await trainer.save()
+    await trainer.publish()
+    await trainer.evaluate_if_due()
+    while trainer.state.step < max_steps and not stop.is_set():
+        step = trainer.state.step
+        began_s = trainer.clock.monotonic_s()
+        batch = await _unless_stopped(stop, trainer.feed.take(step))
+        if batch is None:
+            break
+        fed_s = trainer.clock.monotonic_s()
+        prepared = prepare(batch.groups, step=step, advantage=advantage, filters=filters)
+        lr = schedule.at(step) * trainer.state.lr_multiplier
+        stats = await trainer.train(prepared.samples, loss, lr=lr)
+        trained_s = trainer.clock.monotonic_s()
+        if damping is not None and stats.num_tokens:
+            multiplier = damping.after(trainer.state.lr_multiplier, stats.log_ratio_abs)
+            trainer.state = trainer.state.updated(lr_multiplier=multiplier)
+        trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest)
+        await trainer.save_if_due()
+        saved_s = trainer.clock.monotonic_s()
+        await trainer.publish()
+        published_s = trainer.clock.monotonic_s()
+        trainer.metrics.record(
+            step=step,
+            **prepared.metrics,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=lr,
+            num_tokens=stats.num_tokens,
+            log_ratio_abs=stats.log_ratio_abs,
+            **stats.metrics,
+            idle_seconds=fed_s - began_s,
+            train_seconds=trained_s - fed_s,
+            save_seconds=saved_s - trained_s,
+            submit_seconds=published_s - saved_s,
+            step_seconds=published_s - began_s,
+            idle_share=(fed_s - began_s) / max(published_s - began_s, 1e-9),
+        )
+        await trainer.evaluate_if_due()
+    await trainer.save()
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None where `stop` came first."""
+    working, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        stopped.cancel()
+        working.cancel()

@@ -1,0 +1,52 @@
+"""The supervised phase: the environments' own answers, until the model gives enough of them by itself.
+
+It stops early on purpose. What is learned here is the format; the rest is left to the reinforcement learning, and a model
+that is sure of its answers would have nothing left to explore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prime_node.algo.losses import find_loss
+from prime_node.algo.schedule import LinearSchedule
+from prime_node.trainer.state import Phase
+from prime_node.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+async def teach(trainer: Trainer, stop: asyncio.Event) -> None:
+    """Supervised steps until the accuracy's target, `steps_max`, or `stop`. Changes the phase unless it was stopped."""
+    config = trainer.config.sft
+    loss = find_loss("sft")
+    schedule = LinearSchedule(config.optimizer.lr, config.optimizer.warmup_steps, 1, final_share=1.0)
+    while not await _is_taught(trainer):
+        if stop.is_set():
+            await trainer.save()
+            return
+        step = trainer.state.sft_step
+        stats = await trainer.train(trainer.lessons.batch(step), loss, lr=schedule.at(step))
+        trainer.state = trainer.state.updated(sft_step=step + 1)
+        trainer.metrics.record(sft_step=step + 1, loss=stats.loss, grad_norm=stats.grad_norm)
+        await trainer.save_if_due()
+    await trainer.in_thread(trainer.backend.new_optimizer, trainer.config.optimizer.settings())
+    trainer.state = trainer.state.updated(phase=Phase.RL)
+
+
+async def _is_taught(trainer: Trainer) -> bool:
+    config, step = trainer.config.sft, trainer.state.sft_step
+    if config.steps_max == 0:
+        return True
+    if step and step % config.check_every == 0:
+        weights = await trainer.in_thread(trainer.backend.snapshot)
+        accuracy = await trainer.evaluator.stopping_accuracy(weights, step)
+        trainer.metrics.record(sft_step=step, sft_accuracy=accuracy)
+        if accuracy >= config.accuracy_target:
+            log.info("supervised phase: sampled accuracy %.2f after %d steps", accuracy, step)
+            return True
+    if step >= config.steps_max:
+        log.warning("supervised phase: stopped at %d steps below its target of %.2f", step, config.accuracy_target)
+        return True
+    return False

@@ -1,0 +1,116 @@
+"""What the trainer's loops work with: its parts, its state, and the few things that both loops do with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from prime_node import __version__
+from prime_node.broadcast.publisher import Published, Publisher
+from prime_node.observe import JsonLines
+from prime_node.ports.clock import Clock
+from prime_node.ports.train_backend import Loss, StepStats, TrainBackend, TrainSample
+from prime_node.replay.feed import Feed
+from prime_node.trainer.checkpointing import Checkpoints
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.evaluate import Evaluator
+from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.state import Phase, TrainerState
+from prime_protocol.manifest import Provenance
+from prime_protocol.run_spec import PinnedRun
+
+T = TypeVar("T")
+
+
+@dataclass
+class Trainer:
+    """Everything that touches the backend goes through `in_thread`, so the event loop stays free for feed and publisher."""
+
+    run: PinnedRun
+    config: TrainerConfig
+    backend: TrainBackend
+    feed: Feed
+    publisher: Publisher
+    evaluator: Evaluator
+    lessons: Lessons
+    checkpoints: Checkpoints
+    metrics: JsonLines
+    clock: Clock
+    state: TrainerState = field(init=False)
+    _thread: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
+
+    async def in_thread(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run `call` in the trainer's one thread. Calls never overlap; a cancelled one still ends first."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+
+    async def resume(self) -> None:
+        """Go on from the newest checkpoint, or begin."""
+        found = await self.in_thread(self.checkpoints.newest)
+        if found is not None:
+            self.state, folder = found
+            await self.in_thread(self.backend.load, folder)
+            self.feed.durable_step = self.state.step
+        else:
+            self.state = TrainerState(run=self.run.digest)
+            await self.in_thread(self.backend.new_optimizer, self.config.sft.optimizer.settings())
+
+    async def train(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
+        if stats.num_tokens:
+            self.state = self.state.updated(optimizer_steps=self.state.optimizer_steps + 1)
+        return stats
+
+    async def save(self) -> None:
+        """Durable when it returns. Once per state; saving again does nothing."""
+        await self.in_thread(self.checkpoints.save, self.state, self.backend.save)
+        self.feed.durable_step = self.state.step
+
+    async def save_if_due(self) -> None:
+        done = self.state.sft_step if self.state.phase is Phase.SFT else self.state.step
+        if done % self.config.checkpoint_every == 0:
+            await self.save()
+
+    async def publish(self) -> None:
+        """Hand the policy at hand to the publisher; waits only while too many are pending."""
+        weights = await self.in_thread(self.backend.snapshot)
+        provenance = Provenance(
+            step=self.state.step - 1,
+            optimizer_steps=self.state.optimizer_steps,
+            batch=self.state.batch,
+            software=f"prime-node {__version__}",
+        )
+        await self.publisher.submit(self.state.step, weights, provenance)
+
+    async def evaluate_if_due(self) -> None:
+        every, step = self.config.evaluate_every, self.state.step
+        if every == 0 or (step % every and step != self.run.spec.max_steps):
+            return
+        began_s = self.clock.monotonic_s()
+        marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
+        self.metrics.record(step=step, **marks, eval_seconds=self.clock.monotonic_s() - began_s)
+
+    async def close(self) -> None:
+        """End everything that runs beside the loop. Idempotent."""
+        await self.feed.close()
+        await self.publisher.close()
+        await self.evaluator.close()
+        self._thread.shutdown(wait=True)
+
+
+def record_published(metrics: JsonLines) -> Callable[[Published], None]:
+    """What the publisher is to tell: a row for each announced policy."""
+
+    def record(published: Published) -> None:
+        metrics.record(
+            policy_version=published.policy_version,
+            sent_bytes=published.sent_bytes,
+            publish_seconds=published.seconds,
+        )
+
+    return record

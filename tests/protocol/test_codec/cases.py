@@ -1,0 +1,105 @@
+"""Weights to code, ways to change them, and every decoder beside the others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol.codec import (
+    CodecError,
+    Mode,
+    class_portable,
+    classes,
+    decode_chunk,
+    encode_tensor,
+    mode_of,
+    reference,
+)
+from prime_protocol.codec.kernels.vector import HAS_WIDE
+from prime_protocol.codec.layout import TYPES, write_head
+
+Array = npt.NDArray[Any]
+FLOATS_WITH_CLASSES = [name for name, element in TYPES.items() if element.has_classes]
+SPECIALS = {
+    # +-0, least and greatest subnormal, least normal, 1, -1, greatest, +-inf, quiet and signalling NaNs with payloads
+    "bf16": [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x3F80, 0xBF80, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF],
+    "fp16": [0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x3C00, 0xBC00, 0x7BFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF],
+    "fp8_e4m3": [0, 0x80, 1, 0x81, 7, 8, 0x38, 0xB8, 0x7E, 0x7F, 0xFF],
+    "fp8_e5m2": [0, 0x80, 1, 0x81, 3, 4, 0x3C, 0xBC, 0x7B, 0x7C, 0xFC, 0x7D, 0xFF],
+}
+
+
+def weights(count: int, dtype: str, seed: int) -> Array:
+    """Bit patterns spread like weights: mostly a few binades, and every special value somewhere."""
+    element, rng = TYPES[dtype], np.random.default_rng(seed)
+    bits = rng.integers(0, 256, count * element.itemsize, np.uint8).view(element.storage)
+    if element.has_classes:
+        top = (1 << (8 * element.itemsize - 1 - element.exponent_shift)) // 2
+        exponents = np.maximum(top - rng.geometric(0.5, count), 0).astype(element.storage)
+        exponent_mask = element.storage.type((1 << (8 * element.itemsize - 1)) - (1 << element.exponent_shift))
+        bits = (bits & ~exponent_mask) | (exponents << element.storage.type(element.exponent_shift))
+        places = rng.integers(0, max(1, count), count // 50)
+        bits[places] = rng.choice(np.array(SPECIALS[dtype], element.storage), places.size)
+    return bits
+
+
+def changed(bits: Array, density: float, spread: float, seed: int) -> Array:
+    """A copy in which a share of the elements moved by steps of about `spread`; now and then by anything."""
+    rng, new = np.random.default_rng(seed), bits.copy()
+    where = np.flatnonzero(rng.random(bits.size) < density)
+    steps = np.rint(rng.laplace(0, spread, where.size)).astype(np.int64)
+    new[where] += (steps + np.where(steps >= 0, 1, 0)).astype(bits.dtype)
+    wild = where[rng.random(where.size) < 0.01]
+    new[wild] = rng.integers(0, 256, wild.size * bits.itemsize, np.uint8).view(bits.dtype)
+    return new
+
+
+def round_trip(new: Array, base: Array | None, dtype: str) -> list[Mode]:
+    """Encode, decode in another order and in place, compare; returns the modes that were used."""
+    chunks = list(encode_tensor(new, base, dtype=dtype))
+    assert sum(chunk.count for chunk in chunks) == new.size
+    out = np.full_like(new, 7)
+    in_place = None if base is None else base.copy()
+    for chunk in random.Random(0).sample(chunks, len(chunks)):
+        decode_chunk(chunk.data, out, base, dtype=dtype, start=chunk.start, count=chunk.count)
+        if in_place is not None:
+            decode_chunk(chunk.data, in_place, in_place, dtype=dtype, start=chunk.start, count=chunk.count)
+    assert np.array_equal(out, new)
+    assert in_place is None or np.array_equal(in_place, new)
+    return [mode_of(chunk.data) for chunk in chunks]
+
+
+def class_chunk(new: Array, base: Array, dtype: str) -> bytes:
+    body = classes.encode_classes(new, base, TYPES[dtype])
+    if body is None:
+        return write_head(Mode.SKIP, TYPES[dtype], new.size)
+    return write_head(Mode.CLASS, TYPES[dtype], new.size) + body
+
+
+def decode_all_ways(data: bytes, base: Array, dtype: str) -> list[list[int] | None]:
+    """What each implementation of the CLASS decoder makes of a chunk; None where it is refused."""
+    element, results = TYPES[dtype], []
+    guarded = np.full(base.size + 512, 0xA5, base.dtype)
+    for decode in (
+        lambda: reference.decode(data, base.tolist(), dtype=dtype, count=base.size),
+        lambda: class_portable.decode_classes(data, base, element).tolist(),
+        lambda: _by_kernels(data, base, dtype, guarded, wide=True),
+        lambda: _by_kernels(data, base, dtype, guarded, wide=False),
+    ):
+        try:
+            results.append(decode())
+        except CodecError:
+            results.append(None)
+    assert (guarded[:256] == 0xA5).all()
+    assert (guarded[-256:] == 0xA5).all()
+    return results
+
+
+def _by_kernels(data: bytes, base: Array, dtype: str, guarded: Array, *, wide: bool) -> list[int]:
+    out = guarded[256:-256]
+    classes.decode_classes(data, out, base, TYPES[dtype], wide=wide and HAS_WIDE)
+    result: list[int] = out.tolist()
+    return result

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_protocol.assignment import Sampling
+from prime_protocol.digest import digest_of
+from prime_protocol.rollout import Completion, FinishReason, rollouts_for
+from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.verdict import RejectReason, Verdict
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure
+
+STOP = 257
+S, L = FinishReason.STOP, FinishReason.LENGTH
+
+
+def check(sample: Any, **changes: Any) -> Verdict:
+    header = changes.pop("header", sample.header)
+    lease = changes.pop("lease", sample.lease)
+    return check_assignment(header, replace(sample.rollouts, **changes), lease, vocab_size=264)
+
+
+def header_with(sample: Any, **fields: object) -> Any:
+    return sample.header.model_copy(update=fields)
+
+
+def test_an_honest_bundle_passes(sample: Any) -> None:
+    assert check(sample) == Verdict.accept()
+
+
+@pytest.mark.parametrize("fields", [{"policy_version": 0}, {"policy_digest": digest_of(b"other")}])
+def test_1_another_policy_than_the_leases_is_refused(fields: dict[str, object], sample: Any) -> None:
+    assert check(sample, header=header_with(sample, **fields)).reason is RejectReason.WRONG_POLICY
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**31 - 1])
+def test_1_a_span_of_another_policy_is_refused(version: int, sample: Any) -> None:
+    spans = sample.rollouts.spans_S3.copy()
+    spans[2, 1] = version
+    assert check(sample, spans_S3=spans).reason is RejectReason.WRONG_POLICY
+
+
+@pytest.mark.parametrize(
+    "fields", [{"step": 1}, {"lease_id": digest_of(b"other")}, {"run": digest_of(b"other")}, {"worker": "somebody"}]
+)
+def test_2_another_lease_is_refused(fields: dict[str, object], sample: Any) -> None:
+    assert check(sample, header=header_with(sample, **fields)).reason is RejectReason.WRONG_ASSIGNMENT
+
+
+@pytest.mark.parametrize("field", ["slots_N", "seeds_N"])
+def test_2_other_groups_order_or_seeds_are_refused(field: str, sample: Any) -> None:
+    assigned = getattr(sample.rollouts, field)
+    for i in range(len(assigned)):
+        changed = assigned.copy()
+        changed[i] += 1
+        assert check(sample, **{field: changed}).reason is RejectReason.WRONG_ASSIGNMENT
+    assert check(sample, **{field: assigned[::-1]}).reason is RejectReason.WRONG_ASSIGNMENT
+    assert check(sample, **{field: assigned[:-1]}).reason is RejectReason.WRONG_ASSIGNMENT
+
+
+def test_3_a_token_outside_the_vocabulary_is_refused(sample: Any) -> None:
+    tokens = sample.rollouts.token_ids_T.copy()
+    tokens[2] = 263
+    assert check(sample, token_ids_T=tokens).accepted
+    tokens[2] = 264
+    assert check(sample, token_ids_T=tokens).reason is RejectReason.TOKEN_OUT_OF_RANGE
+
+
+def completion(*tokens: int, finish: FinishReason) -> Completion:
+    return Completion(tokens, (-1.0,) * len(tokens), finish)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (completion(1, STOP, 2, STOP, finish=S), "goes on after"),
+        (completion(STOP, 1, 2, 3, finish=L), "goes on after"),
+        (completion(STOP, STOP, finish=S), "goes on after"),
+        (completion(1, 2, finish=L), "before the length limit"),
+        (completion(1, 2, finish=S), "does not fit"),
+        (completion(1, 2, 3, 4, finish=S), "does not fit"),
+        (completion(1, STOP, finish=L), "does not fit"),
+        (completion(1, 2, 3, STOP, finish=L), "does not fit"),
+        (completion(1, 2, 3, 4, 5, finish=L), "longer"),
+        (completion(1, 2, 3, 4, STOP, finish=S), "longer"),
+    ],
+)
+@pytest.mark.parametrize("place", range(4))
+def test_4_a_completion_that_ends_where_it_must_not_is_refused(bad: Completion, why: str, place: int, sample: Any) -> None:
+    completions = [*sample.completions[:place], bad, *sample.completions[place + 1 :]]
+    verdict = check_assignment(sample.header, rollouts_for(sample.lease, completions), sample.lease, vocab_size=264)
+    assert verdict.reason is RejectReason.BAD_TERMINATION
+    assert why in verdict.detail
+
+
+def test_4_a_run_without_stop_tokens_ends_by_length_alone(sample: Any) -> None:
+    lease = sample.lease.model_copy(update={"sampling": Sampling(completion_tokens_max=2, stop_token_ids=())})
+    rollouts = rollouts_for(lease, [completion(1, STOP, finish=L)] * 4)
+    assert check_assignment(sample.header, rollouts, lease, vocab_size=264).accepted
+
+
+def test_the_first_check_that_fails_gives_the_reason(sample: Any) -> None:
+    wrong: Callable[[str], Any] = lambda field: getattr(sample.rollouts, field) + 1_000  # noqa: E731
+    everything = {
+        "header": header_with(sample, policy_version=0),
+        "seeds_N": wrong("seeds_N"),
+        "token_ids_T": wrong("token_ids_T"),
+    }
+    reasons = []
+    for field in list(everything):
+        reasons.append(check(sample, **everything).reason)
+        del everything[field]
+    assert reasons == [RejectReason.WRONG_POLICY, RejectReason.WRONG_ASSIGNMENT, RejectReason.TOKEN_OUT_OF_RANGE]
+
+
+# The numbers of a trusted forward pass
+
+
+def prefill(sample: Any, *, error: float = 0.0, flips: int = 0) -> Prefill:
+    margins = np.zeros(11, np.float32)
+    margins[:flips] = 0.5
+    return Prefill(sample.rollouts.logprobs_T + np.float32(error), margins)
+
+
+def test_exact_claims_measure_as_zero(sample: Any) -> None:
+    measured = measure(sample.rollouts, prefill(sample))
+    assert measured == Measured(0.0, 0.0, 0.0)
+    assert judge(measured, CheckPolicy()).accepted
+
+
+def test_5_claims_that_are_off_on_average_are_refused(sample: Any) -> None:
+    assert judge(measure(sample.rollouts, prefill(sample, error=0.009)), CheckPolicy()).accepted
+    verdict = judge(measure(sample.rollouts, prefill(sample, error=-0.011)), CheckPolicy())
+    assert verdict.reason is RejectReason.LOGPROB_MISMATCH
+
+
+def test_5_one_claim_that_is_far_off_is_refused(sample: Any) -> None:
+    policy = CheckPolicy(logprob_error_mean_max=1.0)
+    claims = prefill(sample)
+    claims.logprobs_T[7] -= 0.6
+    assert judge(measure(sample.rollouts, claims), policy).reason is RejectReason.LOGPROB_MISMATCH
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_5_what_is_not_a_number_counts_against_the_bundle(value: float, sample: Any) -> None:
+    claims = prefill(sample)
+    claims.logprobs_T[0] = value
+    assert judge(measure(sample.rollouts, claims), CheckPolicy()).reason is RejectReason.LOGPROB_MISMATCH
+
+
+def test_6_tokens_that_the_seeds_do_not_choose_are_refused(sample: Any) -> None:
+    policy = CheckPolicy(seed_flips_share_max=0.1)
+    assert judge(measure(sample.rollouts, prefill(sample, flips=1)), policy).accepted
+    assert judge(measure(sample.rollouts, prefill(sample, flips=2)), policy).reason is RejectReason.SEED_MISMATCH
+
+
+def test_6_a_margin_that_is_not_a_number_is_a_flip(sample: Any) -> None:
+    claims = prefill(sample)
+    claims.margins_T[:] = np.nan
+    assert measure(sample.rollouts, claims).seed_flips_share == 1.0
+
+
+def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
+    with pytest.raises(AssertionError):
+        measure(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
