@@ -15,7 +15,6 @@ the ratio of the update to one unit in the last place of each weight, and that i
 from __future__ import annotations
 
 import argparse
-import glob
 import random
 import sysconfig
 import time
@@ -32,15 +31,14 @@ Weights = dict[str, np.ndarray]
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4)
 VOCABULARY = 5120
+CORPUS_CHARACTERS = 12_000_000
 PROMPT, COMPLETION, PROBLEMS, GROUP = 48, 48, 8, 8
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 -> bf16 bit patterns, round to nearest even (finite values only)."""
     bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
-        np.uint16
-    )
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
 
 def synthetic_pair(rate: float, *, elements: int = 1 << 22, seed: int = 0) -> tuple[Weights, Weights]:
@@ -55,9 +53,7 @@ def synthetic_pair(rate: float, *, elements: int = 1 << 22, seed: int = 0) -> tu
     ):
         shape = (max(1, int(elements * share) // 1024), 1024)
         master = (
-            rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-            if scale
-            else np.ones(shape, np.float32)
+            rng.standard_normal(shape, dtype=np.float32) * np.float32(scale) if scale else np.ones(shape, np.float32)
         )
         update = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.4)
         update *= np.sqrt(rng.standard_exponential(shape, dtype=np.float32))
@@ -77,16 +73,16 @@ def corpus(folder: Path) -> np.ndarray:
         return np.load(cached)
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    roots = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
-    files = sorted(file for root in roots for file in glob.glob(f"{root}/**/*.py", recursive=True))
+    roots = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    files = sorted(file for root in roots for file in root.rglob("*.py") if 500 < file.stat().st_size < 60_000)
     random.Random(0).shuffle(files)
     texts: list[str] = []
+    characters = 0
     for file in files:
-        text = Path(file).read_text(encoding="utf-8", errors="ignore")
-        if 500 < len(text) < 60_000:
-            texts.append(text)
-        if sum(map(len, texts[-1:])) and len(texts) * 8_000 > 12_000_000:
+        if characters > CORPUS_CHARACTERS:
             break
+        texts.append(file.read_text(encoding="utf-8", errors="ignore"))
+        characters += len(texts[-1])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -160,10 +156,7 @@ def snapshot(model: Any) -> Weights:
     import torch
 
     state = model.state_dict().items()
-    return {
-        name: t.detach().to(torch.bfloat16).contiguous().view(torch.uint16).numpy().copy()
-        for name, t in state
-    }
+    return {name: t.detach().to(torch.bfloat16).contiguous().view(torch.uint16).numpy().copy() for name, t in state}
 
 
 def overlap(completion: np.ndarray, truth: set[int]) -> float:
@@ -219,9 +212,7 @@ def grpo(folder: Path, pretrained: Path, rate: float, steps: int, keep: int, see
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pretrain-steps", type=int, default=250)
     parser.add_argument("--steps", type=int, default=12)

@@ -12,6 +12,7 @@ timing, each codec's result is compared with the new weights bit by bit. `--json
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import re
@@ -74,30 +75,26 @@ def ours(name: str, *, full: bool = False, portable: bool = False) -> Codec:
     def decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
         flat = [tensor.reshape(-1) for tensor in weights.values()]
 
-        def apply(blob: Any) -> None:
-            tensor, chunk = blob
-            old = None if full else flat[tensor]
-            decode_chunk(chunk.data, flat[tensor], old, dtype="bf16", start=chunk.start, count=chunk.count)
+        def apply(batch: list[Any]) -> None:
+            for tensor, chunk in batch:
+                old = None if full else flat[tensor]
+                decode_chunk(chunk.data, flat[tensor], old, dtype="bf16", start=chunk.start, count=chunk.count)
 
+        # Four chunks a task are as many elements as the baselines' pieces have.
         with without_kernels(portable):
-            run(pool, apply, blobs)
+            run(pool, apply, [blobs[i : i + 4] for i in range(0, len(blobs), 4)])
 
     return Codec(name, encode, decode)
 
 
-class without_kernels:
+@contextlib.contextmanager
+def without_kernels(wanted: bool) -> Iterator[None]:
     """Inside, the codec behaves as where numba is missing (if `wanted`)."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
-
-    def __enter__(self) -> None:
-        self.kept = api.KERNEL_ELEMENTS
-        if self.wanted:
-            api.KERNEL_ELEMENTS = 1 << 62
-
-    def __exit__(self, *error: object) -> None:
-        api.KERNEL_ELEMENTS = self.kept
+    kept = api.KERNEL_ELEMENTS
+    if wanted:
+        api.KERNEL_ELEMENTS = 1 << 62
+    yield
+    api.KERNEL_ELEMENTS = kept
 
 
 def total_bytes(blobs: list[Any]) -> int:
@@ -200,7 +197,7 @@ def bench_anchor(name: str, new: Weights, rounds: int, out: Report) -> None:
 
 
 def peak_mib() -> float:
-    """This process's highest resident memory so far."""
+    """This process's highest resident memory since the last reset."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found
@@ -214,7 +211,7 @@ def stream(gigabytes: float, threads: int) -> dict[str, float]:
     out = np.zeros_like(old)
     warm_up()
     pool = ThreadPoolExecutor(threads)
-    list(pool.map(lambda _: warm_up(), range(threads)))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is resident now
     before, size, sent = peak_mib(), 0, 0
     begin = time.perf_counter()
 
@@ -230,7 +227,13 @@ def stream(gigabytes: float, threads: int) -> dict[str, float]:
         size, sent = size + 2 * chunk.count, sent + len(chunk.data)
     assert np.array_equal(out, young)
     seconds = time.perf_counter() - begin
-    return {"gb": size / 1e9, "sent_gb": sent / 1e9, "seconds": seconds, "extra_mib": peak_mib() - before, "threads": threads}
+    return {
+        "gb": size / 1e9,
+        "sent_gb": sent / 1e9,
+        "seconds": seconds,
+        "extra_mib": peak_mib() - before,
+        "threads": threads,
+    }
 
 
 def bench_memory(gigabytes: float, out: Report) -> None:
@@ -254,12 +257,19 @@ def bench_start(out: Report) -> None:
         "print(n - t, i - n, w - i)"
     )
     times = [
-        [float(x) for x in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()]
+        [
+            float(x)
+            for x in subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True
+            ).stdout.split()
+        ]
         for _ in range(3)
     ]
     numpy_s, codec_s, kernels_s = (statistics.median(column) for column in zip(*times, strict=True))
     out.section("start of a process")
-    out.line(f"numpy {numpy_s:.2f} s, codec without kernels {codec_s:.2f} s more, kernels from numba's cache {kernels_s:.2f} s")
+    out.line(
+        f"numpy {numpy_s:.2f} s, codec without kernels {codec_s:.2f} s more, kernels from numba's cache {kernels_s:.2f} s"
+    )
 
 
 class Report:
@@ -277,7 +287,9 @@ class Report:
         self.line(f"\n### {title}\n")
 
     def table(self, figures: list[Figure], elements: float) -> None:
-        self.line("| codec | threads | bits per parameter | ratio | encode GB/s | decode GB/s |\n|---|---|---|---|---|---|")
+        self.line(
+            "| codec | threads | bits per parameter | ratio | encode GB/s | decode GB/s |\n|---|---|---|---|---|---|"
+        )
         for f in figures:
             self.line(
                 f"| {f.codec} | {f.threads} | {8 * f.num_bytes / elements:.4f} | {2 * elements / f.num_bytes:.1f}x "

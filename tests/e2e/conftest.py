@@ -23,7 +23,7 @@ SMALL_RUN = [
     "run.heartbeat_seconds=1",
     "run.lease_seconds=30",
     "trainer.sft.steps_max=10",
-    "trainer.evaluation_interval=4",
+    "trainer.evaluate_every=4",
     "trainer.evaluation_problems=16",
     "up.port=0",
 ]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
 def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
-    up.start("up.cheat_after_leases=1", "run.checks.strikes_max=1")
+    up.start("up.cheat_after_policies=1", "run.checks.strikes_max=1")
     code = up.finish(timeout_s=300)
     assert code == 0, up.everything()
     summary = up.summary()

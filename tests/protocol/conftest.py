@@ -17,7 +17,15 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, Rollouts, pack_body, rollouts_for
+from prime_protocol.rollout import (
+    Completion,
+    EngineInfo,
+    FinishReason,
+    RolloutHeader,
+    Rollouts,
+    pack_body,
+    rollouts_for,
+)
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
 from prime_protocol.weights import Weights, WeightTensor
 
@@ -142,7 +150,9 @@ def changed() -> Callable[..., WireModel]:
     """`changed(message, field=value)`: a validated copy of a message with other fields."""
 
     def change(message: Model, **fields: object) -> Model:
-        return type(message).model_validate({name: getattr(message, name) for name in type(message).model_fields} | fields)
+        return type(message).model_validate(
+            {name: getattr(message, name) for name in type(message).model_fields} | fields
+        )
 
     return change
 

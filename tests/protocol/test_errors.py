@@ -9,7 +9,10 @@ from prime_protocol.messages import ErrorBody
 def test_every_code_has_a_status_of_a_refusal() -> None:
     assert HTTP_STATUS.keys() == set(ErrorCode)
     assert all(400 <= status <= 599 for status in HTTP_STATUS.values())
-    assert [code for code, status in HTTP_STATUS.items() if status >= 500] == [ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL]
+    assert [code for code, status in HTTP_STATUS.items() if status >= 500] == [
+        ErrorCode.UNAVAILABLE,
+        ErrorCode.INTERNAL,
+    ]
 
 
 def test_the_tree_is_the_one_that_the_module_draws() -> None:

@@ -66,9 +66,7 @@ def encodings(point: Point) -> set[bytes]:
     """Every 32 bytes that some decoder takes for the point: y or y + p, and either sign where x is 0."""
     x, y = point
     signs = (0, 1) if x == 0 else (x & 1,)
-    return {
-        (value | sign << 255).to_bytes(32, "little") for value in (y, y + P) for sign in signs if value < 2**255
-    }
+    return {(value | sign << 255).to_bytes(32, "little") for value in (y, y + P) for sign in signs if value < 2**255}
 
 
 def test_the_peer_id_specification_s_key_pair_is_ours() -> None:

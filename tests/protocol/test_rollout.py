@@ -120,7 +120,9 @@ def test_a_mutated_frame_is_refused_or_gives_its_size(place: int, value: int, si
         pass
 
 
-def test_a_declared_size_over_the_runs_limit_is_refused_before_anything_is_decompressed(sample: Any, raises: Raises) -> None:
+def test_a_declared_size_over_the_runs_limit_is_refused_before_anything_is_decompressed(
+    sample: Any, raises: Raises
+) -> None:
     header = sample.header.model_copy(update={"decompressed_bytes": BOUNDS.rollout_decompressed_bytes_max + 1})
     raises(ErrorCode.DECOMPRESSED_TOO_LARGE, parse_body, header, b"", BOUNDS)
 
@@ -176,7 +178,9 @@ def spans(*rows: tuple[int, int, int]) -> Callable[[Any], dict[str, Any]]:
         spans((0, 1, 2), (1, 1, INT32_MAX), (1, 1, INT32_MAX), (2, 1, 1), (3, 1, 4)),
     ],
 )
-def test_tensors_that_contradict_each_other_are_refused(change: Callable[[Any], dict[str, Any]], sample: Any, raises: Raises) -> None:
+def test_tensors_that_contradict_each_other_are_refused(
+    change: Callable[[Any], dict[str, Any]], sample: Any, raises: Raises
+) -> None:
     header, body = reheaded(sample, replace(sample.rollouts, **change(sample.rollouts)))
     raises(ErrorCode.MALFORMED, parse_body, header, body, BOUNDS)
 
@@ -208,7 +212,9 @@ def test_a_body_that_is_no_tensor_file_is_refused(sample: Any, raises: Raises) -
 def test_any_change_of_the_tensors_bytes_is_refused_or_well_formed(sample: Any, data: st.DataObject) -> None:
     raw = bytearray(decompress(sample.body, size=sample.header.decompressed_bytes))
     for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.sampled_from([0, 1, 127, 128, 255]) | st.integers(0, 255))
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(
+            st.sampled_from([0, 1, 127, 128, 255]) | st.integers(0, 255)
+        )
     try:
         rollouts = parse_body(sample.header, zstandard.ZstdCompressor(level=1).compress(bytes(raw)), BOUNDS)
     except PeerError:

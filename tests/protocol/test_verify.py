@@ -90,7 +90,9 @@ def completion(*tokens: int, finish: FinishReason) -> Completion:
     ],
 )
 @pytest.mark.parametrize("place", range(4))
-def test_4_a_completion_that_ends_where_it_must_not_is_refused(bad: Completion, why: str, place: int, sample: Any) -> None:
+def test_4_a_completion_that_ends_where_it_must_not_is_refused(
+    bad: Completion, why: str, place: int, sample: Any
+) -> None:
     completions = [*sample.completions[:place], bad, *sample.completions[place + 1 :]]
     verdict = check_assignment(sample.header, rollouts_for(sample.lease, completions), sample.lease, vocab_size=264)
     assert verdict.reason is RejectReason.BAD_TERMINATION

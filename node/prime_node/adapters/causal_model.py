@@ -21,7 +21,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from prime_node.adapters.growing_cache import GrowingCache
+from prime_node.adapters.batch_cache import BatchCache
 from prime_node.adapters.torch_weights import to_torch
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
     """Tokens that all prompts begin with, leaving each at least one of its own. Example: [(1, 2, 3), (1, 2)] gives 1."""
     first, last = min(prompts), max(prompts)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last)))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     return min(same, min(map(len, prompts)) - 1)
 
 
@@ -41,15 +41,15 @@ def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
 class Rows:
     """Sequences in flight: what the next forward pass continues from. Changed in place by `CausalModel.extend`."""
 
-    cache: GrowingCache
-    visible_BK: Tensor
+    cache: BatchCache
+    visible_BK: Tensor  # noqa: N815
     """[B, K] bool: False where a column of the cache is padding."""
-    lengths_B: Tensor
+    lengths_B: Tensor  # noqa: N815
     """[B] int64: tokens so far, padding not counted."""
 
-    def select(self, rows_B: Tensor, *, spare: int) -> None:
+    def select(self, rows_B: Tensor) -> None:
         """Keep exactly these rows, in this order; a row may be named several times."""
-        self.cache.select(rows_B, spare=spare)
+        self.cache.select(rows_B)
         self.visible_BK = self.visible_BK[rows_B]
         self.lengths_B = self.lengths_B[rows_B]
 
@@ -65,13 +65,16 @@ class CausalModel:
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)  # type: ignore[no-untyped-call]
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize
 
     def load(self, weights: Weights) -> None:
         """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
@@ -85,15 +88,18 @@ class CausalModel:
             parameter.copy_(to_torch(weights[name]))
 
     def begin(self, prompts: Sequence[tuple[int, ...]], *, spare: int) -> tuple[Rows, Tensor]:
-        """Forward P different prompts. Returns their rows, and the hidden states [P, H] that choose the first token."""
+        """Forward P different prompts, with room for `spare` more tokens.
+
+        Returns their rows, and the hidden states [P, H] that choose the first token.
+        """
         shared = common_prefix(prompts)
         rests = [prompt[shared:] for prompt in prompts]
         width = max(map(len, rests))
-        cache = GrowingCache(self.num_layers, spare=width + spare)
+        cache = BatchCache(self.num_layers, columns=shared + width + spare)
         rows = Rows(cache, self._tensor([[]]).bool(), self._tensor([0]))
         if shared:
             self.extend(rows, self._tensor([prompts[0][:shared]]))
-        rows.select(torch.zeros(len(prompts), dtype=torch.long, device=self.device), spare=width + spare)
+        rows.select(self._tensor([0] * len(prompts)))
         # Padding stands to the left, so that each row's newest token is in the last column.
         padded_PQ = self._tensor([[0] * (width - len(rest)) + list(rest) for rest in rests])
         real_PQ = self._tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests])
@@ -128,17 +134,21 @@ class CausalModel:
         logits_NV: Tensor = self._head(hidden_NH)
         return logits_NV.float()
 
-    def reference_logprobs(self, weights: Weights, token_ids: Sequence[int]) -> Tensor:
-        """Log-probability of each token of one sequence but the first, [len - 1], from the weights themselves.
+    def reference_logprobs(self, weights: Weights, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probability of each token but the first of each sequence, from the weights themselves, at temperature 1.
 
         Independent of what `load` did and of everything above: the model's plain forward pass, without cache, sharing or
         padding, over tensors made here from `weights`.
         """
         tensors = {name: to_torch(weights[name]).to(self.device, self.dtype) for name in self._parameters}
-        ids_1T = self._tensor([token_ids])
-        logits_1TV = torch.func.functional_call(self._model, tensors, kwargs={"input_ids": ids_1T, "use_cache": False}).logits
-        logprobs_TV = log_softmax(logits_1TV[0, :-1].float(), dim=-1)
-        return logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0]
+        logprobs = []
+        for sequence in sequences:
+            ids_1T = self._tensor([sequence])
+            inputs = {"input_ids": ids_1T, "use_cache": False}
+            logits_1TV = torch.func.functional_call(self._model, tensors, kwargs=inputs).logits
+            logprobs_TV = log_softmax(logits_1TV[0, :-1].float(), dim=-1)
+            logprobs.append(logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0])
+        return logprobs
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)

@@ -12,16 +12,19 @@ loss is divided by the trainable tokens of the whole batch, so the split into mi
 Seam for several processes: `_total` is where counts and sums become global, and `_model` is what would be sharded. All else
 holds per rank.
 
-Letters: N predictions, V vocabulary.
+Letters: N predictions, S distinct places that they are read from, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,6 +37,7 @@ from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, T
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
+Number = TypeVar("Number", int, float)
 _STATE_FILE = "backend.pt"
 
 
@@ -81,15 +85,15 @@ class TorchBackend:
         )
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
-        num_tokens = int(self._total(sum(len(sample.completion_token_ids) for sample in samples)))
+        num_tokens = self._total(sum(len(sample.completion_token_ids) for sample in samples))
         if num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
         loss_sum = 0.0
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for packed in self._pack(samples):
             logprobs_N = self._logprobs(packed)
             inputs = self._loss_inputs(logprobs_N, packed, samples)
-            outputs = _call_loss(loss, inputs, [len(samples[i].completion_token_ids) for i in packed.samples])
+            outputs = _call_loss(loss, inputs, [len(samples[index].completion_token_ids) for index in packed.samples])
             torch.autograd.backward(outputs.loss / num_tokens)
             loss_sum += outputs.loss.item()
             for name, mean in outputs.metrics.items():
@@ -144,18 +148,16 @@ class TorchBackend:
 
     def _logprobs(self, packed: PackedRows) -> Tensor:
         """[N] nats of the predictions."""
-        sources, row_of_N = torch.from_numpy(packed.sources_N).unique(return_inverse=True)
+        sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
         logits_SV = self._model(
             input_ids=self._to_device(packed.token_ids)[None],
             position_ids=self._to_device(packed.positions)[None],
             use_cache=False,
-            logits_to_keep=sources.to(self._device),
-            tree=tree_attention.TreeLayout.of(packed, device=self._device, dtype=self._model.dtype),
+            logits_to_keep=self._to_device(sources_S),
+            tree=tree_attention.TreeLayout.of(packed, device=self._device, dtype=torch.float32),
         ).logits[0]
-        if self._temperature != 1.0:
-            logits_SV = logits_SV / self._temperature
-        logprobs_SV = logits_SV.float().log_softmax(-1)
-        chosen_N: Tensor = logprobs_SV[row_of_N.to(self._device), self._to_device(packed.targets_N)]
+        logprobs_SV = (logits_SV.float() / self._temperature).log_softmax(-1)
+        chosen_N: Tensor = logprobs_SV[self._to_device(row_of_N), self._to_device(packed.targets_N)]
         return chosen_N
 
     def _loss_inputs(self, logprobs_N: Tensor, packed: PackedRows, samples: Sequence[TrainSample]) -> LossInputs:
@@ -181,24 +183,27 @@ class TorchBackend:
         self._optimizer.zero_grad()
         return norm
 
-    def _total(self, value: float) -> float:
+    def _total(self, value: Number) -> Number:
         """The sum over all processes. There is one; FSDP2 puts its all-reduce here."""
         return value
 
-    def _to_device(self, array: object) -> Tensor:
-        return torch.as_tensor(array, device=self._device)
+    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
-def _build_model(folder: Path) -> torch.nn.Module:
-    """The architecture of config.json, with pretrained weights where the folder has them. Raises LocalError."""
+def _build_model(folder: Path) -> Any:
+    """The architecture of config.json, with pretrained weights where the folder has them. Raises LocalError.
+
+    transformers has no types, so the model is Any: a PreTrainedModel with a causal head.
+    """
     config = AutoConfig.from_pretrained(folder)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise LocalError(f"model {folder}: {', '.join(sorted(kinds))} layers; this backend trains full attention only")
-    if any(folder.glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=tree_attention.NAME)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=tree_attention.NAME)
+    auto: Any = AutoModelForCausalLM
+    how = {"dtype": torch.float32, "attn_implementation": tree_attention.NAME}
+    has_weights = any(folder.glob("*.safetensors"))
+    model = auto.from_pretrained(folder, **how) if has_weights else auto.from_config(config, **how)
     return model.train()
 
 
@@ -207,16 +212,9 @@ def _call_loss(loss: Loss, inputs: LossInputs, lengths: Sequence[int]) -> LossOu
     if loss.token_wise:
         outputs: LossOutputs = loss(inputs)
         return outputs
-    parts = [
-        loss(LossInputs(trainer, inference, advantages, mask))
-        for trainer, inference, advantages, mask in zip(
-            inputs.trainer_logprobs.split(list(lengths)),
-            inputs.inference_logprobs.split(list(lengths)),
-            inputs.advantages.split(list(lengths)),
-            inputs.loss_mask.split(list(lengths)),
-            strict=True,
-        )
-    ]
+    values = (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages, inputs.loss_mask)
+    sequences = zip(*(torch.split_with_sizes(value, list(lengths)) for value in values), strict=True)
+    parts = [loss(LossInputs(*sequence)) for sequence in sequences]
     shares = [length / sum(lengths) for length in lengths]
     return LossOutputs(
         loss=torch.stack([part.loss for part in parts]).sum(),

@@ -12,14 +12,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from prime_node.adapters.causal_model import CausalModel
 from prime_node.adapters.torch_noise import gumbel_noise
@@ -33,6 +32,11 @@ T = TypeVar("T")
 
 PROBE_ERROR_MAX = {"fp32": 2e-3, "bf16": 0.15}
 """Nats. Largest difference between the engine and the plain forward pass on the probe, for each arithmetic."""
+PROBE_SAMPLING = Sampling(temperature=0.0, completion_tokens_max=1, stop_token_ids=())
+KEPT_SHARE_MAX = 0.75
+"""Finished completions leave the batch when at most this share of it goes on."""
+MASK_BYTES = 8
+"""Of attention masks, for each pair of tokens of one sequence."""
 LOGITS_BLOCK = 2**24
 """Elements of logits that are held at a time: 64 MiB of float32."""
 
@@ -73,7 +77,7 @@ class TransformersEngine:
         return await self._in_thread(lambda stop: self._prefill(requests, sampling, stop))
 
     async def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def _in_thread(self, work: Callable[[threading.Event], T]) -> T:
         stop = threading.Event()
@@ -87,35 +91,22 @@ class TransformersEngine:
     def _load(self, weights: Weights, policy_version: int) -> None:
         """Copy, then compare this engine's own path (shared prefixes, cache, padding) with the plain forward pass.
 
-        That establishes that the weights are in place and that the path is sound for this architecture. Weights that
-        differ from the old ones by less than the tolerance moves cannot be told from them by logprobs.
+        That establishes that the weights are in place and that the path is sound for this architecture.
         """
         self._loaded = False
         self._copy_weights(weights)
-        self._loaded = True
-        error = self._probe_error(weights)
-        if not error <= PROBE_ERROR_MAX[self._dtype]:  # NaN as well
-            self._loaded = False
+        probe = probe_requests(self._model.vocab_size)
+        found_T = self._score(probe, PROBE_SAMPLING)[0]
+        error = float((found_T.cpu() - reference_of(self._model, weights, probe).cpu()).abs().max())
+        if not error <= PROBE_ERROR_MAX[self._dtype]:  # not even if it is NaN
             raise EngineMismatch(
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
-                "this engine must not be used until another load succeeds"
+                "this engine is of no use until a load succeeds"
             )
+        self._loaded = True
 
     def _copy_weights(self, weights: Weights) -> None:
         self._model.load(weights)
-
-    def _probe_error(self, weights: Weights) -> float:
-        """Largest difference in nats between `_prefill` and the plain forward pass."""
-        probe = probe_requests(self._model.vocab_size)
-        greedy = Sampling(temperature=0.0, completion_tokens_max=1, stop_token_ids=())
-        found = self._prefill(probe, greedy, threading.Event()).logprobs_T
-        expected = [
-            self._model.reference_logprobs(weights, r.prompt_token_ids + r.completion_token_ids)[
-                -len(r.completion_token_ids) :
-            ]
-            for r in probe
-        ]
-        return float(np.abs(found - torch.cat(expected).cpu().numpy()).max())
 
     @torch.inference_mode()
     def _generate(
@@ -123,48 +114,156 @@ class TransformersEngine:
     ) -> list[Completion]:
         assert self._loaded, "no weights have been loaded"
         completions: dict[int, Completion] = {}
-        prompts = [request.prompt_token_ids for request in requests]
-        lengths = [sampling.completion_tokens_max] * len(requests)
-        for batch in self._batches(prompts, lengths):
-            tokens, logprobs = self._sample([requests[i] for i in batch], sampling, stop)
-            for i, token_ids, nats in zip(batch, tokens, logprobs, strict=True):
-                stopped = token_ids[-1] in sampling.stop_token_ids
-                finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-                completions[i] = Completion(tuple(token_ids), tuple(nats), finish)
+        sizes = [(request.prompt_token_ids, sampling.completion_tokens_max) for request in requests]
+        for batch in self._batches(sizes):
+            drafts = self._sample([requests[i] for i in batch], sampling, stop)
+            completions.update(zip(batch, (draft.completion() for draft in drafts), strict=True))
         return [completions[i] for i in range(len(requests))]
 
-    def _sample(
-        self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids and logprobs of one batch, a token of every unfinished completion at a time."""
-        tokens: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        prompts, row_of = _distinct([request.prompt_token_ids for request in requests])
-        stops = set(sampling.stop_token_ids)
+    def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event) -> list[_Draft]:
+        """One batch, a token of every completion at a time."""
+        drafts = [_Draft(request.seed, set(sampling.stop_token_ids)) for request in requests]
+        prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
         rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max)
-        logits_BV = self._model.logits(hidden_PH)[row_of]
-        active = list(range(len(requests)))  # the request that each row of the cache belongs to
-        source = row_of  # where the active rows are in the cache
+        logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
+        active = drafts  # one for each row of logits
         for position in range(sampling.completion_tokens_max):
             if stop.is_set():
-                raise asyncio.CancelledError
-            scaled_BV, noisy_BV = _scores(logits_BV, [requests[i].seed for i in active], position, sampling)
-            chosen_B = noisy_BV.argmax(dim=1)
-            nats_B = log_softmax(scaled_BV, dim=1).gather(1, chosen_B[:, None])[:, 0]
-            kept: list[int] = []
-            for row, (i, token, nats) in enumerate(zip(active, chosen_B.tolist(), nats_B.tolist(), strict=True)):
-                if not tokens[i] or tokens[i][-1] not in stops:
-                    tokens[i].append(token)
-                    logprobs[i].append(nats)
-                if tokens[i][-1] not in stops:
-                    kept.append(row)
-            if not kept or position == sampling.completion_tokens_max - 1:
+                raise _Stopped
+            scores = _score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
+            chosen_B = scores.noisy_NV.argmax(dim=1)
+            for draft, token, nats in zip(active, chosen_B.tolist(), scores.logprobs(chosen_B).tolist(), strict=True):
+                draft.append(token, nats)
+            unfinished = [row for row, draft in enumerate(active) if not draft.stopped]
+            if not unfinished or position + 1 == sampling.completion_tokens_max:
                 break
-            # Dropping rows copies the others' keys and values, which pays when many have finished.
-            if position == 0 or len(kept) <= len(active) * KEEP_SHARE:
-                keep_B = torch.tensor(kept, device=self._model.device)
-                rows.select(source[keep_B], spare=sampling.completion_tokens_max - position)
-                active, chosen_B = [active[row] for row in kept], chosen_B[keep_B]
-            source = torch.arange(len(active), device=self._model.device)
+            # A selection copies keys and values, so finished rows stay until there are many of them.
+            if position == 0 or len(unfinished) <= KEPT_SHARE_MAX * len(active):
+                kept_B = torch.tensor(unfinished, device=self._model.device)
+                sources_B = prompt_of_B[kept_B] if position == 0 else kept_B
+                rows.select(sources_B)
+                active, chosen_B = [active[row] for row in unfinished], chosen_B[kept_B]
             logits_BV = self._model.logits(self._model.extend(rows, chosen_B[:, None])[:, -1])
-        return tokens, logprobs
+        return drafts
+
+    @torch.inference_mode()
+    def _prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling, stop: threading.Event) -> Prefill:
+        assert self._loaded, "no weights have been loaded"
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        sizes = [(request.prompt_token_ids, len(request.completion_token_ids)) for request in requests]
+        for batch in self._batches(sizes):
+            if stop.is_set():
+                raise _Stopped
+            lengths = [sizes[i][1] for i in batch]
+            logprobs_N, margins_N = (t.cpu() for t in self._score([requests[i] for i in batch], sampling))
+            parts = zip(torch.split(logprobs_N, lengths), torch.split(margins_N, lengths), strict=True)
+            found.update(zip(batch, parts, strict=True))
+        pairs = [found[i] for i in range(len(requests))]
+        return Prefill(*(torch.cat(parts).numpy() for parts in zip(*pairs, strict=True)))
+
+    def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Logprobs and margins, [N] each, of one batch's completion tokens in order."""
+        model, completions = self._model, [request.completion_token_ids for request in requests]
+        width = max(map(len, completions))
+        padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in completions], device=model.device)
+        lengths_B = torch.tensor([len(ids) for ids in completions], device=model.device)
+        real_BT = torch.arange(width, device=model.device) < lengths_B[:, None]
+        prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
+        rows, hidden_PH = model.begin(prompts, spare=width)
+        hidden_BTH = hidden_PH[prompt_of_B][:, None]
+        if width > 1:
+            rows.select(prompt_of_B)
+            more_BTH = model.extend(rows, padded_BT[:, :-1], real_BT[:, :-1])
+            hidden_BTH = torch.cat([hidden_BTH, more_BTH], dim=1)
+        hidden_NH, chosen_N = hidden_BTH[real_BT], padded_BT[real_BT]
+        seeds = [request.seed for request in requests for _ in request.completion_token_ids]
+        positions = [position for ids in completions for position in range(len(ids))]
+        parts = []
+        for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
+            part = slice(start, start + block)
+            scores = _score_tokens(model.logits(hidden_NH[part]), seeds[part], positions[part], sampling)
+            parts.append((scores.logprobs(chosen_N[part]), scores.margins(chosen_N[part])))
+        logprobs, margins = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(margins)
+
+    def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:
+        """Indices of (prompt, completion length) pairs that are worked on together: equal prompts, then like lengths."""
+        batch: list[int] = []
+        for i in sorted(range(len(sizes)), key=lambda i: (len(sizes[i][0]), sizes[i])):
+            tokens = max(len(sizes[j][0]) for j in [*batch[-1:], i]) + max(sizes[j][1] for j in [*batch, i])
+            row_bytes = tokens * (self._model.cache_bytes_per_token + MASK_BYTES * tokens)
+            if batch and (len(batch) + 1) * row_bytes > self._cache_bytes_max:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _distinct(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], Tensor]:
+        """The different prompts, and for each of B prompts which one it is."""
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        return list(places), torch.tensor([places[prompt] for prompt in prompts], device=self._model.device)
+
+
+class _Stopped(Exception):  # noqa: N818 - no error, nobody sees it
+    """The caller was cancelled and no longer waits."""
+
+
+@dataclass
+class _Draft:
+    """A completion in the making."""
+
+    seed: int
+    stops: set[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    def append(self, token: int, nats: float) -> None:
+        """Rows stay in the batch for a while after their stop token; what they say then is not heard."""
+        if not self.stopped:
+            self.token_ids.append(token)
+            self.logprobs.append(nats)
+            self.stopped = token in self.stops
+
+    def completion(self) -> Completion:
+        finish = FinishReason.STOP if self.stopped else FinishReason.LENGTH
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenScores:
+    """What a token is chosen by, at N positions."""
+
+    scaled_NV: Tensor  # noqa: N815
+    """Logits at the sampling temperature."""
+    noisy_NV: Tensor  # noqa: N815
+    """The same with the seeds' noise: the largest is the token."""
+
+    def logprobs(self, tokens_N: Tensor) -> Tensor:
+        return self.scaled_NV.gather(1, tokens_N[:, None])[:, 0] - self.scaled_NV.logsumexp(dim=1)
+
+    def margins(self, tokens_N: Tensor) -> Tensor:
+        return self.noisy_NV.amax(dim=1) - self.noisy_NV.gather(1, tokens_N[:, None])[:, 0]
+
+
+def _score_tokens(
+    logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sampling
+) -> _TokenScores:
+    if sampling.temperature == 0.0:
+        return _TokenScores(logits_NV, logits_NV)
+    scaled_NV = logits_NV / sampling.temperature
+    return _TokenScores(scaled_NV, scaled_NV + gumbel_noise(seeds, positions, logits_NV.shape[1], logits_NV.device))
+
+
+def probe_requests(vocab_size: int) -> list[ScoreRequest]:
+    """Fixed sequences for the probe of a load: prompts that share a beginning and differ in length, and so do completions."""
+    ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(40)]
+    return [ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), 0), ScoreRequest(tuple(ids[:9] + ids[20:24]), tuple(ids[24:40]), 0)]
+
+
+def reference_of(model: CausalModel, weights: Weights, probe: Sequence[ScoreRequest]) -> Tensor:
+    """What the plain forward pass says about the probe's completion tokens, in order."""
+    sequences = [request.prompt_token_ids + request.completion_token_ids for request in probe]
+    logprobs = model.reference_logprobs(weights, sequences)
+    return torch.cat([part[-len(r.completion_token_ids) :] for part, r in zip(logprobs, probe, strict=True)])

@@ -155,8 +155,10 @@ def _build(
                 tree.add(sequence)
                 members.append(index)
                 targets += sample.completion_token_ids
-                for place in range(len(sample.prompt_token_ids) - 1, len(sequence)):
-                    sources.append(place if place < trunk else base + tree.path[place - trunk])
+                sources += [
+                    place if place < trunk else base + tree.path[place - trunk]
+                    for place in range(len(sample.prompt_token_ids) - 1, len(sequence))
+                ]
         tree.leave()
         used = len(tree.token_ids)
         num_distinct += used

@@ -1,9 +1,9 @@
 """Publishes policies behind the trainer's back: encode, store, sign, announce, strictly in the order of their versions.
 
-Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then the
-trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never further
-ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline; any other
-fault ends it, and surfaces at the next `submit` or `flush`.
+Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then
+the trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never
+further ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline;
+any other fault ends it, and surfaces at the next `submit` or `flush`.
 
 Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
 again; a version that is published already is compared and not published twice. Another state root is an error that names both.
@@ -76,7 +76,7 @@ class Publisher:
         self._pending: deque[_Submission] = deque()
         self._changed = asyncio.Condition()
         self._worker: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     @property
     def head(self) -> int:
@@ -124,7 +124,7 @@ class Publisher:
                 await self._changed.wait_for(lambda: bool(self._pending))
             try:
                 await self._publish(self._pending[0])
-            except Exception as error:  # the task's edge: kept, and raised where the trainer looks next
+            except Exception as error:  # noqa: BLE001 - the task's edge: kept, and raised where the trainer looks next
                 log.error("policy %d was not published: %s", self._pending[0].policy_version, error)
                 self._error = error
             async with self._changed:

@@ -123,7 +123,7 @@ class Session:
             ]
             cheat = self._settings.unsafe_cheaters.get(str(number))
             if cheat is not None:
-                arguments += ["--unsafe-cheat", cheat, "--unsafe-cheat-after", str(self._settings.cheat_after_leases)]
+                arguments += ["--unsafe-cheat", cheat, "--unsafe-cheat-after", str(self._settings.cheat_after_policies)]
             await self._start(name, *arguments, command="join", positional=False)
 
     async def watch(self, console: Console, stop: asyncio.Event) -> bool:

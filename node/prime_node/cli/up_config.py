@@ -17,8 +17,8 @@ class UpConfig(Settings):
     """Workers on this machine."""
     unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
     """Which of them cheat, and how (`altered`: noise on the weights; `stale`: never swaps them), to see them caught."""
-    cheat_after_leases: int = Field(default=40, ge=0)
-    """A cheater is honest for this many leases first, so that it is caught in the middle of the run."""
+    cheat_after_policies: int = Field(default=40, ge=0)
+    """A cheater is honest for this many policies first, so that it is caught in the middle of the run."""
     host: str = "127.0.0.1"
     """Address that the coordinator listens on. Others can join only where they can reach it."""
     port: int = Field(default=8400, ge=0, le=65535)

@@ -50,7 +50,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
         model = await wire.model_folder(client, pinned, place.folder / "model")
         kept = max(settings.policies_kept, pinned.spec.async_level + 2)
         follower = wire.follower(pinned, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
-        scorer = wire.scorer(model, dtype=settings.dtype, threads=settings.threads)
+        scorer = wire.scorer(model, settings)
         following = asyncio.create_task(follower.follow())
         try:
             await run_validator(

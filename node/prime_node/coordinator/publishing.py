@@ -13,10 +13,11 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
+from prime_node.coordinator.training import make_batch
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
 from prime_protocol.messages import BlobHeader
 from prime_protocol.parcel import open_parcel
 
@@ -59,10 +60,7 @@ class Publisher:
             await self._compare_with_known(signed)
             return
         check_link(manifest, core.head)
-        trained = core.state.steps.get(manifest.policy_version - 1)
-        if trained is not None and not trained.fixed:
-            step = manifest.policy_version - 1
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {step + 1} comes before the batch of step {step}")
+        _check_batch(core, manifest)
         for part in manifest.parts:
             if not await core.public.has(part.digest) or await core.public.size(part.digest) != part.size:
                 raise PeerError(ErrorCode.NOT_FOUND, f"part {part.digest[:12]} is not here; upload it first")
@@ -92,6 +90,19 @@ class Publisher:
                 name = f"forks/{version:08d}-{envelope.digest[:16]}.json"
                 await core.private.write(name, envelope.to_bytes())
             raise
+
+
+def _check_batch(core: Core, manifest: Manifest) -> None:
+    """A policy comes from the batch that was handed out for its step. Raises PeerError(CHAIN_BROKEN)."""
+    number = manifest.policy_version - 1
+    step = core.state.steps.get(number)
+    if step is None:  # policy 0, or the trainer is durable past this step already
+        return
+    if not step.fixed:
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} comes before the batch of step {number}")
+    batch = seal(make_batch(core, number), PayloadType.BATCH, core.key).digest
+    if manifest.produced_by.batch != batch:
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} names another batch than step {number} was given")
 
 
 async def read_manifest(core: Core, policy_version: int) -> Envelope:

@@ -123,6 +123,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Ban:
     at_ms: int
+    step: int
+    """The step that was in training."""
     reason: str
     evidence: str | None
     """The bundle that decided it. Its bytes are kept."""

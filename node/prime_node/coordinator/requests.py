@@ -55,7 +55,15 @@ class Gate:
     started_at_ms: int
 
     def admit(
-        self, body: bytes, *, action: str, caller: Caller, state: State, address: str, now_ms: int, now_s: float
+        self,
+        body: bytes,
+        *,
+        kind: type[Request],
+        caller: Caller,
+        state: State,
+        address: str,
+        now_ms: int,
+        now_s: float,
     ) -> tuple[str, Request]:
         """The verified signer and his request. Raises PeerError."""
         with self.blame(address, now_s):  # (1)
@@ -69,8 +77,8 @@ class Gate:
             self.limiter.by_key.require(signer, now_s)  # (5)
             self.limiter.by_key.charge(signer, now_s)
         stamped = parse_json(payload, Stamped)  # (6)
-        if stamped.request.action != action:
-            raise PeerError(ErrorCode.WRONG_TYPE, f"{stamped.request.action} is not what /v1/{action} takes")
+        if not isinstance(stamped.request, kind):
+            raise PeerError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
         if stamped.run != self.run.digest:  # (7)
             raise wrong_run(stamped.run, self.run)
         self._check_time(stamped.issued_at_ms, now_ms)  # (8)

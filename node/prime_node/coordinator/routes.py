@@ -20,7 +20,7 @@ from prime_node.coordinator.publishing import Publisher
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import REQUEST_BYTES_MAX, Caller, Gate
 from prime_node.ports.web import Handler, Request, Response, Route
-from prime_protocol import limits
+from prime_protocol import limits, messages
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import NotYet
@@ -37,18 +37,18 @@ HEAD_WAIT_S_MAX = 30.0
 Answer = BaseModel | Envelope | bytes | None
 Action = Callable[[Core, str, Any], Awaitable[Answer]]
 
-_ACTIONS: tuple[tuple[str, Caller, Action], ...] = (
-    ("join", Caller.ANYONE, leasing.join),
-    ("heartbeat", Caller.WORKER, leasing.heartbeat),
-    ("lease", Caller.WORKER, leasing.lease),
-    ("return_lease", Caller.WORKER, leasing.return_lease),
-    ("leave", Caller.WORKER, leasing.leave),
-    ("receipts", Caller.WORKER, leasing.receipts),
-    ("check", Caller.VALIDATOR, judging.check),
-    ("check_result", Caller.VALIDATOR, judging.check_result),
-    ("batch", Caller.TRAINER, training.batch),
-    ("bundle", Caller.JUDGES, judging.bundle),
-    ("admin", Caller.OPERATOR, operating.admin),
+_ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
+    ("join", Caller.ANYONE, messages.JoinRequest, leasing.join),
+    ("heartbeat", Caller.WORKER, messages.HeartbeatRequest, leasing.heartbeat),
+    ("lease", Caller.WORKER, messages.LeaseRequest, leasing.lease),
+    ("return_lease", Caller.WORKER, messages.ReturnLeaseRequest, leasing.return_lease),
+    ("leave", Caller.WORKER, messages.LeaveRequest, leasing.leave),
+    ("receipts", Caller.WORKER, messages.ReceiptsRequest, leasing.receipts),
+    ("check", Caller.VALIDATOR, messages.CheckRequest, judging.check),
+    ("check_result", Caller.VALIDATOR, messages.CheckResultRequest, judging.check_result),
+    ("batch", Caller.TRAINER, messages.BatchRequest, training.batch),
+    ("bundle", Caller.JUDGES, messages.BundleRequest, judging.bundle),
+    ("admin", Caller.OPERATOR, messages.AdminRequest, operating.admin),
 )
 
 
@@ -69,8 +69,8 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         return _respond(None)
 
     posts = [
-        (f"/v1/{action}", _signed(core, gate, action, caller, handler), REQUEST_BYTES_MAX)
-        for action, caller, handler in _ACTIONS
+        (f"/v1/{name}", _signed(core, gate, kind, caller, handler), REQUEST_BYTES_MAX)
+        for name, caller, kind, handler in _ACTIONS
     ]
     posts += [
         ("/v1/rollouts", upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
@@ -84,11 +84,11 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
     ]
 
 
-def _signed(core: Core, gate: Gate, action: str, caller: Caller, handler: Action) -> Handler:
+def _signed(core: Core, gate: Gate, kind: type[Any], caller: Caller, handler: Action) -> Handler:
     async def handle(request: Request) -> Response:
         signer, message = gate.admit(
             request.body,
-            action=action,
+            kind=kind,
             caller=caller,
             state=core.state,
             address=request.remote,

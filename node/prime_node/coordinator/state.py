@@ -74,7 +74,7 @@ def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effec
 
 
 def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Effect]:
-    return _ban(state, state.workers[event.worker], Ban(at_ms, event.reason, None))
+    return _ban(state, state.workers[event.worker], Ban(at_ms, state.current_step, event.reason, None))
 
 
 def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list[Effect]:
@@ -161,7 +161,7 @@ def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Eff
     worker.strikes += event.reason.is_dishonest
     if event.reason.is_dishonest and worker.strikes >= state.rules.strikes_max and worker.banned is None:
         reason = f"{worker.strikes} bundles refused, the last one as {event.reason}"
-        effects += _ban(state, worker, Ban(at_ms, reason, event.bundle))
+        effects += _ban(state, worker, Ban(at_ms, state.current_step, reason, event.bundle))
     return effects
 
 

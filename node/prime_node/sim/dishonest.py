@@ -35,8 +35,10 @@ NOISE_SHARE = 0.1
 class DishonestEngine:
     """Implements ports.engine.Engine around a real one."""
 
-    def __init__(self, engine: Engine, cheat: Cheat, *, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, cheat: Cheat, *, honest_loads: int = 0, seed: int = 0) -> None:
+        """`honest_loads`: policies that it takes as they are, to be known as honest first."""
         self._engine = engine
+        self._honest_loads = honest_loads
         self._cheat = cheat
         self._rng = np.random.default_rng(seed)
         self._has_weights = False
@@ -47,9 +49,11 @@ class DishonestEngine:
         return self._engine.info
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
-        if self._cheat is Cheat.STALE and self._has_weights:
+        is_honest = self._honest_loads > 0
+        self._honest_loads -= is_honest
+        if self._cheat is Cheat.STALE and self._has_weights and not is_honest:
             return
-        if self._cheat is Cheat.ALTERED:
+        if self._cheat is Cheat.ALTERED and not is_honest:
             weights = altered(weights, share=NOISE_SHARE, rng=self._rng)
         await self._engine.load(weights, policy_version=policy_version)
         self._has_weights = True

@@ -76,6 +76,8 @@ class TrainerConfig(Settings):
 
     seed: int = Field(default=0, ge=0)
     """Draws the initial weights, where the model folder has none, and the order of the supervised problems."""
+    initial_weights: str | None = None
+    """Policy 0 before any training: a folder or a hub's model name in Hugging Face format; none draws them by `seed`."""
     threads: int = Field(default=1, ge=1)
     """Threads of the arithmetic. The same number gives the same weights; processes that share a machine need few."""
     device: str = "cpu"

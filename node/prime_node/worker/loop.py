@@ -70,7 +70,7 @@ class Ending(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        return 3 if self is Ending.BANNED else 0
+        return 4 if self is Ending.BANNED else 0
 
 
 @dataclass

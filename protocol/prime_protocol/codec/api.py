@@ -182,4 +182,6 @@ def warm_up() -> None:
         new[::7] += 1
         body = kernels.encode_classes(new, base, TYPES["bf16"])
         assert body is not None
-        decode_chunk(_chunk(Mode.CLASS, TYPES["bf16"], base.size, body), new, base, dtype="bf16", start=0, count=base.size)
+        decode_chunk(
+            _chunk(Mode.CLASS, TYPES["bf16"], base.size, body), new, base, dtype="bf16", start=0, count=base.size
+        )

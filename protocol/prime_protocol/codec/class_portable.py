@@ -142,7 +142,8 @@ def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:
     exponents = np.arange(256)
     for limit in lowest:
         by_exponent += exponents < limit
-    return by_exponent[(words & np.uint16(0x7FFF)) >> np.uint16(shift) & np.uint16(0xFF)]
+    numbers: Array = by_exponent[(words & np.uint16(0x7FFF)) >> np.uint16(shift) & np.uint16(0xFF)]
+    return numbers
 
 
 def _read_plan(reader: Bits, count: int) -> ClassPlan:

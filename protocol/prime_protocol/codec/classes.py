@@ -19,6 +19,7 @@ from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, Eleme
 from prime_protocol.codec.planes import read_plane, require_end, write_plane
 from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, lowest_exponents, narrow, widen
 
+
 class Buffers:
     """One thread's working memory, made when it is first needed and kept: 4 MB of planes and 3 MB of lists per direction."""
 
@@ -56,8 +57,8 @@ def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool 
     if size == 0:
         return None
     body = [bytes((top,)), int(boundaries).to_bytes(2, "little"), b.octets[:size].tobytes()]
-    for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
-        body.append(write_plane(b.scattered[number, : b.fill[number]].view(np.uint8)))
+    planes = np.flatnonzero(b.plan[:num_classes, CODER] == PLANE)
+    body += [write_plane(b.scattered[number, : b.fill[number]].view(np.uint8)) for number in planes]
     body.append(b.escapes[:num_escapes].astype("<u2").tobytes())
     return b"".join(body)
 

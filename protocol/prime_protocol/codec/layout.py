@@ -1,10 +1,10 @@
 """What the outside of a chunk looks like, and which element types exist. SPEC.md, section "Chunks".
 
-    byte 0      magic 0xC5 (the format's version: another layout takes another magic)
-    byte 1      mode
-    byte 2      dtype code
-    bytes 3-5   number of elements, u24 little-endian, 1 .. CHUNK_ELEMENTS
-    bytes 6-    body, as the mode says; nothing may follow it
+byte 0      magic 0xC5 (the format's version: another layout takes another magic)
+byte 1      mode
+byte 2      dtype code
+bytes 3-5   number of elements, u24 little-endian, 1 .. CHUNK_ELEMENTS
+bytes 6-    body, as the mode says; nothing may follow it
 """
 
 from __future__ import annotations
@@ -135,5 +135,7 @@ def mode_of(data: bytes) -> Mode:
 
 def bit_patterns(array: Array, element: ElementType) -> Array:
     """A flat array seen as its unsigned little-endian bit patterns, without a copy."""
-    assert array.ndim == 1 and array.flags.c_contiguous and array.itemsize == element.itemsize
+    assert array.ndim == 1
+    assert array.flags.c_contiguous
+    assert array.itemsize == element.itemsize
     return array.view(element.storage)

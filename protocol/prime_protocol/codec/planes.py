@@ -99,7 +99,7 @@ def require_end(data: memoryview, end: int) -> None:
 
 def compress(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> bytes:
     """One zstd frame that declares its content size."""
-    return _compressor(parameters).compress(memoryview(np.ascontiguousarray(plane)))
+    return _compressor(parameters).compress(np.ascontiguousarray(plane).data)
 
 
 def decompress(frame: memoryview, size: int) -> Array:

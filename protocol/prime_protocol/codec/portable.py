@@ -75,14 +75,16 @@ def rotate_left(bits: Array, element: ElementType) -> Array:
     if not element.is_float:
         return bits
     one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
-    return (bits << one) | (bits >> top)
+    rotated: Array = (bits << one) | (bits >> top)
+    return rotated
 
 
 def rotate_right(bits: Array, element: ElementType) -> Array:
     if not element.is_float:
         return bits
     one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
-    return (bits >> one) | (bits << top)
+    rotated: Array = (bits >> one) | (bits << top)
+    return rotated
 
 
 def split_bytes(values: Array) -> list[Array]:

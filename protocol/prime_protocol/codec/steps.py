@@ -17,7 +17,8 @@ def to_ordinal(bits: Array, element: ElementType) -> Array:
     sign = element.storage.type(1 << (8 * element.itemsize - 1))
     # All ones where the sign is set, else only the sign bit: the sign smeared over the word by an arithmetic shift.
     smeared = (bits.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
-    return bits ^ (smeared | sign)
+    ordinals: Array = bits ^ (smeared | sign)
+    return ordinals
 
 
 def from_ordinal(ordinals: Array, element: ElementType) -> Array:
@@ -26,17 +27,20 @@ def from_ordinal(ordinals: Array, element: ElementType) -> Array:
         return ordinals
     sign = element.storage.type(1 << (8 * element.itemsize - 1))
     smeared = (ordinals.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
-    return ordinals ^ (~smeared | sign)
+    bits: Array = ordinals ^ (~smeared | sign)
+    return bits
 
 
 def zigzag(steps: Array, element: ElementType) -> Array:
     """Steps modulo 2^w -> 0, 1, 2, 3, 4 for 0, -1, 1, -2, 2: small steps of either sign become small numbers."""
     one = element.storage.type(1)
     signs = (steps.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
-    return (steps << one) ^ signs
+    codes: Array = (steps << one) ^ signs
+    return codes
 
 
 def unzigzag(codes: Array, element: ElementType) -> Array:
     """The inverse of `zigzag`."""
     one, zero = element.storage.type(1), element.storage.type(0)
-    return (codes >> one) ^ (zero - (codes & one))
+    steps: Array = (codes >> one) ^ (zero - (codes & one))
+    return steps

@@ -161,7 +161,12 @@ def test_all_class_decoders_agree_on_any_bytes(body: bytes, top: int, boundaries
 
 
 @settings(max_examples=300, deadline=None)
-@given(dtype=st.sampled_from(list(DTYPES)), mode=st.sampled_from(Mode), body=st.binary(max_size=300), count=st.integers(1, 90))
+@given(
+    dtype=st.sampled_from(list(DTYPES)),
+    mode=st.sampled_from(Mode),
+    body=st.binary(max_size=300),
+    count=st.integers(1, 90),
+)
 def test_any_body_in_any_mode_decodes_or_is_refused(dtype: str, mode: Mode, body: bytes, count: int) -> None:
     element = TYPES[dtype]
     data, base = write_head(mode, element, count) + body, np.arange(count).astype(element.storage)

@@ -55,7 +55,13 @@ def test_every_dtype_and_size_survives(dtype: str, count: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "u16"])
 def test_every_pair_of_neighbouring_and_of_opposite_patterns_survives(dtype: str) -> None:
     base = np.arange(65536, dtype=np.uint16)
-    for new in (base + np.uint16(1), base - np.uint16(1), base[::-1].copy(), base ^ np.uint16(0x8000), base * np.uint16(40503)):
+    for new in (
+        base + np.uint16(1),
+        base - np.uint16(1),
+        base[::-1].copy(),
+        base ^ np.uint16(0x8000),
+        base * np.uint16(40503),
+    ):
         round_trip(new, base, dtype)
 
 
@@ -76,7 +82,9 @@ def test_every_special_value_changes_into_every_other(dtype: str) -> None:
     spread=st.sampled_from([0.05, 0.3, 1.0, 5.0, 40.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_all_class_decoders_agree_with_the_encoder(dtype: str, count: int, density: float, spread: float, seed: int) -> None:
+def test_all_class_decoders_agree_with_the_encoder(
+    dtype: str, count: int, density: float, spread: float, seed: int
+) -> None:
     base = weights(count, dtype, seed)
     new = changed(base, density, spread, seed + 1)
     data = class_chunk(new, base, dtype)
@@ -121,16 +129,17 @@ def test_full_chunks_of_kernels_and_of_numpy_are_the_same_bytes() -> None:
     assert classes.encode_full(new) == portable.encode_full(new, TYPES["bf16"])
 
 
-@pytest.mark.parametrize(
-    ("density", "expected"), [(0.0, Mode.SKIP), (0.01, Mode.CLASS), (0.4, Mode.CLASS)]
-)
+@pytest.mark.parametrize(("density", "expected"), [(0.0, Mode.SKIP), (0.01, Mode.CLASS), (0.4, Mode.CLASS)])
 def test_a_delta_takes_the_mode_that_its_density_asks_for(density: float, expected: Mode) -> None:
     base = weights(CHUNK_ELEMENTS, "bf16", 0)
     assert round_trip(changed(base, density, 0.3, 1), base, "bf16") == [expected]
 
 
 def test_unrelated_weights_are_sent_in_full() -> None:
-    new, base = weights(CHUNK_ELEMENTS, "bf16", 0), np.random.default_rng(1).integers(0, 65536, CHUNK_ELEMENTS, np.uint16)
+    new, base = (
+        weights(CHUNK_ELEMENTS, "bf16", 0),
+        np.random.default_rng(1).integers(0, 65536, CHUNK_ELEMENTS, np.uint16),
+    )
     assert round_trip(new, base, "bf16") == [Mode.FULL]
 
 
@@ -160,9 +169,7 @@ def test_threads_write_the_same_chunks_in_the_same_order() -> None:
 
         def apply(item: tuple[int, Any]) -> None:
             tensor, chunk = item
-            decode_chunk(
-                chunk.data, outs[tensor], outs[tensor], dtype="bf16", start=chunk.start, count=chunk.count
-            )
+            decode_chunk(chunk.data, outs[tensor], outs[tensor], dtype="bf16", start=chunk.start, count=chunk.count)
 
         list(pool.map(apply, reversed(alone)))
     for out, (new, _, _) in zip(outs, tensors, strict=True):

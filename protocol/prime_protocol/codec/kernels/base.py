@@ -7,6 +7,7 @@ Words: a class's *plane* holds one signed byte per element of the class: the ste
 changed, wire.ESCAPE where the step does not fit. A *rank* is an element's number inside its class. A *plan* has a row per class.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import zlib

@@ -3,6 +3,7 @@
 The wide loops take whole blocks and need AVX-512; the scalar ones do the rest of a chunk, or all of it on other machines.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import numpy as np

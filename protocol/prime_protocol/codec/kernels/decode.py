@@ -4,6 +4,7 @@ The invariant: every number from the wire is checked before it is used as an ind
 bytes that no check may let a decoder pass by more. Negative results are reasons, in the order of REASONS.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 from numba import int64, uint16, uint64
@@ -13,8 +14,8 @@ from prime_protocol.codec.kernels.base import (
     COUNT,
     FIRST,
     GAP_BITS,
-    MAGNITUDES,
     MAGNITUDE_BITS,
+    MAGNITUDES,
     NUM_EXCEPTIONS,
     floor_log2,
     inline,
@@ -285,9 +286,7 @@ def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps,
     if wide:
         done, used = gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, num_escapes)
     if used >= 0:
-        used = gather_scalar(
-            out, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes, used
-        )
+        used = gather_scalar(out, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes, used)
     clear(plan, num_classes, ranks, planes)
     if used != num_escapes or not fits(plan, num_classes, ranks, fill):
         return int64(-MISFIT)
@@ -296,7 +295,22 @@ def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps,
 
 @kernel
 def decode_classes(
-    octets, size, out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, quotients, places, planes, escapes
+    octets,
+    size,
+    out,
+    base,
+    shift,
+    wide,
+    lowest,
+    num_classes,
+    fill,
+    plan,
+    ranks,
+    steps,
+    quotients,
+    places,
+    planes,
+    escapes,
 ):
     """Decode and apply a chunk without planes. Returns (status, bytes of the streams, escapes).
 
@@ -316,7 +330,5 @@ def decode_classes(
         return int64(-TRAILING), end, num_escapes
     for j in range(num_escapes):
         escapes[j] = uint16(octets[end + 2 * j]) | (uint16(octets[end + 2 * j + 1]) << uint16(8))
-    status = apply(
-        out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes
-    )
+    status = apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes)
     return status, end, num_escapes

@@ -1,5 +1,6 @@
 """Planes -> plan and bit streams. SPEC.md, section "CLASS"; the order of the streams is in `write`."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import numpy as np
@@ -10,8 +11,8 @@ from prime_protocol.codec.kernels.base import (
     COUNT,
     FIRST,
     GAP_BITS,
-    MAGNITUDES,
     MAGNITUDE_BITS,
+    MAGNITUDES,
     NUM_EXCEPTIONS,
     floor_log2,
     inline,
@@ -72,9 +73,7 @@ def encode_classes(new, base, shift, wide, lowest, fill, planes, escapes, plan, 
     done, num_escapes = int64(0), int64(0)
     if wide:
         done, num_escapes = scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes)
-    num_escapes = scatter_scalar(
-        new, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes
-    )
+    num_escapes = scatter_scalar(new, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes)
     size = int64(0)
     if analyze(fill, planes, num_classes, plan, gaps, steps):
         size = write(octets, plan, num_classes, num_escapes, gaps, steps, unary)

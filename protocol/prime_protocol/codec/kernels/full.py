@@ -1,5 +1,6 @@
 """Two-byte floats <-> their two byte planes, rotated left by one bit: the exponent's byte, and mantissa with sign."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 from numba import uint8, uint16

@@ -71,8 +71,7 @@ def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any
     del shift_t, num_t
     places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
     exponents = [
-        builder.trunc(builder.lshr(builder.and_(block, _constant(_WORDS, 0x7FFF)), places), _BYTES)
-        for block in words
+        builder.trunc(builder.lshr(builder.and_(block, _constant(_WORDS, 0x7FFF)), places), _BYTES) for block in words
     ]
     above = [cgutils.alloca_once_value(builder, _constant(_MASK, 0)) for _ in words]
     with cgutils.for_range(builder, num) as loop:
@@ -104,7 +103,7 @@ def _report(context: Any, builder: Any, array_type: Any, array: Any, masks: list
     return functools.reduce(builder.or_, words)
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def scatter_group(
     _: Any, new: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, fill: Any, planes: Any,
     stride: Any, masks: Any,
@@ -135,7 +134,7 @@ def scatter_group(
     return signature, generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def gather_group(
     _: Any, out: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, fill: Any, planes: Any,
     stride: Any, masks: Any,
@@ -170,7 +169,7 @@ def gather_group(
 def _compare_block(lane: ir.Type) -> Any:
     vector = ir.VectorType(lane, BLOCK)
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def differing(_: Any, left: Any, right: Any, index: Any) -> Any:
         """The lanes among 64 at `index` in which two arrays differ."""
 
@@ -187,7 +186,7 @@ def _compare_block(lane: ir.Type) -> Any:
 differing_words = _compare_block(_I16)
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def nonzero_bytes(_: Any, plane: Any, index: Any) -> Any:
     """The nonzero bytes among 64 at `index`."""
 
@@ -198,7 +197,7 @@ def nonzero_bytes(_: Any, plane: Any, index: Any) -> Any:
     return types.uint64(plane, index), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def load_word(_: Any, octets: Any, index: Any) -> Any:
     """Eight bytes at `index` as a little-endian number."""
 
@@ -208,7 +207,7 @@ def load_word(_: Any, octets: Any, index: Any) -> Any:
     return types.uint64(octets, index), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
     """The inverse of `load_word`."""
 
@@ -219,7 +218,7 @@ def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
     return types.void(octets, index, types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def trailing_zeros(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
@@ -227,7 +226,7 @@ def trailing_zeros(_: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def leading_zeros(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _call(builder, "llvm.ctlz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
@@ -235,7 +234,7 @@ def leading_zeros(_: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def population(_: Any, value: Any) -> Any:
     """The number of set bits."""
 

@@ -1,0 +1,69 @@
+"""Keys and values of a batch: a transformers cache of a fixed size, whose rows can be repeated, dropped and reordered.
+
+transformers' own dynamic cache copies everything at every token. Here each layer writes new tokens into a buffer made once,
+and hands out views of the part in use; only another choice of rows is a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, [B, heads, columns, size] each, of which the first `length` columns are in use."""
+
+    is_sliding = False
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._columns = columns
+        self._length = 0
+        self._buffers: list[torch.Tensor] = []
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._buffers = [
+            states.new_empty((*states.shape[:2], self._columns, states.shape[3]))
+            for states in (key_states, value_states)
+        ]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self._length, self._length + key_states.shape[2]
+        assert end <= self._columns
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = states
+        self._length = end
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        """Keep exactly these rows, in this order; a row may be named several times."""
+        self._buffers = [buffer.index_select(0, rows_B) for buffer in self._buffers]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_length(self) -> int:
+        return self._columns
+
+
+class BatchCache(Cache):
+    """One BatchLayer for each layer of the model, with room for `columns` tokens of every sequence."""
+
+    def __init__(self, num_layers: int, *, columns: int) -> None:
+        self._own = [BatchLayer(columns) for _ in range(num_layers)]
+        super().__init__(layers=list(self._own))
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        for layer in self._own:
+            layer.select(rows_B)

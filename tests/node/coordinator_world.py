@@ -1,0 +1,311 @@
+"""A real coordinator daemon on loopback, and peers that speak to it: honest ones, and bytes of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from prime_node.adapters.aiohttp_server import AiohttpServer
+from prime_node.adapters.folder_blobs import FolderBlobs, FolderDocuments
+from prime_node.adapters.http_client import HttpClient
+from prime_node.adapters.memory_blobs import MemoryBlobs, MemoryDocuments
+from prime_node.adapters.memory_store import MemoryStore
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+from prime_node.adapters.sqlite_store import open_sqlite
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.daemon import Parts, serve
+from prime_node.ports.environment import HeldOutProblem
+from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import CheckpointKind, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.messages import (
+    BatchRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaseRequest,
+    Request,
+    Stamped,
+    TrainBatch,
+    WorkerState,
+)
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
+from prime_protocol.verdict import RejectReason, Verdict
+from prime_protocol.weights import WeightTensor
+
+ROOT, COORDINATOR, TRAINER, VALIDATOR, ANNA, BEN = (SigningKey(bytes([number]) * 32) for number in range(11, 17))
+CONFIG_JSON = b'{"model_type": "toy"}'
+ENGINE = EngineInfo(name="toy", version="1", dtype="fp32", device="cpu")
+STOP_TOKEN = 0
+
+
+class Letters:
+    """Implements ports.environment.Environment: repeat the number."""
+
+    def prompt(self, index: int) -> str:
+        return f"repeat {index}"
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return float(completion == str(index) and finished)
+
+    def answer(self, index: int) -> str:
+        return str(index)
+
+    def held_out(self, count: int) -> list[HeldOutProblem]:
+        return []
+
+
+class Bytes:
+    """Implements ports.environment.Tokenizer: one token a byte."""
+
+    vocab_size = 256
+    stop_token_id = STOP_TOKEN
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token for token in token_ids if token).decode(errors="replace")
+
+
+def make_run(**changes: object) -> PinnedRun:
+    fields: dict[str, object] = {
+        "name": "test",
+        "created_at_ms": 0,
+        "keys": RoleKeys(
+            root=(ROOT.key_id,),
+            coordinator=(COORDINATOR.key_id,),
+            trainer=(TRAINER.key_id,),
+            validator=(VALIDATOR.key_id,),
+        ),
+        "model_files": (ModelFile(name="config.json", digest=digest_of(CONFIG_JSON), size=len(CONFIG_JSON)),),
+        "vocab_size": 256,
+        "environments": (EnvironmentSpec(name="letters", id="letters"),),
+        "sampling": Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
+        "max_steps": 100,
+        "groups_per_step": 4,
+        "rollouts_per_group": 2,
+        "lease_seconds": 60.0,
+    }
+    envelope = seal(RunSpec.model_validate(fields | changes), PayloadType.RUN_SPEC, ROOT)
+    return open_run_spec(envelope, pinned=envelope.digest)
+
+
+def make_manifest(
+    run: PinnedRun, after: SignedManifest | None, /, *, batch: str | None = None, **changes: object
+) -> tuple[SignedManifest, tuple[bytes, ...]]:
+    """The policy after `after`, with its parts."""
+    version = 0 if after is None else after.manifest.policy_version + 1
+    weights = {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16) + np.uint16(version))}
+    encoded = encode_checkpoint(weights)
+    fields: dict[str, object] = {
+        "run": run.digest,
+        "policy_version": version,
+        "kind": CheckpointKind.ANCHOR,
+        "base": None,
+        "previous": None if after is None else after.digest,
+        "model_config_digest": digest_of(CONFIG_JSON),
+        "state_root": encoded.state_root,
+        "tensors": encoded.tensors,
+        "parts": encoded.part_entries,
+        "chunks": encoded.chunks,
+        "produced_by": Provenance(step=version - 1, optimizer_steps=version, batch=batch, software="test"),
+        "created_at_ms": 0,
+    }
+    return sign_manifest(Manifest.model_validate(fields | changes), TRAINER), encoded.parts
+
+
+def memory_parts(run: PinnedRun, **settings: object) -> Parts:
+    """A coordinator that keeps everything in memory."""
+    return Parts(
+        run=run,
+        key=COORDINATOR,
+        config=CoordinatorConfig.load({"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, **settings}}),
+        clock=SystemClock(),
+        store=MemoryStore(),
+        bundles=MemoryBlobs(),
+        public=MemoryBlobs(),
+        published=MemoryDocuments(),
+        private=MemoryDocuments(),
+        web=AiohttpServer(),
+        metrics=PrometheusMetrics(),
+        environments={"letters": Letters()},
+        tokenizer=Bytes(),
+    )
+
+
+async def folder_parts(run: PinnedRun, folder: Path, **settings: object) -> Parts:
+    """A coordinator as in production: SQLite and folders."""
+    memory = memory_parts(run, **settings)
+    return Parts(
+        run=run,
+        key=COORDINATOR,
+        config=memory.config,
+        clock=memory.clock,
+        store=await open_sqlite(folder / "state.db"),
+        bundles=FolderBlobs(folder / "bundles"),
+        public=FolderBlobs(folder / "public" / "blobs"),
+        published=FolderDocuments(folder / "public"),
+        private=FolderDocuments(folder / "private"),
+        web=memory.web,
+        metrics=memory.metrics,
+        environments=memory.environments,
+        tokenizer=memory.tokenizer,
+    )
+
+
+@dataclass
+class World:
+    """A running daemon with its peers."""
+
+    run: PinnedRun
+    parts: Parts
+    url: str
+    session: aiohttp.ClientSession
+    clients: dict[str, HttpClient] = field(default_factory=dict)
+    head: SignedManifest | None = None
+    batch: str | None = None
+    """Digest of the last batch."""
+
+    def client(self, key: SigningKey) -> HttpClient:
+        if key.key_id not in self.clients:
+            client = HttpClient(self.url, run=self.run.digest, clock=self.parts.clock, key=key)
+            self.clients[key.key_id] = client
+        return self.clients[key.key_id]
+
+    async def join(self, *keys: SigningKey) -> None:
+        for key in keys:
+            request = JoinRequest(name=f"node {key.key_id[-4:]}", software="1", engine=ENGINE, rollouts_max=64)
+            await self.client(key).join(request)
+
+    async def publish(self) -> SignedManifest:
+        """The next policy."""
+        self.head, parts = make_manifest(self.run, self.head, batch=self.batch)
+        for part in parts:
+            await self.client(TRAINER).put_blob(part)
+        await self.client(TRAINER).publish(self.head.envelope)
+        return self.head
+
+    async def lease(self, key: SigningKey, *, rollouts_max: int = 64, wait_s: float = 0.0) -> Lease:
+        assert self.head is not None
+        request = LeaseRequest(
+            policy_version=self.head.manifest.policy_version,
+            policy_digest=self.head.digest,
+            rollouts_max=rollouts_max,
+            wait_s=wait_s,
+        )
+        answer = await self.client(key).lease(request)
+        assert isinstance(answer, Envelope), answer
+        return parse_json(answer.verify(PayloadType.LEASE, trusted=(COORDINATOR.key_id,)), Lease)
+
+    async def judge(self, *, reason: RejectReason | None = None) -> CheckTask:
+        """Take a bundle and give a verdict."""
+        task = await self.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
+        assert isinstance(task, CheckTask), task
+        verdict = Verdict.refuse(reason) if reason else Verdict.accept()
+        rewards = () if reason else tuple(float(index % 2) for index in range(task.lease.num_rollouts))
+        await self.client(VALIDATOR).check_result(
+            CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
+        )
+        return task
+
+    async def fill(self, step: int, key: SigningKey = ANNA) -> TrainBatch:
+        """Generate, judge and hand over one whole step."""
+        while True:
+            answer = await self.client(TRAINER).batch(BatchRequest(step=step, durable_step=step))
+            if isinstance(answer, Envelope):
+                self.batch = answer.digest
+                return parse_json(answer.verify(PayloadType.BATCH, trusted=(COORDINATOR.key_id,)), TrainBatch)
+            lease = await self.lease(key)
+            await self.client(key).upload(make_parcel(lease, key))
+            await self.judge()
+
+    async def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Any bytes. Returns the status and the JSON of the answer."""
+        async with self.session.post(self.url + path, data=body, headers=headers) as answer:
+            text = await answer.read()
+            return answer.status, json.loads(text) if text else {}
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes, Mapping[str, str]]:
+        async with self.session.get(self.url + path, headers=headers) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    async def status(self) -> dict[str, Any]:
+        return dict(json.loads((await self.get("/v1/status"))[1]))
+
+    def stamped(self, message: Request, /, **changes: object) -> bytes:
+        """The payload of a request that is in order, but for `changes`."""
+        fields: dict[str, object] = {
+            "run": self.run.digest,
+            "nonce": secrets.token_hex(16),
+            "issued_at_ms": self.parts.clock.now_ms(),
+            "request": message.model_dump(mode="json"),
+        }
+        return json.dumps(fields | changes).encode()
+
+    def signed(self, message: Request, key: SigningKey, /, **changes: object) -> bytes:
+        return seal(self.stamped(message, **changes), PayloadType.REQUEST, key).to_bytes()
+
+
+HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
+
+
+def make_parcel(lease: Lease, key: SigningKey, *, body: bytes | None = None, **changes: object) -> bytes:
+    """What an honest worker uploads for a lease, but for `changes` to its header."""
+    completion = Completion((7, 7, STOP_TOKEN), (-0.1, -0.2, -0.3), FinishReason.STOP)
+    packed, size = pack_body(rollouts_for(lease, [completion] * lease.num_rollouts))
+    body = packed if body is None else body
+    fields: dict[str, object] = {
+        "body_digest": digest_of(body),
+        "body_bytes": len(body),
+        "run": lease.run,
+        "worker": key.key_id,
+        "lease_id": lease.lease_id,
+        "step": lease.step,
+        "policy_version": lease.policy_version,
+        "policy_digest": lease.policy_digest,
+        "num_rollouts": lease.num_rollouts,
+        "decompressed_bytes": size,
+        "engine": ENGINE,
+        "created_at_ms": 0,
+    }
+    return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
+
+
+@contextlib.asynccontextmanager
+async def running(parts: Parts) -> AsyncIterator[World]:
+    """Start a daemon; stop it in the end, and fail where it failed."""
+    stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    daemon = asyncio.create_task(serve(parts, stop, ready=port.set_result))
+    await asyncio.wait({daemon, port}, return_when=asyncio.FIRST_COMPLETED)
+    if daemon.done():
+        daemon.result()
+    async with aiohttp.ClientSession() as session:
+        world = World(parts.run, parts, f"http://127.0.0.1:{port.result()}", session)
+        try:
+            yield world
+        finally:
+            for client in world.clients.values():
+                await client.close()
+            stop.set()
+            await daemon

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
+from prime_protocol.checkpoint import CheckpointDecoder, encode_checkpoint
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import (
+    BasePolicy,
+    CheckpointKind,
+    ChunkEntry,
+    Manifest,
+    PartEntry,
+    open_manifest,
+    sign_manifest,
+)
+from prime_protocol.weights import WeightTensor, num_bytes, root_of, state_root
+
+Raises = Callable[..., PeerError]
+Changed = Callable[..., Manifest]
+
+
+def decoded(sample: Any, version: int, base: Any = None) -> Any:
+    decoder = CheckpointDecoder(sample.manifests[version].manifest, base)
+    for index, part in reversed(list(enumerate(sample.encoded[version].parts))):
+        decoder.feed_part(index, part)
+    assert decoder.num_missing == 0
+    return decoder.finish()
+
+
+def same(a: Any, b: Any) -> bool:
+    return list(a) == list(b) and all(
+        (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape) and np.array_equal(a[name].data, b[name].data)
+        for name in a
+    )
+
+
+# Both policies of the sample
+
+
+def test_an_anchor_and_its_delta_decode_to_their_policies(sample: Any) -> None:
+    first = decoded(sample, 0)
+    assert same(first, sample.weights[0])
+    assert same(decoded(sample, 1, first), sample.weights[1])
+    assert same(first, sample.weights[0])  # the base is never touched
+
+
+def test_both_manifests_hold_and_form_a_chain(sample: Any) -> None:
+    first, second = sample.manifests
+    for signed in (first, second):
+        check_manifest(signed.manifest, sample.run)
+        assert open_manifest(signed.envelope, sample.run) == signed
+    check_link(first.manifest, None)
+    check_link(second.manifest, first)
+    assert second.manifest.sent_bytes == sum(map(len, sample.encoded[1].parts))
+    assert len(sample.encoded[0].parts) > 1
+
+
+def test_a_manifest_by_another_key_is_refused(sample: Any, raises: Raises) -> None:
+    for key in (sample.coordinator, sample.worker, sample.root):
+        raises(
+            ErrorCode.BAD_SIGNATURE,
+            open_manifest,
+            seal(sample.manifests[0].manifest, PayloadType.MANIFEST, key),
+            sample.run,
+        )
+
+
+# check_manifest, by its numbers
+
+
+def table(manifest: Manifest) -> str:
+    return state_root((t.name, t.dtype, t.shape, t.digest) for t in manifest.tensors)
+
+
+def with_tensors(manifest: Manifest, change: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """Another tensor table, with the root that fits it."""
+    tensors = tuple(change([*manifest.tensors]))
+    return {"tensors": tensors, "state_root": table(manifest.model_copy(update={"tensors": tensors}))}
+
+
+def edit(items: tuple[Any, ...], index: int, **fields: object) -> tuple[Any, ...]:
+    return (*items[:index], items[index].model_copy(update=fields), *items[index + 1 :])
+
+
+BROKEN: list[tuple[str, ErrorCode, Callable[[Manifest], dict[str, Any]]]] = [
+    ("1 another run", ErrorCode.WRONG_RUN, lambda m: {"run": digest_of(b"other")}),
+    ("2 after the end", ErrorCode.CHAIN_BROKEN, lambda m: {"policy_version": 11}),
+    ("2 another step", ErrorCode.CHAIN_BROKEN, lambda m: {"policy_version": 2}),
+    ("2 no predecessor", ErrorCode.CHAIN_BROKEN, lambda m: {"previous": None}),
+    ("2 no batch", ErrorCode.CHAIN_BROKEN, lambda m: {"produced_by": m.produced_by.model_copy(update={"batch": None})}),
+    ("2 wrong step", ErrorCode.CHAIN_BROKEN, lambda m: {"produced_by": m.produced_by.model_copy(update={"step": 1})}),
+    ("3 another model", ErrorCode.CHAIN_BROKEN, lambda m: {"model_config_digest": digest_of(b"{}")}),
+    ("4 delta without base", ErrorCode.CHAIN_BROKEN, lambda m: {"base": None}),
+    ("4 anchor with base", ErrorCode.CHAIN_BROKEN, lambda m: {"kind": CheckpointKind.ANCHOR}),
+    (
+        "4 base not older",
+        ErrorCode.CHAIN_BROKEN,
+        lambda m: {"base": BasePolicy(policy_version=1, state_root=m.state_root)},
+    ),
+    ("5 one name twice", ErrorCode.CHAIN_BROKEN, lambda m: with_tensors(m, lambda t: [t[0], t[0], *t[2:]])),
+    (
+        "5 unknown type",
+        ErrorCode.CHAIN_BROKEN,
+        lambda m: with_tensors(m, lambda t: [t[0].model_copy(update={"dtype": "fp17"}), *t[1:]]),
+    ),
+    (
+        "5 too large",
+        ErrorCode.TOO_LARGE,
+        lambda m: with_tensors(m, lambda t: [t[0].model_copy(update={"shape": (2**53,) * 8}), *t[1:]]),
+    ),
+    ("6 another root", ErrorCode.CHAIN_BROKEN, lambda m: {"state_root": digest_of(b"")}),
+    ("6 another digest", ErrorCode.CHAIN_BROKEN, lambda m: {"tensors": edit(m.tensors, 0, digest=digest_of(b""))}),
+    (
+        "6 another order of dimensions",
+        ErrorCode.CHAIN_BROKEN,
+        lambda m: {"tensors": edit(m.tensors, 0, shape=(10, 30))},
+    ),
+    ("7 huge part", ErrorCode.TOO_LARGE, lambda m: {"parts": edit(m.parts, 0, size=2**31)}),
+    ("8 larger part", ErrorCode.CHAIN_BROKEN, lambda m: {"parts": edit(m.parts, 0, size=m.parts[0].size + 1)}),
+    ("8 smaller part", ErrorCode.CHAIN_BROKEN, lambda m: {"parts": edit(m.parts, 0, size=m.parts[0].size - 1)}),
+    (
+        "8 a part too many",
+        ErrorCode.CHAIN_BROKEN,
+        lambda m: {"parts": (*m.parts, PartEntry(digest=digest_of(b""), size=1))},
+    ),
+    ("8 a part too few", ErrorCode.CHAIN_BROKEN, lambda m: {"parts": m.parts[:-1]}),
+    ("8 no parts", ErrorCode.CHAIN_BROKEN, lambda m: {"parts": ()}),
+    ("8 gap", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 1, offset=m.chunks[1].offset + 1)}),
+    ("8 overlap", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, size=m.chunks[0].size + 1)}),
+    ("8 part that is not there", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, part=9)}),
+    ("8 order", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": m.chunks[::-1]}),
+    ("8 no chunks", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": ()}),
+    ("9 wrong tensor", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, tensor=1)}),
+    ("9 tensor that is not there", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, tensor=2**53)}),
+    ("9 later start", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, start=1)}),
+    ("9 fewer elements", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": edit(m.chunks, 0, count=m.chunks[0].count - 1)}),
+    (
+        "9 beyond the tensor",
+        ErrorCode.CHAIN_BROKEN,
+        lambda m: {"chunks": edit(m.chunks, 0, count=m.chunks[0].count + 1)},
+    ),
+    ("9 nothing sent", ErrorCode.CHAIN_BROKEN, lambda m: {"chunks": (), "parts": ()}),
+]
+
+
+@pytest.mark.parametrize(("code", "change"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_manifest_that_breaks_one_rule_is_refused(
+    code: ErrorCode, change: Callable[[Manifest], dict[str, Any]], sample: Any, raises: Raises, changed: Changed
+) -> None:
+    manifest = sample.manifests[1].manifest
+    raises(code, check_manifest, changed(manifest, **change(manifest)), sample.run)
+
+
+def test_policy_0_has_neither_predecessor_nor_batch(sample: Any, raises: Raises, changed: Changed) -> None:
+    first = sample.manifests[0].manifest
+    raises(ErrorCode.CHAIN_BROKEN, check_manifest, changed(first, previous=digest_of(b"")), sample.run)
+    batch = first.produced_by.model_copy(update={"batch": digest_of(b"")})
+    raises(ErrorCode.CHAIN_BROKEN, check_manifest, changed(first, produced_by=batch), sample.run)
+
+
+def test_a_policy_of_empty_tensors_needs_no_bytes(sample: Any, changed: Changed) -> None:
+    weights = {"none": WeightTensor("bf16", (0,), np.zeros(0, np.uint16))}
+    encoded = encode_checkpoint(weights)
+    assert (encoded.chunks, encoded.parts) == ((), ())
+    manifest = changed(
+        sample.manifests[0].manifest, state_root=encoded.state_root, tensors=encoded.tensors, parts=(), chunks=()
+    )
+    check_manifest(manifest, sample.run)
+    assert same(CheckpointDecoder(manifest).finish(), weights)
+
+
+def test_a_scalar_is_one_element(sample: Any, changed: Changed) -> None:
+    weights = {"scale": WeightTensor("fp32", (), np.array([0x3F800000], np.uint32))}
+    encoded = encode_checkpoint(weights)
+    told = {"tensors": encoded.tensors, "parts": encoded.part_entries, "chunks": encoded.chunks}
+    manifest = changed(sample.manifests[0].manifest, state_root=encoded.state_root, **told)
+    check_manifest(manifest, sample.run)
+    decoder = CheckpointDecoder(manifest)
+    decoder.feed_part(0, encoded.parts[0])
+    assert same(decoder.finish(), weights)
+
+
+def test_checking_and_feeding_take_linear_time(sample: Any, changed: Changed) -> None:
+    """20,000 parts of one chunk each: a scan over all chunks for each part would take minutes."""
+    count = 20_000
+    chunk = encode_checkpoint({"x": WeightTensor("bf16", (1,), np.array([7], np.uint16))})
+    data, entry = chunk.parts[0], chunk.part_entries[0]
+    weights = {"x": WeightTensor("bf16", (count,), np.full(count, 7, np.uint16))}
+    tensors = encode_checkpoint(weights).tensors
+    first = chunk.chunks[0]
+    manifest = changed(
+        sample.manifests[0].manifest,
+        state_root=root_of(weights),
+        tensors=tensors,
+        parts=(entry,) * count,
+        chunks=tuple(
+            ChunkEntry(part=i, offset=0, size=first.size, digest=first.digest, tensor=0, start=i, count=1)
+            for i in range(count)
+        ),
+    )
+    began = time.process_time()
+    check_manifest(manifest, sample.run)
+    decoder = CheckpointDecoder(manifest)
+    for index in range(0, count, 20):
+        decoder.feed_part(index, data)
+    assert decoder.num_missing == count - count // 20
+    assert time.process_time() - began < 3.0
+
+
+# The chain
+
+
+def test_a_link_needs_the_version_and_digest_of_its_predecessor(sample: Any, raises: Raises, changed: Changed) -> None:
+    first, second = sample.manifests
+    raises(ErrorCode.CHAIN_BROKEN, check_link, second.manifest, None)
+    raises(ErrorCode.CHAIN_BROKEN, check_link, first.manifest, first)
+    raises(ErrorCode.CHAIN_BROKEN, check_link, changed(second.manifest, previous=digest_of(b"other")), first)
+    raises(ErrorCode.CHAIN_BROKEN, check_link, changed(second.manifest, policy_version=2), first)
+    raises(ErrorCode.CHAIN_BROKEN, check_link, changed(first.manifest, previous=digest_of(b"x")), None)
+
+
+def test_names_types_and_shapes_stay_the_same_along_the_chain(sample: Any, raises: Raises, changed: Changed) -> None:
+    first, second = sample.manifests
+    for fields in ({"name": "other"}, {"dtype": "fp16"}, {"shape": (10, 30)}):
+        renamed = changed(second.manifest, tensors=edit(second.manifest.tensors, 0, **fields))
+        raises(ErrorCode.CHAIN_BROKEN, check_link, renamed, first)
+
+
+def test_two_manifests_of_one_version_are_a_fork(sample: Any, raises: Raises, changed: Changed) -> None:
+    first, second = sample.manifests
+    other = sign_manifest(changed(second.manifest, created_at_ms=1), sample.trainer)
+    raises(ErrorCode.FORK, check_not_a_fork, other, second)
+    check_not_a_fork(second, second)
+    check_not_a_fork(second, first)
+
+
+# Bytes
+
+
+def test_a_flipped_bit_of_a_part_is_noticed_before_it_is_decoded(sample: Any, raises: Raises) -> None:
+    decoder = CheckpointDecoder(sample.manifests[0].manifest)
+    for index, part in enumerate(sample.encoded[0].parts):
+        for i in range(0, len(part), 5):
+            tampered = part[:i] + bytes([part[i] ^ 1]) + part[i + 1 :]
+            raises(ErrorCode.DIGEST_MISMATCH, decoder.feed_part, index, tampered)
+        raises(ErrorCode.DIGEST_MISMATCH, decoder.feed_part, index, part[:-1])
+        raises(ErrorCode.DIGEST_MISMATCH, decoder.feed_part, index, part + b"\0")
+
+
+def test_weights_are_not_given_out_before_every_chunk_came(sample: Any, raises: Raises) -> None:
+    decoder = CheckpointDecoder(sample.manifests[0].manifest)
+    decoder.feed_part(0, sample.encoded[0].parts[0])
+    decoder.feed_part(0, sample.encoded[0].parts[0])
+    assert 0 < decoder.num_missing < len(sample.encoded[0].chunks)
+    raises(ErrorCode.CHAIN_BROKEN, decoder.finish)
+
+
+def test_a_delta_needs_exactly_its_base(sample: Any, raises: Raises) -> None:
+    manifest = sample.manifests[1].manifest
+    raises(ErrorCode.CHAIN_BROKEN, CheckpointDecoder, manifest, None)
+    raises(ErrorCode.CHAIN_BROKEN, CheckpointDecoder, manifest, sample.weights[1])
+    raises(ErrorCode.CHAIN_BROKEN, CheckpointDecoder, manifest, {})
+
+
+def test_a_delta_between_different_models_is_refused(sample: Any, raises: Raises, changed: Changed) -> None:
+    renamed = changed(
+        sample.manifests[1].manifest, tensors=edit(sample.manifests[1].manifest.tensors, 0, shape=(10, 30))
+    )
+    raises(ErrorCode.CHAIN_BROKEN, CheckpointDecoder, renamed, sample.weights[0])
+
+
+def test_a_tensor_that_does_not_have_its_digest_is_refused(sample: Any, raises: Raises, changed: Changed) -> None:
+    """As after a faulty decoder: every chunk is right, the result is not."""
+    manifest = sample.manifests[0].manifest
+    for index in range(len(manifest.tensors)):
+        lied = changed(manifest, tensors=edit(manifest.tensors, index, digest=digest_of(b"other")))
+        decoder = CheckpointDecoder(lied)
+        for number, part in enumerate(sample.encoded[0].parts):
+            decoder.feed_part(number, part)
+        raises(ErrorCode.DIGEST_MISMATCH, decoder.finish)
+
+
+# The state root
+
+
+ROWS = [("b", "bf16", (2, 3), "00" * 32), ("a", "fp32", (), "11" * 32)]
+
+
+def test_a_state_root_is_the_digest_of_its_table() -> None:
+    text = b"a\0fp32\0\0" + b"11" * 32 + b"\nb\0bf16\x002,3\0" + b"00" * 32 + b"\n"
+    assert state_root(ROWS) == state_root(ROWS[::-1]) == digest_of(text)
+
+
+@pytest.mark.parametrize(
+    "row", [("c", "bf16", (2, 3), "00" * 32), ("b", "fp16", (2, 3), "00" * 32), ("b", "bf16", (3, 2), "00" * 32), ("b", "bf16", (23,), "00" * 32)]
+)  # fmt: skip
+def test_every_column_counts(row: Any) -> None:
+    assert state_root([row, ROWS[1]]) != state_root(ROWS)
+
+
+def test_a_root_of_weights_is_the_root_of_their_table(sample: Any) -> None:
+    assert root_of(sample.weights[0]) == sample.manifests[0].manifest.state_root
+    assert num_bytes(sample.weights[0]) == 300 * 2 + 300 * 2 + 5 * 4
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "a\x7f", "", "x" * 201])
+def test_a_tensor_cannot_be_named_so_that_rows_run_together(name: str, sample: Any, changed: Changed) -> None:
+    with pytest.raises(ValueError, match="name"):
+        changed(sample.manifests[0].manifest.tensors[0], name=name)
+
+
+# Properties
+
+
+@given(data=st.data())
+def test_any_mutation_of_a_signed_manifest_is_refused(sample: Any, data: st.DataObject) -> None:
+    from prime_protocol.envelope import open_envelope
+
+    wire = sample.manifests[1].envelope.to_bytes()
+    place, value = data.draw(st.integers(0, len(wire) - 1)), data.draw(st.integers(0, 255))
+    try:
+        opened = open_manifest(open_envelope(wire[:place] + bytes([value]) + wire[place + 1 :]), sample.run)
+    except PeerError:
+        return
+    assert opened == sample.manifests[1]
+
+
+@given(data=st.data())
+def test_any_manifest_of_small_numbers_is_refused_or_decodes_as_it_says(sample: Any, data: st.DataObject) -> None:
+    """Even a dishonest trainer's manifest leads to a PeerError or to the digests that it names."""
+    manifest = sample.manifests[1].manifest
+    index = data.draw(st.integers(0, len(manifest.chunks) - 1))
+    field = data.draw(st.sampled_from(["part", "offset", "size", "tensor", "start", "count"]))
+    value = data.draw(st.integers(1, 700))
+    lied = Manifest.model_validate(
+        {name: getattr(manifest, name) for name in Manifest.model_fields}
+        | {"chunks": edit(manifest.chunks, index, **{field: value})}
+    )
+    try:
+        check_manifest(lied, sample.run)
+    except PeerError:
+        return
+    assert lied == manifest
