@@ -42,7 +42,7 @@ RECEIPT_CHARS_MAX = 8 * 2**10
 """One receipt's envelope as text."""
 TENSOR_RANK_MAX = 8
 """Dimensions of one tensor."""
-REQUEST_BYTES_MAX = 256 * 2**10
+REQUEST_BYTES_MAX = 512 * 2**10
 """A signed request as it is on the wire. The largest one is a validator's verdict with its rewards."""
 REQUEST_AGE_S_MAX = 120.0
 """A signed request is valid this long before and after its time stamp; its nonce is remembered at least twice as long."""

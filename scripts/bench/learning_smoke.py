@@ -60,9 +60,7 @@ class Smoke:
         environments = {"spell": self.environment}
         questions = held_out(environments, self.tokenizer, evaluation=1024, stopping=256)
         self.evaluator = Evaluator(self.engine, self.tokenizer, questions, self.sampling, seed=1)
-        self.lessons = Lessons(
-            environments, {"spell": 1.0}, self.tokenizer, seed=seed, problems=8_192, batch_size=64
-        )
+        self.lessons = Lessons(environments, {"spell": 1.0}, self.tokenizer, seed=seed, problems=8_192, batch_size=64)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     async def teach(self) -> int:
@@ -102,7 +100,11 @@ class Smoke:
 
     async def reinforce(self, steps: int) -> None:
         self.backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0))
-        loss, schedule, damping = find_loss("aipo", kwargs={"delta": 4.0}), LinearSchedule(4e-4, 5, steps, 0.1), Damping(0.07)
+        loss, schedule, damping = (
+            find_loss("aipo", kwargs={"delta": 4.0}),
+            LinearSchedule(4e-4, 5, steps, 0.1),
+            Damping(0.07),
+        )
         advantage, filters, multiplier = find_advantage("group_mean"), find_filters(["zero_advantage"]), 1.0
         policies: deque[Weights] = deque([self.backend.snapshot()], maxlen=ASYNC_LEVEL + 1)
         await self._report(0, policies[-1], "")
@@ -125,7 +127,10 @@ class Smoke:
 
     async def _report(self, step: int, weights: Weights, note: str) -> None:
         marks = await self.evaluator.evaluate(weights, step)
-        print(f"step {step:4d}  greedy {marks['eval_greedy']:.3f}  sampled {marks['eval_sampled']:.3f}  {note}", flush=True)
+        print(
+            f"step {step:4d}  greedy {marks['eval_greedy']:.3f}  sampled {marks['eval_sampled']:.3f}  {note}",
+            flush=True,
+        )
 
 
 async def main() -> None:

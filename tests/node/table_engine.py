@@ -57,7 +57,9 @@ class TableEngine:
         pass
 
     def _complete(self, request: GenerateRequest, sampling: Sampling) -> Completion:
-        last, token_ids, logprobs = request.prompt_token_ids[-1], [], []
+        last = request.prompt_token_ids[-1]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
         while len(token_ids) < sampling.completion_tokens_max:
             logits = self._logits[last] / sampling.temperature
             noise = gumbel_noise([request.seed], [len(token_ids)], VOCAB_SIZE)[0]

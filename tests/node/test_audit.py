@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.node.table_engine import table_weights
+from tests.node.worker_world import MODEL_FILES, ROOT, STRANGER, MemorySource, make_run
 
 from prime_node.adapters.folder_source import FolderSource
 from prime_node.broadcast.audit import AuditReport, Check, audit
@@ -13,8 +15,6 @@ from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
-from tests.node.table_engine import table_weights
-from tests.node.worker_world import MODEL_FILES, ROOT, STRANGER, MemorySource, make_run
 
 RUN = make_run()
 

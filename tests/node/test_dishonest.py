@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.node.table_engine import STOP_TOKEN, TableEngine, table_weights
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.dishonest import Cheat, DishonestEngine, altered
 from prime_protocol.assignment import Sampling
 from prime_protocol.weights import WeightTensor, root_of
-from tests.node.table_engine import STOP_TOKEN, TableEngine, table_weights
 
 SAMPLING = Sampling(completion_tokens_max=8, stop_token_ids=(STOP_TOKEN,))
 REQUESTS = [GenerateRequest((1,), seed) for seed in range(64)]

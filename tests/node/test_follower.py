@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.node.table_engine import table_weights
+from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 
 from prime_node.broadcast.follower import Follower, Progress
 from prime_node.broadcast.part_store import PartStore
@@ -18,8 +20,6 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import PartEntry
 from prime_protocol.weights import root_of
-from tests.node.table_engine import table_weights
-from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 
 RUN = make_run()
 

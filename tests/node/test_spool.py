@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.node.worker_world import JumpClock
 
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
@@ -19,7 +20,6 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.messages import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
-from tests.node.worker_world import JumpClock
 
 
 def make_spool(folder: Path, *, bytes_max: int = 2**20) -> Spool:

@@ -1,7 +1,7 @@
 """A run in memory: real keys, envelopes, manifests, leases and checks, without a network.
 
 `MemoryCoordinator` is a small honest coordinator with a validator inside; `MemorySource` a mirror that can be made to fail
-or lie. `JumpClock` never waits: whoever sleeps finds that the time has passed.
+or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has passed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
@@ -44,14 +46,13 @@ from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleK
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 from prime_protocol.verify import check_assignment, judge, measure
 from prime_protocol.weights import Weights
-from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
 
 ROOT, COORDINATOR, TRAINER, WORKER, STRANGER = (SigningKey(bytes([number]) * 32) for number in range(1, 6))
 MODEL_FILES = {"config.json": b'{"model_type": "table"}', "tokenizer.json": b"{}"}
 
 
 class JumpClock:
-    """Implements ports.clock.Clock. Time moves when somebody sleeps, by as much as he sleeps."""
+    """Implements ports.clock.Clock. Time moves when somebody sleeps, by as much as he sleeps: a second takes 10 us or so."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -64,7 +65,7 @@ class JumpClock:
 
     async def sleep(self, seconds: float) -> None:
         until = self.seconds + max(0.0, seconds)
-        await asyncio.sleep(0.0005)
+        await asyncio.sleep(max(0.0005, seconds * 1e-5))
         self.seconds = max(self.seconds, until)
 
 
@@ -134,7 +135,12 @@ class MemorySource:
             "tensors": encoded.tensors,
             "parts": encoded.part_entries,
             "chunks": encoded.chunks,
-            "produced_by": Provenance(step=version - 1, optimizer_steps=version, batch=None, software="test"),
+            "produced_by": Provenance(
+                step=version - 1,
+                optimizer_steps=version,
+                batch=None if version == 0 else digest_of(b"batch %d" % version),
+                software="test",
+            ),
             "created_at_ms": 0,
         }
         signed = sign_manifest(Manifest.model_validate(fields | changes), key)
@@ -275,9 +281,7 @@ class MemoryCoordinator(MemorySource):
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         self._check_worker()
-        return ReceiptList(
-            receipts=tuple(self.receipt_envelopes[request.after :]), next=len(self.receipt_envelopes)
-        )
+        return ReceiptList(receipts=tuple(self.receipt_envelopes[request.after :]), next=len(self.receipt_envelopes))
 
     async def leave(self, request: LeaveRequest) -> None:
         self._check_worker()

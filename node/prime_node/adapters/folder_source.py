@@ -61,9 +61,7 @@ class FolderSource:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:
-                    raise PeerError(
-                        ErrorCode.BAD_RANGE, f"{name} has {size} bytes, {start} to {stop} were asked for"
-                    )
+                    raise PeerError(ErrorCode.BAD_RANGE, f"{name} has {size} bytes, {start} to {stop} were asked for")
                 if stop - start > bytes_max:
                     raise LimitExceeded("bytes_max", stop - start, bytes_max)
                 file.seek(start)

@@ -266,7 +266,7 @@ class HttpClient:
                     headers=sent,
                     allow_redirects=False,
                 ) as answer:
-                    patience.moved()
+                    patience.answered()
                     if "Content-Encoding" in answer.headers:
                         raise PeerError(ErrorCode.MALFORMED, f"{self.url} compresses its answer unasked")
                     if answer.status >= 400:
@@ -299,7 +299,8 @@ class _Patience:
     def __init__(self, stall_s: float, *, wait_s: float) -> None:
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(stall_s + wait_s)
+        self._allowed_s = stall_s + wait_s
+        self._timeout = asyncio.timeout(self._allowed_s)
         self._body_began_s: float | None = None
         self._bytes = 0
 
@@ -314,7 +315,12 @@ class _Patience:
 
     def moved(self) -> None:
         """Something went through."""
-        self._timeout.reschedule(self._loop.time() + self._stall_s)
+        self._timeout.reschedule(self._loop.time() + self._allowed_s)
+
+    def answered(self) -> None:
+        """The answer has begun: the wait that was agreed on is over."""
+        self._allowed_s = self._stall_s
+        self.moved()
 
     def received(self, num_bytes: int) -> None:
         """A piece of the answer's body came. Raises TimeoutError where they come too slowly on the whole."""

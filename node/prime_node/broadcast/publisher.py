@@ -3,7 +3,8 @@
 Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then
 the trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never
 further ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline;
-any other fault ends it, and surfaces at the next `submit` or `flush`.
+any other fault ends it, and surfaces at the next `submit` or `flush`; who waits for something else meanwhile (a batch that only
+the unpublished policy could bring) waits for `failed` beside it.
 
 Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
 again; a version that is published already is compared and not published twice. Another state root is an error that names both.
@@ -17,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import TrainerPort
@@ -107,6 +109,13 @@ class Publisher:
             await self._changed.wait_for(lambda: self._error is not None or not self._pending)
         self._raise_error()
 
+    async def failed(self) -> NoReturn:
+        """Never returns: raises what went wrong, as soon as something does."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None)
+        assert self._error is not None
+        raise self._error
+
     async def close(self) -> None:
         """End the background task; what is pending is published by the next start. Idempotent."""
         if self._worker is not None:
@@ -139,7 +148,9 @@ class Publisher:
             await self._compare(submission)
             return
         if version != self.head + 1:
-            raise LocalError(f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has")
+            raise LocalError(
+                f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has"
+            )
         began_s = self._clock.monotonic_s()
         encoded = await asyncio.to_thread(encode_checkpoint, submission.weights)
         signed = sign_manifest(self._manifest(submission, encoded), self._key)

@@ -65,8 +65,16 @@ class Parts:
 
 
 async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
-    """Serve until `stop` is set; `ready` is told the port. Everything promised is durable when it returns."""
-    core = await open_core(parts)
+    """Serve until `stop` is set; `ready` is told the port. Everything promised is durable when it returns. Closes the store."""
+    try:
+        core = await open_core(parts)
+        await _serve(core, parts, stop, ready)
+    finally:
+        await parts.store.close()
+    log.info("stopped at event %d", core.journal.number)
+
+
+async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
     trash: asyncio.Queue[Sequence[str]] = asyncio.Queue()
     gate = Gate(
         run=parts.run,
@@ -92,8 +100,6 @@ async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], Non
             ticker.cancel()
             emptier.cancel()
             core.journal.close()
-    await parts.store.close()
-    log.info("stopped at event %d", core.journal.number)
 
 
 async def open_core(parts: Parts) -> Core:
@@ -159,8 +165,7 @@ async def _keep_time(core: Core) -> None:
             names = ", ".join(core.state.workers[worker].name for worker in lost)
             log.info("no sign of life from %s", names)
             core.decide(ev.WorkersLost(lost))
-            for worker in lost:
-                core.presence.forget(worker)
+        core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
         await forget_old_policies(core)
 

@@ -46,9 +46,11 @@ class Presence:
         return self._seen.get(worker)
 
     def silent(self, active: Iterable[str], now_s: float) -> tuple[str, ...]:
-        """Those of `active` that were silent for too long. One never heard of is counted from now on."""
+        """Those of `active` that were silent for too long. One never heard of is counted from now on; others are forgotten."""
+        active = set(active)
+        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in active}
         lost = []
-        for worker in active:
+        for worker in sorted(active):
             seen = self._seen.setdefault(worker, Seen(now_s))
             if now_s - seen.at_s > self._silence_s_max:
                 lost.append(worker)

@@ -141,7 +141,8 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     step.bundles.append(event.bundle)
     worker.pending[lease.lease_id] = event.bundle
     state.bundles[event.bundle] = PendingBundle(event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms)
-    return [Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING), Woken(Topic.CHECK)]
+    settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
+    return [settled, Woken(Topic.CHECK), *_room(state)]
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
@@ -242,9 +243,9 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
     state.accepted += pending.num_rollouts
     settled = Settled(event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED)
     if not state.is_ready(lease.step):
-        return [settled]
+        return [settled, *_room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
-    return [settled, Woken(Topic.BATCH), *([Woken(Topic.LEASE)] if state.is_complete else [])]
+    return [settled, Woken(Topic.BATCH), *([Woken(Topic.LEASE)] if state.is_complete else _room(state))]
 
 
 def _refuse(state: State, pending: PendingBundle, reason: RejectReason, detail: str) -> list[Effect]:
@@ -289,6 +290,11 @@ def _reopen(state: State, lease: LeaseRecord) -> list[Effect]:
     return [Woken(Topic.LEASE)]
 
 
+def _room(state: State) -> list[Effect]:
+    """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
+    return [Woken(Topic.LEASE)] if any(step.open for step in state.steps.values()) else []
+
+
 def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
     worker.ended[lease.lease_id] = lease
     if len(worker.ended) > LEASES_REMEMBERED_MAX:
@@ -307,7 +313,7 @@ def _deactivate(state: State, worker: Worker) -> list[Effect]:
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
         _forget_one_worker(state)
-    return effects
+    return effects or _room(state)
 
 
 def _forget_one_worker(state: State) -> None:

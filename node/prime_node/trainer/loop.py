@@ -1,7 +1,7 @@
 """The trainer's loop.
 
 Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch) and, when more than async_level policies are
-unpublished, for the publisher. The feed fetches step n + 1 and the publisher announces policy n while the backend's thread
+unpublished, for the publisher; the publisher's failure ends both waits. The feed fetches step n + 1 and the publisher announces policy n while the backend's thread
 works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and published.
 
 Order within a step: train, save, publish. Killed between any two, the newest checkpoint is found again, the steps after it are
@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from prime_node.algo.advantages import find_advantage
 from prime_node.algo.filters import find_filters
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Damping, LinearSchedule
+from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
@@ -59,7 +56,7 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
     while trainer.state.step < max_steps and not stop.is_set():
         step = trainer.state.step
         began_s = trainer.clock.monotonic_s()
-        batch = await _unless_stopped(stop, trainer.feed.take(step))
+        batch = await _next_batch(trainer, stop)
         if batch is None:
             break
         fed_s = trainer.clock.monotonic_s()
@@ -95,12 +92,18 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
     await trainer.save()
 
 
-async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None where `stop` came first."""
-    working, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+async def _next_batch(trainer: Trainer, stop: asyncio.Event) -> StepBatch | None:
+    """The next step's batch, or None where `stop` came first. Raises what ended the publisher: then no batch would ever come."""
+    taking = asyncio.create_task(trainer.feed.take(trainer.state.step))
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(trainer.publisher.failed())
+    tasks = (taking, stopping, failing)
     try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            failing.result()
+        return taking.result() if taking.done() else None
     finally:
-        stopped.cancel()
-        working.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -96,11 +96,12 @@ class Trainer:
         self.metrics.record(step=step, **marks, eval_seconds=self.clock.monotonic_s() - began_s)
 
     async def close(self) -> None:
-        """End everything that runs beside the loop. Idempotent."""
+        """End everything that runs beside the loop; a call in the trainer's thread ends first. Idempotent."""
         await self.feed.close()
         await self.publisher.close()
         await self.evaluator.close()
         self._thread.shutdown(wait=True)
+        self.metrics.close()
 
 
 def record_published(metrics: JsonLines) -> Callable[[Published], None]:

@@ -100,6 +100,11 @@ class Pace:
             return seconds_left > 0
         return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
 
+    def doubt(self) -> None:
+        """Work was refused on account of what was measured. It may have been bad luck: believe it less next time."""
+        if self._seconds_per_rollout is not None:
+            self._seconds_per_rollout /= 2
+
     def rollouts_max(self, run: PinnedRun, *, wanted: int) -> int:
         """How many completions to ask for: no more than fit, at least one group."""
         if self._seconds_per_rollout is None:

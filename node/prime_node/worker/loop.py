@@ -214,7 +214,11 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
     """One lease: load its policy, generate, sign, spool. Or give it back, where it cannot be done in time."""
     too_late = _first(worker.quit.wait(), worker.clock.sleep(_seconds_left(worker, lease)))
     policy = await _unless(too_late, worker.follower.policy(lease.policy_version))
-    if policy is None or not worker.pace.fits(lease.num_rollouts, seconds_left=_seconds_left(worker, lease)):
+    if policy is None:
+        await _hand_back(worker, lease)
+        return
+    if not worker.pace.fits(lease.num_rollouts, seconds_left=_seconds_left(worker, lease)):
+        worker.pace.doubt()
         await _hand_back(worker, lease)
         return
     if worker.held != policy.version:

@@ -102,7 +102,7 @@ def decode_classes(data: bytes, base: Array, element: ElementType) -> Array:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
     reader = Bits(data[BODY_AT:])
-    plans = [_read_plan(reader, base.size) for _ in lowest]
+    plans = [read_plan(reader, base.size) for _ in lowest]
     num_escapes = reader.length() - 1
     if sum(plan.count for plan in plans) > base.size or num_escapes > base.size:
         raise CodecError("a class's parameters are out of range")
@@ -146,7 +146,7 @@ def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:
     return numbers
 
 
-def _read_plan(reader: Bits, count: int) -> ClassPlan:
+def read_plan(reader: Bits, count: int) -> ClassPlan:
     plan = ClassPlan(coder=reader.take(2))
     if plan.coder == EMPTY:
         return plan

@@ -1,0 +1,78 @@
+"""Runs inside vLLM's worker: weights and temperature by remote call, and an end with the process that started it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+TensorPlace = tuple[str, str, list[int], int]
+"""(name, dtype, shape, offset in bytes) of a tensor in the shared memory."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class (`worker_extension_cls`); its methods are called with `collective_rpc`."""
+
+    model_runner: Any
+    """vLLM's."""
+
+    def prime_load(self, shared_memory: str, places: list[TensorPlace]) -> None:
+        """Replace all weights by those in the memory behind a path.
+
+        reload_weights and not model.load_weights: on a CPU vLLM packs the weights of linear layers and throws the
+        originals away, and only the former makes them again.
+        """
+        with Path(shared_memory).open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.model_runner.reload_weights(weights_iterator=_tensors(memory, places), is_checkpoint_format=True)
+
+    def prime_set_temperature(self, temperature: float) -> None:
+        """Divide all logits from here on, before vLLM takes logprobs of them and before the noise is added."""
+        model = self.model_runner.get_model()
+        compute = type(model).compute_logits
+
+        def compute_scaled(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits: torch.Tensor | None = compute(model, *args, **kwargs)
+            return None if logits is None else logits.float() / temperature
+
+        # Always from the class, so that a second call replaces the first instead of wrapping it.
+        model.compute_logits = compute_scaled
+
+
+def _tensors(memory: mmap.mmap, places: list[TensorPlace]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the memory, which stays mapped as long as one of them lives."""
+    for name, dtype, shape, offset in places:
+        count = torch.Size(shape).numel()
+        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype], count=count, offset=offset)
+        yield name, flat.reshape(shape)
+
+
+def die_with(owner: int) -> None:
+    """End this process as soon as process `owner` has ended, however that happened.
+
+    vLLM's engine process waits for messages for ever when its parent is killed. A pidfd becomes readable when its process
+    ends; the kernel's own PR_SET_PDEATHSIG would fire when the *thread* that started the engine ends.
+    """
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+
+    def wait() -> None:
+        ended.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="die-with-owner", daemon=True).start()

@@ -1,0 +1,276 @@
+"""What one coordinator process can take: heartbeats, uploads of 256 KiB, leases of the demo's size, state machine events.
+
+    python scripts/bench/coordinator.py [--quick] [--json]
+
+The real daemon (SQLite, folders, signatures, uvloop where it is installed) in a process of its own, and beside it a bare aiohttp
+server that does as little as can be: for heartbeats it answers a fixed text, for uploads it writes the body durably, by the same
+adapter, and checks nothing. The load comes from this process over raw sockets with everything signed beforehand, so on two cores
+one is the server's. Each figure is the median of three rounds; the spread is beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from prime_node.adapters.folder_blobs import FolderBlobs  # noqa: E402
+from prime_node.coordinator import events as ev  # noqa: E402
+from prime_node.coordinator.daemon import serve  # noqa: E402
+from prime_node.coordinator.records import Rules, State  # noqa: E402
+from prime_node.coordinator.scheduler import Grant, choose_slots  # noqa: E402
+from prime_node.coordinator.state import tick  # noqa: E402
+from prime_protocol.assignment import Lease  # noqa: E402
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal  # noqa: E402
+from prime_protocol.identity import SigningKey  # noqa: E402
+from prime_protocol.limits import Limits  # noqa: E402
+from prime_protocol.messages import JoinRequest, LeaseRequest, Request, Stamped  # noqa: E402
+from tests.node.coordinator_world import (  # noqa: E402
+    ENGINE,
+    HEARTBEAT,
+    World,
+    folder_parts,
+    make_manifest,
+    make_parcel,
+    make_run,
+)
+
+CONNECTIONS = 8
+ROUNDS = 3
+BODY_BYTES = 256 * 2**10
+WORKERS = [SigningKey(bytes([100 + number]) * 32) for number in range(CONNECTIONS)]
+
+
+def bench_run() -> dict[str, object]:
+    bounds = Limits(leases_per_worker_max=1_024, bundles_pending_per_worker_max=1_024)
+    return {"groups_per_step": 48 * 64, "rollouts_per_group": 8, "heartbeat_seconds": 60.0, "limits": bounds}
+
+
+async def serve_daemon(folder: Path, ready: Callable[[int], None]) -> None:
+    parts = await folder_parts(
+        make_run(**bench_run()), folder, requests_per_second=1e9, faults_per_second=1e9, snapshot_events=1_000_000
+    )
+    await serve(parts, asyncio.Event(), ready=ready)
+
+
+async def serve_bare(folder: Path, ready: Callable[[int], None]) -> None:
+    from aiohttp import web
+
+    blobs = FolderBlobs(folder)
+
+    async def heartbeat(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=b'{"step":0,"head":0,"draining":false,"notice":""}', content_type="application/json")
+
+    async def upload(request: web.Request) -> web.Response:
+        return web.json_response({"bundle": await blobs.put(await request.read())})
+
+    app = web.Application(client_max_size=2**24)
+    app.add_routes([web.post("/v1/heartbeat", heartbeat), web.post("/v1/rollouts", upload)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    ready(runner.addresses[0][1])
+    await asyncio.Event().wait()
+
+
+def run_server(kind: str, folder: str, pipe: Connection) -> None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    server = {"daemon": serve_daemon, "bare": serve_bare}[kind]
+    asyncio.run(server(Path(folder), pipe.send))
+
+
+@contextlib.contextmanager
+def server(kind: str, folder: Path) -> Iterator[int]:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run_server, args=(kind, str(folder), there), daemon=True)
+    process.start()
+    try:
+        assert here.poll(60), f"{kind} server did not start"
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def http(path: str, body: bytes) -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+
+
+async def send_all(port: int, requests: Sequence[bytes]) -> list[bytes]:
+    """All requests over some connections; the answers in order. Fails on the first that is not 200."""
+    answers: list[bytes] = [b""] * len(requests)
+    todo = iter(range(len(requests)))
+
+    async def connection() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+        for index in todo:
+            writer.write(requests[index])
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            answers[index] = await reader.readexactly(length)
+            assert head.startswith(b"HTTP/1.1 200"), answers[index]
+        writer.close()
+
+    await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
+    return answers
+
+
+def signed(message: Request, key: SigningKey) -> bytes:
+    stamped = Stamped(
+        run=make_run(**bench_run()).digest,
+        nonce=secrets.token_hex(16),
+        issued_at_ms=time.time_ns() // 1_000_000,
+        request=message,
+    )
+    return seal(stamped, PayloadType.REQUEST, key).to_bytes()
+
+
+def timed(port: int, rounds: Sequence[Sequence[bytes]]) -> list[float]:
+    """Requests per second of each round."""
+    rates = []
+    for requests in rounds:
+        began = time.perf_counter()
+        asyncio.run(send_all(port, requests))
+        rates.append(len(requests) / (time.perf_counter() - began))
+    return rates
+
+
+async def join_and_publish(port: int) -> str:
+    """All workers in, policy 0 out; returns its digest."""
+    import aiohttp
+
+    from prime_node.adapters.system_clock import SystemClock
+
+    run = make_run(**bench_run())
+    async with aiohttp.ClientSession() as session:
+        parts = type("Clocked", (), {"clock": SystemClock()})()
+        world = World(run, parts, f"http://127.0.0.1:{port}", session)
+        manifest = await world.publish()
+        for client in world.clients.values():
+            await client.close()
+    join = JoinRequest(name="bench", software="1", engine=ENGINE, rollouts_max=128)
+    await send_all(port, [http("/v1/join", signed(join, key)) for key in WORKERS])
+    return manifest.digest
+
+
+def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
+    """All that goes over a socket, the daemon and the bare server by turns."""
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with server("daemon", Path(folder) / "daemon") as port:
+            digest = asyncio.run(join_and_publish(port))
+            beats = [
+                [http("/v1/heartbeat", signed(HEARTBEAT, WORKERS[i % CONNECTIONS])) for i in range(num_heartbeats)]
+                for _ in range(ROUNDS)
+            ]
+            rates["heartbeats"] = timed(port, beats)
+            asks = [
+                [
+                    http("/v1/lease", signed(LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=128), key))
+                    for key in WORKERS
+                ]
+                for _ in range(ROUNDS)
+            ]
+            rates["leases"] = timed(port, asks)
+            rates["uploads"] = timed(port, [make_uploads(port, digest, num_uploads) for _ in range(ROUNDS)])
+        with server("bare", Path(folder) / "bare") as port:
+            rates["bare heartbeats"] = timed(port, beats)
+            bodies = [[http("/v1/rollouts", os.urandom(BODY_BYTES)) for _ in range(num_uploads)] for _ in range(ROUNDS)]
+            rates["bare uploads"] = timed(port, bodies)
+    return rates
+
+
+def make_uploads(port: int, digest: str, count: int) -> list[bytes]:
+    """Parcels for fresh leases of one group each."""
+    ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=8)
+    answers = asyncio.run(
+        send_all(port, [http("/v1/lease", signed(ask, WORKERS[i % CONNECTIONS])) for i in range(count)])
+    )
+    leases = [parse_json(open_envelope(answer).payload, Lease) for answer in answers]
+    keys = {key.key_id: key for key in WORKERS}
+    return [
+        http("/v1/rollouts", make_parcel(lease, keys[lease.worker], body=os.urandom(BODY_BYTES))) for lease in leases
+    ]
+
+
+def bench_events(num_workers: int, steps: int) -> list[float]:
+    """Events per second of the state machine with its scheduler: lease, upload, verdict, batch, manifest."""
+    rates = []
+    rules = Rules("r" * 64, 2, 1_024, 8, 10**6, 60_000, 2, 10**6, 64, 128)
+    for _ in range(ROUNDS):
+        state, number = State(rules), 0
+        for worker in range(num_workers):
+            tick(state, ev.WorkerJoined(f"w{worker}", "n", "1", "e", 128), 0)
+        tick(state, ev.ManifestPublished(0, "d", None, 1), 0)
+        began = time.perf_counter()
+        for step in range(steps):
+            turn = 0
+            while not state.is_ready(step):
+                worker = f"w{turn % num_workers}"
+                turn += 1
+                found = choose_slots(state, state.workers[worker], policy_version=step, rollouts_max=8)
+                assert isinstance(found, Grant)
+                lease, bundle = f"l{number}", f"b{number}"
+                tick(state, ev.LeaseGranted(lease, worker, found.step, step, "d", found.slots, 60_000), 0)
+                tick(state, ev.BundleArrived(bundle, lease, worker, 8 * len(found.slots), 1), 0)
+                rewards = (1.0,) * (8 * len(found.slots))
+                tick(state, ev.VerdictGiven(bundle, None, "", rewards, 64, "v"), 0)
+                number += 3
+            tick(state, ev.BatchFixed(step), 0)
+            tick(state, ev.ManifestPublished(step + 1, "d", None, 1), 0)
+            tick(state, ev.TrainerDurable(step), 0)
+        rates.append(number / (time.perf_counter() - began))
+    return rates
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about ten seconds")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    rates = bench_http(*((1_000, 80) if options.quick else (5_000, 300)))
+    rates["events, 10 workers"] = bench_events(10, 10 if options.quick else 30)
+    rates["events, 10,000 workers"] = bench_events(10_000, 10 if options.quick else 30)
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    checks = [
+        ("heartbeats of the bare server's", median["heartbeats"] / median["bare heartbeats"], 0.2),
+        ("uploads of 256 KiB of the bare server's", median["uploads"] / median["bare uploads"], 0.5),
+        ("leases of 16 x 8 a second", median["leases"], 100.0),
+        ("events a second", median["events, 10 workers"], 100_000.0),
+        (
+            "events with 10,000 workers of those with 10",
+            median["events, 10,000 workers"] / median["events, 10 workers"],
+            0.5,
+        ),
+    ]
+    if options.json:
+        rows = [{"name": name, "value": round(value, 3), "bar": bar, "ok": value >= bar} for name, value, bar in checks]
+        print(json.dumps({"checks": rows, "per_second": {name: [round(v, 1) for v in vs] for name, vs in rates.items()}}))
+    else:
+        for name, values in rates.items():
+            print(f"{name:26} {median[name]:10,.0f} /s   ({min(values):,.0f} to {max(values):,.0f})")
+        for name, value, bar in checks:
+            print(f"{'ok  ' if value >= bar else 'MISS'} {name}: {value:.2f}, bar {bar}")
+    return 0 if all(value >= bar for _, value, bar in checks) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,281 @@
+"""Durability before answers, restarts, and the small parts that requests pass through."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from prime_node.adapters.memory_blobs import MemoryBlobs
+from prime_node.adapters.memory_store import MemoryStore
+from prime_node.coordinator.assignments import Assigner, secret_of
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.limiter import Buckets
+from prime_node.coordinator.nonces import MEMORY_S, Nonces
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.retention import kept_versions
+from prime_node.coordinator.records import Publication, State, rules_of
+from prime_node.coordinator.routes import parse_range
+from prime_node.ports.store import LoggedEvent, StoredReceipt
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.verdict import Verdict
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    TRAINER,
+    Bytes,
+    Letters,
+    folder_parts,
+    make_manifest,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+
+
+class HeldStore(MemoryStore):
+    """A disk that can be made to wait, or to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.broken = False
+
+    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
+        await self.may_write.wait()
+        if self.broken:
+            raise OSError(28, "No space left on device")
+        await super().append(events, receipts)
+
+
+async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:
+    store = HeldStore()
+    async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        store.may_write.clear()
+        upload = asyncio.create_task(world.client(ANNA).upload(parcel))
+        again = asyncio.create_task(world.client(ANNA).upload(parcel))
+        listed = asyncio.create_task(world.client(ANNA).receipts(ReceiptsRequest()))
+        done, _ = await asyncio.wait({upload, again, listed}, timeout=0.2)
+        assert not done, "an answer left before its event was written"
+        store.may_write.set()
+        assert (await upload) == (await again)
+        assert len((await listed).receipts) == 1
+
+
+async def test_when_the_disk_fails_nobody_is_told_anything_and_the_daemon_ends() -> None:
+    store = HeldStore()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
+            await world.publish()
+            store.broken = True
+            with pytest.raises(PeerError) as refused:
+                await world.join(ANNA)
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert caught.group_contains(OSError, match="No space left")
+
+
+async def test_a_restart_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        held = await world.lease(ANNA)
+        waiting = make_parcel(await world.lease(BEN), BEN)
+        await world.client(BEN).upload(waiting)
+        before = await world.status()
+        head = world.head
+    async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
+        world.head = head
+        after = await world.status()
+        for name in ("head", "steps", "open_leases", "pending_bundles", "rollouts", "bytes_published"):
+            assert after[name] == before[name]
+        assert (await world.client(BEN).upload(waiting)).verdict is None
+        await world.judge()  # the bundle waits for a validator again
+        assert (await world.client(BEN).upload(waiting)).verdict == Verdict.accept()
+        assert (await world.client(ANNA).upload(make_parcel(held, ANNA))).verdict is None
+
+
+async def test_bytes_without_an_event_are_swept_away_at_the_start() -> None:
+    parts = memory_parts(make_run())
+    orphan = await parts.bundles.put(b"uploaded, but the daemon died before it wrote the event")
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
+    assert not await parts.bundles.has(orphan)
+    assert await parts.bundles.has(reply.bundle)
+
+
+async def test_bundles_are_deleted_once_the_trainer_is_durable() -> None:
+    parts = memory_parts(make_run())
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        batch = await world.fill(0)
+        await world.publish()
+        await world.fill(1)
+        assert isinstance(parts.bundles, MemoryBlobs)
+        async with asyncio.timeout(5):
+            while await parts.bundles.has(batch.groups[0].bundle):
+                await asyncio.sleep(0.01)
+        with pytest.raises(PeerError) as caught:
+            await world.fill(0)
+        assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_old_checkpoints_are_deleted_as_set(tmp_path: Path) -> None:
+    parts = memory_parts(make_run(async_level=0), checkpoints_kept=2)
+    async with running(parts) as world:
+        manifests = [await world.publish()]
+        await world.join(ANNA)
+        for step in range(4):
+            await world.fill(step)
+            manifests.append(await world.publish())
+        async with asyncio.timeout(5):
+            while (await world.status())["policies_kept"] > 3:
+                await asyncio.sleep(0.02)
+        kept = [await parts.public.has(manifest.manifest.parts[0].digest) for manifest in manifests]
+        assert kept == [True, False, False, True, True]
+        assert (await world.client(TRAINER).manifest(1)).digest == manifests[1].digest, "manifests stay"
+
+
+def test_what_a_delta_needs_is_kept() -> None:
+    state = State(rules_of(make_run(async_level=0)), head=9)
+    state.published = {version: Publication("", None if version in (0, 5) else version - 1, 1) for version in range(10)}
+    assert kept_versions(state, 2) == {0, 5, 6, 7, 8, 9}
+
+
+async def test_the_store_of_another_run_is_refused(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+    with pytest.raises(LocalError, match="belongs to another run"):
+        async with running(await folder_parts(make_run(name="other"), tmp_path)):
+            pass
+
+
+async def test_a_manifest_written_before_a_crash_is_not_published_without_its_event() -> None:
+    parts = memory_parts(make_run())
+    manifest, _ = make_manifest(parts.run, None)
+    await parts.published.write("manifests/00000000.json", manifest.envelope.to_bytes())
+    async with running(parts) as world:
+        assert (await world.get("/v1/manifests/0"))[0] == 404
+        assert (await world.get("/v1/head"))[0] == 204
+
+
+def assigner(**changes: object) -> Assigner:
+    run = make_run(**changes)
+    environments = {environment.name: Letters() for environment in run.spec.environments}
+    return Assigner(run, secret=secret_of(COORDINATOR), environments=environments, tokenizer=Bytes())
+
+
+def test_no_step_has_a_problem_twice() -> None:
+    work = assigner(groups_per_step=48)
+    for step in range(20):
+        problems = {work.problem(slot)[0] for slot in range(48 * step, 48 * step + 48)}
+        assert len(problems) == 48
+
+
+def test_environments_share_the_slots_by_weight() -> None:
+    environments = (EnvironmentSpec(name="one", id="x", weight=1.0), EnvironmentSpec(name="three", id="x", weight=3.0))
+    work = assigner(environments=environments, groups_per_step=8)
+    drawn = [work.problem(slot)[0].environment for slot in range(4_000)]
+    assert 0.72 < drawn.count("three") / len(drawn) < 0.78
+
+
+def test_seeds_depend_on_policy_problem_slot_and_attempt() -> None:
+    work = assigner()
+    problem, other = work.problem(0)[0], work.problem(1)[0]
+    seeds = {
+        work.seeds(problem, 0, 0, "a" * 64),
+        work.seeds(problem, 0, 0, "b" * 64),
+        work.seeds(problem, 0, 1, "a" * 64),
+        work.seeds(problem, 1, 0, "a" * 64),
+        work.seeds(other, 0, 0, "a" * 64),
+    }
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for group in seeds for seed in group)
+
+
+def test_an_environment_whose_prompts_never_fit_is_the_operators_fault() -> None:
+    with pytest.raises(LocalError, match="prompt_tokens_max"):
+        assigner(limits=limits.Limits(prompt_tokens_max=3)).problem(0)
+
+
+def test_a_nonce_is_remembered_for_twice_the_window() -> None:
+    nonces = Nonces(nonces_max=1_000)
+    for age_s in (0.0, MEMORY_S - 1, MEMORY_S):
+        memory = Nonces(nonces_max=1_000)
+        memory.spend("anna", "n", 1_000.0)
+        with pytest.raises(PeerError) as caught:
+            memory.spend("anna", "n", 1_000.0 + age_s)
+        assert caught.value.code is ErrorCode.REPLAYED
+    nonces.spend("anna", "n", 0.0)
+    nonces.spend("ben", "n", 0.0)
+    nonces.spend("anna", "n", 3 * MEMORY_S)
+
+
+def test_a_full_memory_of_nonces_refuses_rather_than_forgets() -> None:
+    nonces = Nonces(nonces_max=2)
+    nonces.spend("anna", "1", 0.0)
+    nonces.spend("anna", "2", 0.0)
+    with pytest.raises(PeerError) as caught:
+        nonces.spend("anna", "3", 0.0)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    with pytest.raises(PeerError) as caught:
+        nonces.spend("anna", "1", 0.0)
+    assert caught.value.code is ErrorCode.REPLAYED
+
+
+def test_a_bucket_fills_up_again() -> None:
+    buckets = Buckets(per_second=2.0, burst=3.0)
+    for _ in range(3):
+        buckets.require("a", 10.0)
+        buckets.charge("a", 10.0)
+    with pytest.raises(PeerError) as caught:
+        buckets.require("a", 10.0)
+    assert caught.value.retry_after_s == 0.5
+    buckets.require("a", 10.5)
+    buckets.require("b", 10.0)
+
+
+def test_a_check_goes_to_the_validator_that_holds_its_policy_and_back_when_it_is_overdue() -> None:
+    queue = CheckQueue(check_ms=100, attempts_max=2)
+    for bundle, policy_version in (("a", 1), ("b", 2), ("c", 2)):
+        queue.add(bundle, policy_version)
+    assert queue.take((2,), 0) == ("b", 100)
+    assert queue.take((), 0) == ("a", 100)
+    assert queue.overdue(99) == []
+    assert queue.overdue(100) == []
+    assert queue.take((2,), 200) == ("b", 300), "overdue bundles come first"
+    assert queue.overdue(300) == ["b"], "after two attempts it is given up"
+    queue.settled(["a", "b", "c"])
+    assert queue.take((), 400) is None
+
+
+def test_a_worker_is_silent_after_four_missed_heartbeats_counted_from_the_first_look() -> None:
+    presence = Presence(heartbeat_s=1.0)
+    assert presence.silent(["anna"], 100.0) == ()
+    assert presence.silent(["anna"], 104.0) == ()
+    assert presence.silent(["anna"], 104.1) == ("anna",)
+    presence.heard("anna", 104.0)
+    assert presence.silent(["anna"], 104.1) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("bytes=0-9", (0, 10)), ("bytes=90-", (90, 100)), ("bytes=-10", (90, 100)), ("bytes=95-200", (95, 100)), ("bytes=-900", (0, 100))],
+)
+def test_a_range_of_rfc_9110_is_understood(text: str, expected: tuple[int, int]) -> None:
+    assert parse_range(text, 100) == expected

@@ -1,0 +1,119 @@
+"""The web server against slow, silent and greedy peers, over raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from prime_node.adapters import aiohttp_server
+from prime_node.adapters.aiohttp_server import AiohttpServer
+from prime_node.ports.web import Request, Response, Route
+from prime_protocol.errors import LocalError
+
+
+async def echo(request: Request) -> Response:
+    return Response(request.body, content_type="application/octet-stream")
+
+
+async def stream(request: Request) -> Response:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"abc"
+
+    return Response(chunks(), content_type="application/octet-stream", headers={"Content-Length": "9"})
+
+
+ROUTES = [Route("GET", "/stream", stream), Route("POST", "/echo", echo, 1_000)]
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    server = AiohttpServer(header_s_max=0.2, body_grace_s=0.2)
+    yield await server.start(ROUTES, host="127.0.0.1", port=0)
+    await server.stop(grace_s=0.1)
+
+
+async def exchange(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
+    """Send pieces until the server closes, which it must do soon; return all that came."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = asyncio.create_task(reader.read())
+    for piece in pieces:
+        if not answer.done():
+            writer.write(piece)
+            await asyncio.sleep(pause_s)
+    try:
+        return await asyncio.wait_for(answer, 5)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(port: int) -> None:
+    assert await exchange(port) == b""
+
+
+async def test_a_header_that_does_not_end_is_cut_off(port: int) -> None:
+    assert await exchange(port, b"POST /echo HT", b"TP/1.1\r\nHost: x\r\n", pause_s=0.05) == b""
+
+
+async def test_an_idle_connection_is_closed_after_its_answer(port: int) -> None:
+    answer = await exchange(port, b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"abcabcabc")
+
+
+async def test_a_body_that_stalls_is_refused(port: int) -> None:
+    answer = await exchange(port, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"too slowly" in answer
+
+
+async def test_a_body_that_drips_is_refused_although_it_never_stalls(port: int) -> None:
+    pieces = [b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n", *[b"x"] * 20]
+    assert b"too slowly" in await exchange(port, *pieces, pause_s=0.02)
+
+
+async def test_an_announced_length_over_the_limit_is_refused_before_it_is_sent(port: int) -> None:
+    answer = await exchange(port, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(port: int) -> None:
+    chunk = b"1f4\r\n" + b"x" * 500 + b"\r\n"
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert (await exchange(port, head + chunk * 3)).startswith(b"HTTP/1.1 413")
+
+
+async def test_a_compressed_body_is_not_unpacked(port: int) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc"
+    assert (await exchange(port, head)).startswith(b"HTTP/1.1 400")
+
+
+async def test_bodies_on_their_way_in_are_bounded_together(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiohttp_server, "BODIES_BYTES_MAX", 900)
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    assert (await exchange(port, head + b"x" * 1_000)).startswith(b"HTTP/1.1 503")
+    small = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 800\r\nConnection: close\r\n\r\n"
+    for _ in range(3):  # what was counted is given back
+        assert (await exchange(port, small + b"x" * 800)).startswith(b"HTTP/1.1 200")
+
+
+async def test_head_has_the_header_of_get_and_no_body(port: int) -> None:
+    answer = await exchange(port, b"HEAD /stream HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b"Content-Length: 9" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_a_wrong_method_and_an_unknown_path_are_not_found(port: int) -> None:
+    for line in (b"GET /echo", b"GET /nothing", b"DELETE /stream"):
+        answer = await exchange(port, line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 404")
+        assert b'"code": "not_found"' in answer
+
+
+async def test_a_port_in_use_is_a_local_error(port: int) -> None:
+    with pytest.raises(LocalError, match="choose another port"):
+        await AiohttpServer().start(ROUTES, host="127.0.0.1", port=port)

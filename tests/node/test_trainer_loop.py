@@ -1,0 +1,193 @@
+"""The trainer's loop against a coordinator in memory: real batches, real steps, real publications; and kill -9 everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prime_node.trainer.checkpointing import Checkpoints
+from prime_node.trainer.loop import run
+from prime_node.trainer.state import Phase, TrainerState
+from prime_protocol.errors import LocalError
+from tests.node.trainer_world import (
+    CONFIG,
+    GROUPS,
+    ROLLOUTS,
+    BatchCoordinator,
+    Fuse,
+    KilledError,
+    make_run,
+    make_trainer,
+    root_of_backend,
+    rows,
+)
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> BatchCoordinator:
+    """The coordinator after a run that nothing disturbed."""
+
+    async def undisturbed() -> BatchCoordinator:
+        coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+        assert await run(make_trainer(folder, coordinator), asyncio.Event())
+        return coordinator
+
+    return asyncio.run(undisturbed())
+
+
+def test_the_loop_trains_every_step_and_publishes_a_chain(whole: BatchCoordinator) -> None:
+    coordinator = whole
+    assert [signed.manifest.policy_version for signed in coordinator.manifests] == list(range(STEPS + 1))
+    assert len(set(coordinator.roots)) == STEPS + 1
+    produced = coordinator.manifests[-1].manifest.produced_by
+    assert (produced.step, produced.optimizer_steps) == (STEPS - 1, CONFIG.sft.steps_max + STEPS)
+    assert coordinator.manifests[0].manifest.produced_by.batch is None
+    assert produced.batch is not None
+
+
+def test_metrics_say_what_each_step_did(whole: BatchCoordinator, folder: Path) -> None:
+    trained = rows(folder, "reward_mean")
+    assert [row["step"] for row in trained] == list(range(STEPS))
+    for row in trained:
+        assert (row["num_groups"], row["num_rollouts"]) == (GROUPS, GROUPS * ROLLOUTS)
+        assert (row["num_flat_groups"], row["filtered_zero_advantage"]) == (1, ROLLOUTS)
+        assert row["lag_max"] == min(int(str(row["step"])), 2)
+        assert {"loss", "grad_norm", "lr", "idle_seconds", "train_seconds", "idle_share"} <= row.keys()
+    assert [row["step"] for row in rows(folder, "eval_greedy")] == [0, 2, 4, 5]
+    assert [row["policy_version"] for row in rows(folder, "sent_bytes")] == list(range(STEPS + 1))
+    assert [row["sft_step"] for row in rows(folder, "sft_accuracy")] == [2]
+
+
+def test_the_learning_rate_warms_up_falls_and_is_damped(whole: BatchCoordinator, folder: Path) -> None:
+    first, second, third, *_ = [float(str(row["lr"])) for row in rows(folder, "reward_mean")]
+    peak = CONFIG.optimizer.lr
+    assert first == pytest.approx(peak / 2)
+    assert second == pytest.approx(peak * (1 - 0.9 / STEPS) * 0.75)
+    assert third == pytest.approx(peak * (1 - 1.8 / STEPS) * 0.75**2)
+
+
+PLACES = [
+    *(("after train_step", at) for at in (1, 3, 4, 7)),
+    *(("within save", at) for at in (1, 2, 3)),
+    *(("snapshot", at) for at in (1, 2, 5)),
+    *((place, at) for place in ("put_blob", "before publish", "after publish") for at in (1, 3)),
+    ("batch", 2),
+    ("bundle", 2),
+    ("after new_optimizer", 2),
+]
+"""Places between any two phases, and how often each is passed before the kill: in the supervised steps and in the others."""
+
+
+@pytest.mark.parametrize(("place", "at"), PLACES)
+async def test_killed_anywhere_it_goes_on_bit_exactly(
+    tmp_path: Path, whole: BatchCoordinator, place: str, at: int
+) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+    with pytest.raises(KilledError):
+        await run(make_trainer(tmp_path / "cut", coordinator, fuse=Fuse(place, at)), asyncio.Event())
+    resumed = make_trainer(tmp_path / "cut", coordinator)
+    assert await run(resumed, asyncio.Event())
+    assert coordinator.roots == whole.roots
+    assert root_of_backend(resumed) == whole.roots[-1]
+    assert not list((tmp_path / "cut").rglob("*.partial"))
+
+
+async def test_stopping_finishes_the_step_saves_publishes_and_leaves(
+    tmp_path: Path, whole: BatchCoordinator
+) -> None:
+    coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
+    trainer = make_trainer(tmp_path / "cut", coordinator)
+    training = asyncio.create_task(run(trainer, stop))
+    while len(coordinator.manifests) < 2:
+        await asyncio.sleep(0.001)
+    stop.set()
+    assert not await training
+    held = trainer.state.step
+    assert coordinator.roots == whole.roots[: held + 1]
+    resumed = make_trainer(tmp_path / "cut", coordinator)
+    assert await run(resumed, asyncio.Event())
+    assert coordinator.roots == whole.roots
+
+
+async def test_stopping_wakes_a_wait_for_a_batch(tmp_path: Path) -> None:
+    coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
+    coordinator.gate.clear()  # policy 0 is not taken in, so there is no batch 0
+    training = asyncio.create_task(run(make_trainer(tmp_path, coordinator), stop))
+    while not coordinator.asked:
+        await asyncio.sleep(0.001)
+    stop.set()
+    coordinator.gate.set()
+    assert not await training
+    assert coordinator.roots == [coordinator.roots[0]]
+
+
+async def test_an_absent_coordinator_is_waited_for(tmp_path: Path, whole: BatchCoordinator) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+    coordinator.away = 50
+    assert await run(make_trainer(tmp_path / "late", coordinator), asyncio.Event())
+    assert coordinator.roots == whole.roots
+
+
+async def test_a_trainer_that_computes_other_weights_is_told_so(tmp_path: Path, whole: BatchCoordinator) -> None:
+    other = CONFIG.model_copy(update={"seed": CONFIG.seed + 1})
+    with pytest.raises(LocalError, match=f"policy 0 is published with state root {whole.roots[0]}"):
+        await run(make_trainer(tmp_path, whole, config=other), asyncio.Event())
+
+
+async def test_without_a_supervised_phase_the_first_policy_is_the_initial_model(tmp_path: Path) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=1))
+    config = CONFIG.model_copy(update={"sft": CONFIG.sft.model_copy(update={"steps_max": 0})})
+    trainer = make_trainer(tmp_path, coordinator, config=config)
+    initial = root_of_backend(trainer)
+    assert await run(trainer, asyncio.Event())
+    assert coordinator.roots[0] == initial
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, run="0" * 64, kept=2)
+    state = TrainerState(run="0" * 64, phase=Phase.RL)
+
+    def write(folder: Path) -> None:
+        (folder / "weights").write_bytes(b"1234")
+
+    def fail(folder: Path) -> None:
+        (folder / "weights").write_bytes(b"12")
+        raise OSError(28, "No space left on device")
+
+    assert checkpoints.newest() is None
+    checkpoints.save(state, write)
+    with pytest.raises(LocalError, match="No space left on device"):
+        checkpoints.save(state.updated(step=1), fail)
+    found = checkpoints.newest()
+    assert found is not None
+    assert found[0] == state
+    assert (found[1] / "weights").read_bytes() == b"1234"
+    for step in (1, 2, 3):
+        checkpoints.save(state.updated(step=step), write)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000-00000002", "00000000-00000003"]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, run="0" * 64, kept=2).save(TrainerState(run="0" * 64), lambda folder: None)
+    with pytest.raises(LocalError, match="belongs to run 000000000000, not 111111111111"):
+        Checkpoints(tmp_path, run="1" * 64, kept=2).newest()
+
+
+def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, run="0" * 64, kept=2)
+    checkpoints.save(TrainerState(run="0" * 64), lambda folder: None)
+    (tmp_path / "00000000-00000000" / "state.json").write_text("{")
+    with pytest.raises(LocalError, match="Delete it to go on from the one before"):
+        checkpoints.newest()
+    shutil.rmtree(tmp_path / "00000000-00000000")
+    assert checkpoints.newest() is None

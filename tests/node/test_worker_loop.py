@@ -1,0 +1,441 @@
+"""The worker's loop against an honest coordinator in memory: real leases, signatures, sampling and checks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.node.table_engine import TableEngine, table_weights
+from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, MemoryCoordinator, make_run
+
+from prime_node.broadcast.follower import Follower
+from prime_node.ports.engine import Engine, GenerateRequest
+from prime_node.sim.dishonest import Cheat, DishonestEngine
+from prime_node.worker.config import WorkerConfig
+from prime_node.worker.leases import Pace, open_lease
+from prime_node.worker.loop import Ending, Worker, run
+from prime_node.worker.session import fetch_run
+from prime_protocol.assignment import Sampling
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.messages import LeaseRequest
+from prime_protocol.rollout import Completion
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import Receipt, RejectReason
+
+RUN = make_run()
+
+
+class World:
+    """A coordinator with policy 0 published, and workers on one folder."""
+
+    def __init__(self, folder: Path, *, pinned: PinnedRun = RUN, policies: int = 1) -> None:
+        self.folder = folder
+        self.clock = JumpClock()
+        self.coordinator = MemoryCoordinator(pinned, self.clock)
+        for version in range(policies):
+            self.coordinator.publish_policy(table_weights(version))
+        self.stop = asyncio.Event()
+        self.said: list[str] = []
+
+    def worker(self, engine: Engine | None = None, **settings: object) -> Worker:
+        config = WorkerConfig.model_validate(
+            {
+                "rollouts_max": 8,
+                "grace_seconds": 1e5,
+                "poll_seconds": 0.01,
+                "receipts_seconds": 0.1,
+                "wait_seconds": 0.0,
+            }
+            | settings
+        )
+        follower = Follower(
+            self.coordinator.run,
+            [("coordinator", self.coordinator)],
+            self.folder / "checkpoints",
+            clock=self.clock,
+            poll_s=config.poll_seconds,
+            policies_kept=config.policies_kept,
+            rng=random.Random(1),
+        )
+        return Worker(
+            run=self.coordinator.run,
+            config=config,
+            key=WORKER,
+            coordinator=self.coordinator,
+            engine=engine or TableEngine(),
+            follower=follower,
+            folder=self.folder,
+            clock=self.clock,
+            rng=random.Random(1),
+            say=self.said.append,
+        )
+
+    def stop_when(self, condition: Callable[[], bool]) -> None:
+        """Ask the worker to stop after the upload at which `condition` holds."""
+
+        def look() -> None:
+            if condition():
+                self.stop.set()
+
+        self.coordinator.after_upload = look
+
+    def status(self) -> dict[str, object]:
+        return dict(json.loads((self.folder / "status.json").read_text()))
+
+
+async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.stop_when(lambda: world.coordinator.accepted >= 5)
+    assert await run(world.worker(), world.stop) is Ending.STOPPED
+    assert world.coordinator.accepted == len(world.coordinator.verdicts) >= 5
+    assert world.coordinator.left
+    assert list((tmp_path / "spool").glob("*.parcel")) == []
+    open_leases = world.coordinator.leases.keys() - set(world.coordinator.returned)
+    assert len(open_leases) - len(world.coordinator.verdicts) <= 1, "at most the one that was on its way"
+
+
+@pytest.mark.parametrize("leases_ahead", [0, 1, 3])
+async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp_path: Path, leases_ahead: int) -> None:
+    world = World(tmp_path)
+    ahead: list[int] = []
+
+    class Watching(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            ahead.append(len(world.coordinator.leases) - len(ahead) - 1)
+            return await super().generate(requests, sampling)
+
+    world.stop_when(lambda: world.coordinator.accepted >= 4)
+    await run(world.worker(Watching(), leases_ahead=leases_ahead), world.stop)
+    assert set(ahead) == {leases_ahead}
+
+
+async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> None:
+    world, engine = World(tmp_path), TableEngine()
+
+    def publish_or_stop() -> None:
+        version = max(world.coordinator.manifests)
+        if version < 3:
+            world.coordinator.publish_policy(table_weights(version + 1))
+        elif engine.loaded[-1] == 3:
+            world.stop.set()
+
+    world.coordinator.after_upload = publish_or_stop
+    await run(world.worker(engine), world.stop)
+    assert engine.loaded == sorted(set(engine.loaded))
+    assert engine.loaded[-1] == 3
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+@pytest.mark.parametrize("cheat", Cheat)
+async def test_a_cheating_worker_is_refused_for_its_logprobs(tmp_path: Path, cheat: Cheat) -> None:
+    world = World(tmp_path)
+
+    def publish_or_stop() -> None:
+        if len(world.coordinator.manifests) == 1:
+            world.coordinator.publish_policy(table_weights(1))
+        if any(not verdict.accepted for verdict in world.coordinator.verdicts.values()):
+            world.stop.set()
+
+    world.coordinator.after_upload = publish_or_stop
+    await run(world.worker(DishonestEngine(TableEngine(), cheat)), world.stop)
+    reasons = {verdict.reason for verdict in world.coordinator.verdicts.values() if not verdict.accepted}
+    assert reasons == {RejectReason.LOGPROB_MISMATCH}
+
+
+async def test_a_coordinator_that_forgets_us_is_joined_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def forget() -> None:
+        if world.coordinator.accepted == 2:
+            world.coordinator.known = False
+        if world.coordinator.accepted >= 6:
+            world.stop.set()
+
+    world.coordinator.after_upload = forget
+    assert await run(world.worker(), world.stop) is Ending.STOPPED
+    assert world.coordinator.joined >= 2
+
+
+async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    began = world.clock.monotonic_s()
+
+    def go_away() -> None:
+        if world.coordinator.accepted == 2:
+            world.coordinator.away = True
+        if world.coordinator.accepted >= 5:
+            world.stop.set()
+
+    async def come_back() -> None:
+        while not world.coordinator.away:
+            await asyncio.sleep(0)
+        while world.clock.monotonic_s() - began < 4 * 3_600:
+            await asyncio.sleep(0.001)
+        assert any("coordinator away" in line for line in world.said)
+        world.coordinator.away = False
+
+    world.coordinator.after_upload = go_away
+    _, ending = await asyncio.gather(come_back(), run(world.worker(status_seconds=60.0), world.stop))
+    assert ending is Ending.STOPPED
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+    assert len(world.coordinator.verdicts) >= 5
+
+
+async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    first = world.worker()
+    world.coordinator.after_upload = lambda: setattr(world.coordinator, "away", True)
+    task = asyncio.create_task(run(first, world.stop))
+    while not list((tmp_path / "spool").glob("*2-*.parcel")):
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    left = len(list((tmp_path / "spool").glob("*.parcel")))
+    assert left >= 1
+    world.coordinator.away = False
+    world.coordinator.leases_max = 0
+    before = len(world.coordinator.verdicts)
+    world.stop_when(lambda: len(list((tmp_path / "spool").glob("*.parcel"))) <= 1)
+    await run(world.worker(), world.stop)
+    assert len(world.coordinator.verdicts) >= before + left - 1
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def ban() -> None:
+        world.coordinator.ban_reason = "two bundles with false logprobs"
+
+    world.coordinator.after_upload = ban
+    ending = await run(world.worker(), world.stop)
+    assert ending is Ending.BANNED
+    assert ending.exit_code == 4
+    assert world.status()["ended"] == "banned"
+    assert world.status()["notice"] == "two bundles with false logprobs"
+
+
+async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.coordinator.ban_reason = "no"
+    assert await run(world.worker(), world.stop) is Ending.BANNED
+
+
+async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.coordinator.after_upload = lambda: setattr(world.coordinator, "draining", True)
+    ending = await run(world.worker(), world.stop)
+    assert ending is Ending.DRAINED
+    assert ending.exit_code == 0
+    assert world.coordinator.left
+    assert not world.stop.is_set()
+
+
+async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_period(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    class Endless(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            world.stop.set()
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    assert await run(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
+    assert world.coordinator.returned == list(world.coordinator.leases)
+    assert world.coordinator.verdicts == {}
+
+
+async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.coordinator.away = True
+    task = asyncio.create_task(run(world.worker(), world.stop))
+    await asyncio.sleep(0.01)
+    world.stop.set()
+    assert await task is Ending.STOPPED
+    assert world.coordinator.joined == 0
+
+
+async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    slept = False
+
+    class Sleepy(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            nonlocal slept
+            completions = await super().generate(requests, sampling)
+            if not slept:
+                slept = True
+                world.clock.seconds += 2 * RUN.spec.lease_seconds
+                world.coordinator.known = False
+            return completions
+
+    world.stop_when(lambda: world.coordinator.accepted >= 2)
+    worker = world.worker(Sleepy())
+    assert await run(worker, world.stop) is Ending.STOPPED
+    assert worker.leases_dropped >= 1
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+    assert world.coordinator.joined >= 2
+
+
+async def test_an_engine_that_computes_something_else_is_loaded_again_and_then_used(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.stop_when(lambda: world.coordinator.accepted >= 1)
+    assert await run(world.worker(TableEngine(loads_that_fail=1)), world.stop) is Ending.STOPPED
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_without_an_upload(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(LocalError, match="does not compute policy 0"):
+        await run(world.worker(TableEngine(loads_that_fail=99)), world.stop)
+    assert world.coordinator.verdicts == {}
+    assert world.status()["ended"] == "failed"
+
+
+async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    worker = world.worker()
+    world.coordinator.after_upload = lambda: None
+    task = asyncio.create_task(run(worker, world.stop))
+    while worker.receipts.tally().accepted < 3 * 8:
+        await asyncio.sleep(0.001)
+    world.stop.set()
+    await task
+    tally = worker.receipts.tally()
+    assert tally.refused == {}
+    lines = (tmp_path / "receipts.jsonl").read_bytes().splitlines()
+    for line in lines:
+        parse_json(open_envelope(line).verify(PayloadType.RECEIPT, trusted=[COORDINATOR.key_id]), Receipt)
+    (tmp_path / "receipts.jsonl").write_bytes(b"\n".join([*lines, b'{"half a li']))
+    again = world.worker()
+    assert again.receipts.tally() == tally
+    assert again.receipts.cursor == worker.receipts.cursor
+
+
+async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path)
+    world.coordinator.clock_ahead_s = 3 * RUN.spec.lease_seconds
+    world.stop_when(lambda: world.coordinator.accepted >= 1)
+    worker = world.worker()
+    await run(worker, world.stop)
+    assert "s behind the coordinator's" in caplog.text
+    assert worker.leases_dropped <= 1
+
+
+async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.coordinator.leases_max = 0
+    worker = world.worker(status_seconds=0.1)
+    task = asyncio.create_task(run(worker, world.stop))
+    while not any("waiting: no work left" in line for line in world.said):
+        await asyncio.sleep(0.001)
+    assert world.status()["waiting_for"] == "no work left"
+    world.stop.set()
+    await task
+
+
+def offer(**changes: object) -> tuple[Envelope, LeaseRequest, PinnedRun]:
+    """A lease as the coordinator gives it, with some fields changed before it was signed."""
+    asked = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
+    signer = changes.pop("signer", COORDINATOR)
+    coordinator = MemoryCoordinator(RUN, JumpClock())
+    coordinator.known = True
+    envelope = asyncio.run(_lease(coordinator, asked))
+    fields = json.loads(envelope.payload) | changes
+    return seal(json.dumps(fields).encode(), PayloadType.LEASE, signer), asked, RUN  # type: ignore[arg-type]
+
+
+async def _lease(coordinator: MemoryCoordinator, asked: LeaseRequest) -> Envelope:
+    reply = await coordinator.lease(asked)
+    assert isinstance(reply, Envelope)
+    return reply
+
+
+def test_an_honest_lease_is_taken() -> None:
+    envelope, asked, pinned = offer()
+    assert open_lease(envelope, asked, run=pinned, worker=WORKER.key_id).num_rollouts == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"signer": STRANGER}, ErrorCode.BAD_SIGNATURE),
+        ({"run": "1" * 64}, ErrorCode.LEASE_FOREIGN),
+        ({"worker": STRANGER.key_id}, ErrorCode.LEASE_FOREIGN),
+        ({"policy_version": 1}, ErrorCode.MALFORMED),
+        ({"policy_digest": "1" * 64}, ErrorCode.MALFORMED),
+        ({"step": 3}, ErrorCode.MALFORMED),
+        ({"sampling": {"temperature": 0.5, "completion_tokens_max": 8, "stop_token_ids": [15]}}, ErrorCode.MALFORMED),
+        ({"unknown": 1}, ErrorCode.UNKNOWN_FIELD),
+    ],
+)
+def test_a_lease_that_is_not_ours_or_not_the_runs_is_not_taken(changes: dict[str, object], code: ErrorCode) -> None:
+    envelope, asked, pinned = offer(**changes)
+    with pytest.raises(PeerError) as caught:
+        open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
+    assert caught.value.code is code
+
+
+def test_a_lease_for_more_than_we_offered_is_not_taken() -> None:
+    envelope, asked, pinned = offer()
+    with pytest.raises(LimitExceeded):
+        open_lease(envelope, asked.model_copy(update={"rollouts_max": 7}), run=pinned, worker=WORKER.key_id)
+
+
+def test_a_prompt_outside_the_vocabulary_is_not_taken() -> None:
+    group = {
+        "slot": 0,
+        "problem": {"environment": "toy", "index": 0},
+        "prompt_token_ids": [RUN.spec.vocab_size],
+        "seeds": [1, 2, 3, 4],
+    }
+    envelope, asked, pinned = offer(groups=[group])
+    with pytest.raises(PeerError, match="vocabulary"):
+        open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
+
+
+def test_a_machine_that_was_held_up_once_does_not_refuse_work_for_ever() -> None:
+    pace = Pace()
+    pace.measured(rollouts=8, tokens=64, seconds=1e6)
+    refusals = 0
+    while not pace.fits(8, seconds_left=100.0):
+        pace.doubt()
+        refusals += 1
+        assert refusals < 20
+
+
+def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
+    pinned, pace = make_run(lease_seconds=100.0), Pace()
+    assert pace.rollouts_max(pinned, wanted=128) == 128
+    pace.measured(rollouts=128, tokens=1_280, seconds=256.0)
+    assert pace.rollouts_max(pinned, wanted=128) == 20
+    assert not pace.fits(128, seconds_left=100.0)
+    assert pace.fits(20, seconds_left=100.0)
+    pace.measured(rollouts=1, tokens=1, seconds=10_000.0)
+    assert pace.rollouts_max(pinned, wanted=128) == pinned.spec.rollouts_per_group
+
+
+async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:
+    coordinator = MemoryCoordinator(make_run(name="other"), JumpClock())
+    with pytest.raises(PeerError) as caught:
+        await fetch_run(coordinator, RUN.digest, clock=JumpClock(), rng=random.Random(1))
+    assert caught.value.code is ErrorCode.WRONG_RUN
+
+
+async def test_the_run_is_waited_for_while_the_coordinator_starts() -> None:
+    coordinator = MemoryCoordinator(RUN, JumpClock())
+    coordinator.away = True
+    task = asyncio.create_task(fetch_run(coordinator, RUN.digest, clock=JumpClock(), rng=random.Random(1)))
+    await asyncio.sleep(0.005)
+    assert not task.done()
+    coordinator.away = False
+    assert (await task).digest == RUN.digest

@@ -1,0 +1,403 @@
+"""A trainer's world in memory: real keys, envelopes, bundles, blobs and manifests; a real small model; no network.
+
+`BatchCoordinator` makes the same batch for the same step, takes publications in only where they verify, and can be away. A
+`Fuse` ends whoever passes a named place for the n-th time, as kill -9 would: nothing after that place happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from prime_node.adapters.hf_tokenizer import HfTokenizer
+from prime_node.adapters.tiny_model import model_files
+from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.broadcast.publisher import Publisher
+from prime_node.observe import JsonLines, read_json_lines
+from prime_node.ports.environment import HeldOutProblem
+from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainSample
+from prime_node.ports.transport import Unreachable
+from prime_node.replay.feed import Feed
+from prime_node.trainer.checkpointing import Checkpoints
+from prime_node.trainer.config import AdamW, SftConfig, TrainerConfig
+from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.trainer import Trainer, record_published
+from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.chain import check_link, check_manifest
+from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
+from prime_protocol.weights import Weights, root_of
+
+ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([n]) * 32) for n in range(1, 7))
+STOP_TOKEN = 256
+GROUPS, ROLLOUTS = 3, 4
+
+
+@lru_cache
+def tiny_files() -> Mapping[str, bytes]:
+    return model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in tiny_files().items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def make_run(*, max_steps: int = 5, async_level: int = 2) -> PinnedRun:
+    spec = RunSpec(
+        name="test",
+        created_at_ms=0,
+        keys=RoleKeys(
+            root=(ROOT.key_id,),
+            coordinator=(COORDINATOR.key_id,),
+            trainer=(TRAINER.key_id,),
+            validator=(VALIDATOR.key_id,),
+        ),
+        model_files=tuple(
+            ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in tiny_files().items()
+        ),
+        vocab_size=264,
+        environments=(EnvironmentSpec(name="echo", id="echo"),),
+        sampling=Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
+        async_level=async_level,
+        max_steps=max_steps,
+        groups_per_step=GROUPS,
+        rollouts_per_group=ROLLOUTS,
+    )
+    envelope = seal(spec, PayloadType.RUN_SPEC, ROOT)
+    return PinnedRun(envelope.digest, spec, envelope)
+
+
+class JumpClock:
+    """Time moves when somebody sleeps, and nobody really waits."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000.0
+
+    def now_ms(self) -> int:
+        return int(self.seconds * 1_000)
+
+    def monotonic_s(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        await asyncio.sleep(0)
+
+
+class KilledError(Exception):
+    """Stands for kill -9: nobody catches it on purpose."""
+
+
+class Fuse:
+    """Blows at the n-th passage of one place. Example: Fuse("after publish", 2)."""
+
+    def __init__(self, place: str = "", at: int = 1) -> None:
+        self._place, self._at = place, at
+        self.passed: Counter[str] = Counter()
+
+    def passes(self, place: str) -> None:
+        self.passed[place] += 1
+        if place == self._place and self.passed[place] == self._at:
+            raise KilledError(place)
+
+
+class BatchCoordinator:
+    """Implements ports.transport.TrainerPort."""
+
+    def __init__(self, run: PinnedRun) -> None:
+        self.run = run
+        self.fuse = Fuse()
+        self.blobs: dict[str, bytes] = {}
+        self.bundles: dict[str, bytes] = {}
+        self.manifests: list[SignedManifest] = []
+        self.durable_step = 0
+        self.away = 0
+        """So many requests get no answer."""
+        self.gate = asyncio.Event()
+        """Publications wait for it."""
+        self.gate.set()
+        self.asked: list[int] = []
+
+    async def run_spec(self) -> Envelope:
+        return self.run.envelope
+
+    async def head(self) -> Envelope | None:
+        self._answer()
+        return self.manifests[-1].envelope if self.manifests else None
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        self._answer()
+        if policy_version >= len(self.manifests):
+            raise PeerError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
+        return self.manifests[policy_version].envelope
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return self.blobs[digest][start:end]
+
+    async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        self._answer()
+        self.fuse.passes("batch")
+        self.asked.append(request.step)
+        self.durable_step = max(self.durable_step, request.durable_step)
+        if request.step < self.durable_step:
+            raise PeerError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
+        policy_version = max(0, request.step - self.run.spec.async_level)
+        if policy_version >= len(self.manifests):
+            await asyncio.sleep(0.001)
+            return NotYet(reason=f"policy {policy_version} is not published", retry_after_s=0.1)
+        bundle, groups = make_bundle(self.run, request.step, self.manifests[policy_version])
+        self.bundles[digest_of(bundle)] = bundle
+        return seal(TrainBatch(run=self.run.digest, step=request.step, groups=groups), PayloadType.BATCH, COORDINATOR)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        self._answer()
+        self.fuse.passes("bundle")
+        return self.bundles[request.bundle]
+
+    async def put_blob(self, data: bytes) -> str:
+        self._answer()
+        self.fuse.passes("put_blob")
+        self.blobs[digest_of(data)] = data
+        return digest_of(data)
+
+    async def publish(self, manifest: Envelope) -> None:
+        self._answer()
+        await self.gate.wait()
+        self.fuse.passes("before publish")
+        signed = open_manifest(manifest, self.run)
+        if signed.digest not in {known.digest for known in self.manifests}:
+            check_manifest(signed.manifest, self.run)
+            check_link(signed.manifest, self.manifests[-1] if self.manifests else None)
+            self.decode(signed)
+            self.manifests.append(signed)
+        self.fuse.passes("after publish")
+
+    def decode(self, signed: SignedManifest) -> Weights:
+        """The weights behind a manifest, every byte checked."""
+        decoder = CheckpointDecoder(signed.manifest)
+        for index, part in enumerate(signed.manifest.parts):
+            decoder.feed_part(index, self.blobs[part.digest])
+        return decoder.finish()
+
+    @property
+    def roots(self) -> list[str]:
+        return [signed.manifest.state_root for signed in self.manifests]
+
+    def _answer(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise Unreachable("connection refused")
+
+
+def make_bundle(run: PinnedRun, step: int, policy: SignedManifest) -> tuple[bytes, tuple[BatchGroup, ...]]:
+    """One step's rollouts by WORKER: a pure function of its arguments. Every third group has equal rewards."""
+    rng = random.Random(step)
+    slots = range(step * GROUPS, (step + 1) * GROUPS)
+    lease = Lease(
+        run=run.digest,
+        lease_id=digest_of(b"%d" % step),
+        worker=WORKER.key_id,
+        step=step,
+        policy_version=policy.manifest.policy_version,
+        policy_digest=policy.digest,
+        groups=tuple(
+            GroupAssignment(
+                slot=slot,
+                problem=Problem(environment="echo", index=slot),
+                prompt_token_ids=(258, 97 + slot % 26, 98, 259),
+                seeds=tuple(rng.randrange(2**62) for _ in range(ROLLOUTS)),
+            )
+            for slot in slots
+        ),
+        sampling=run.spec.sampling,
+        issued_at_ms=0,
+        expires_at_ms=10**12,
+    )
+    completions = [_completion(rng) for _ in range(lease.num_rollouts)]
+    body, raw_bytes = pack_body(rollouts_for(lease, completions))
+    header = RolloutHeader(
+        body_digest=digest_of(body),
+        body_bytes=len(body),
+        run=run.digest,
+        worker=WORKER.key_id,
+        lease_id=lease.lease_id,
+        step=step,
+        policy_version=lease.policy_version,
+        policy_digest=lease.policy_digest,
+        num_rollouts=lease.num_rollouts,
+        decompressed_bytes=raw_bytes,
+        engine=EngineInfo(name="test", version="1", dtype="fp32", device="cpu"),
+        created_at_ms=0,
+    )
+    parcel = pack_parcel(header, body, PayloadType.ROLLOUT, WORKER)
+    groups = tuple(
+        BatchGroup(
+            slot=group.slot,
+            problem=group.problem,
+            prompt_token_ids=group.prompt_token_ids,
+            worker=WORKER.key_id,
+            policy_version=lease.policy_version,
+            bundle=digest_of(parcel),
+            first=index * ROLLOUTS,
+            rewards=(0.5,) * ROLLOUTS if index == 2 else tuple(rng.random() for _ in range(ROLLOUTS)),
+        )
+        for index, group in enumerate(lease.groups)
+    )
+    return parcel, groups
+
+
+def _completion(rng: random.Random) -> Completion:
+    tokens = [rng.randrange(97, 123) for _ in range(rng.randrange(1, 4))] + [STOP_TOKEN]
+    return Completion(tuple(tokens), tuple(-5.6 + rng.random() / 10 for _ in tokens), FinishReason.STOP)
+
+
+class FusedBackend:
+    """A TorchBackend with places where a fuse may blow."""
+
+    def __init__(self, backend: TorchBackend, fuse: Fuse) -> None:
+        self.inner, self._fuse = backend, fuse
+
+    def new_optimizer(self, settings: OptimizerSettings) -> None:
+        self.inner.new_optimizer(settings)
+        self._fuse.passes("after new_optimizer")
+
+    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        self._fuse.passes("before train_step")
+        stats = self.inner.train_step(samples, loss, lr=lr)
+        self._fuse.passes("after train_step")
+        return stats
+
+    def snapshot(self) -> Weights:
+        self._fuse.passes("snapshot")
+        return self.inner.snapshot()
+
+    def save(self, folder: Path) -> None:
+        self.inner.save(folder)
+        self._fuse.passes("within save")
+
+    def load(self, folder: Path) -> None:
+        self.inner.load(folder)
+
+
+@dataclass(frozen=True)
+class EchoProblem:
+    """Say the letter again."""
+
+    letter: str
+
+    @property
+    def prompt(self) -> str:
+        return self.letter
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        return finished and completion == self.letter
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        return float(self.is_correct(completion, finished=finished))
+
+
+class EchoEnvironment:
+    """Implements ports.environment.Environment: one letter in, the same letter out. Vowels are held out."""
+
+    TRAINED, HELD_OUT = "bcdfghjklmnpqrstvwxyz", "aeiou"
+
+    def prompt(self, index: int) -> str:
+        return self.TRAINED[index % len(self.TRAINED)]
+
+    def answer(self, index: int) -> str:
+        return self.prompt(index)
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return EchoProblem(self.prompt(index)).score(completion, finished=finished)
+
+    def held_out(self, count: int) -> list[HeldOutProblem]:
+        return [EchoProblem(letter) for letter in self.HELD_OUT[:count]]
+
+
+CONFIG = TrainerConfig(
+    seed=3,
+    optimizer=AdamW(lr=1e-3, warmup_steps=2),
+    lr_damping_nats=0.01,
+    lr_final_share=0.1,
+    sft=SftConfig(steps_max=3, check_every=2, check_problems=2, batch_size=4, optimizer=AdamW(lr=1e-3)),
+    evaluate_every=2,
+    evaluation_problems=3,
+    checkpoint_every=2,
+    row_tokens=16,
+)
+
+
+def make_trainer(
+    folder: Path, coordinator: BatchCoordinator, *, fuse: Fuse | None = None, config: TrainerConfig = CONFIG
+) -> Trainer:
+    """A trainer process, so to say: its parts live in `folder` and in `coordinator`, and nowhere else."""
+    run, clock = coordinator.run, JumpClock()
+    coordinator.fuse = fuse or Fuse()
+    model = write_model(folder / "model")
+    tokenizer = HfTokenizer(model)
+    environments = {"echo": EchoEnvironment()}
+    questions = held_out(
+        environments, tokenizer, evaluation=config.evaluation_problems, stopping=config.sft.check_problems
+    )
+    metrics = JsonLines(folder / "metrics.jsonl")
+    return Trainer(
+        run=run,
+        config=config,
+        backend=FusedBackend(
+            TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
+        ),
+        feed=Feed(coordinator, run, clock=clock),
+        publisher=Publisher(
+            coordinator,
+            run,
+            TRAINER,
+            clock=clock,
+            pending_max=run.spec.async_level,
+            on_published=record_published(metrics),
+        ),
+        evaluator=Evaluator(
+            TransformersEngine(model, threads=1),
+            tokenizer,
+            questions,
+            run.spec.sampling,
+            seed=config.evaluation_seed,
+        ),
+        lessons=Lessons(
+            environments,
+            {"echo": 1.0},
+            tokenizer,
+            seed=config.seed,
+            problems=config.sft.problems,
+            batch_size=config.sft.batch_size,
+        ),
+        checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=config.checkpoints_kept),
+        metrics=metrics,
+        clock=clock,
+    )
+
+
+def rows(folder: Path, field: str) -> list[dict[str, object]]:
+    """The metrics' rows that have this field."""
+    return [row for row in read_json_lines(folder / "metrics.jsonl") if field in row]
+
+
+def root_of_backend(trainer: Trainer) -> str:
+    return root_of(trainer.backend.snapshot())

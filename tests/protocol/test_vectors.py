@@ -1,0 +1,202 @@
+"""Every golden vector of every version, old ones too. One function per kind: bytes and parameters in, what they mean out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_protocol import messages, verdict
+from prime_protocol.assignment import Lease
+from prime_protocol.chain import check_manifest
+from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, load_json, open_envelope, parse_json, pre_authentication_encoding
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import PublicKey, SigningKey
+from prime_protocol.limits import Limits
+from prime_protocol.manifest import open_manifest
+from prime_protocol.messages import BlobHeader
+from prime_protocol.noise import gumbel_noise
+from prime_protocol.parcel import open_parcel
+from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
+from prime_protocol.run_spec import JoinLink, open_run_spec
+from prime_protocol.verify import check_assignment
+from prime_protocol.weights import Weights, state_root
+
+Case = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "tests" / "vectors"
+LISTS = sorted(VECTORS.glob("v*/*.json"))
+CASES = [(path, case) for path in LISTS for case in json.loads(path.read_text(encoding="utf-8"))]
+BOUNDS = Limits()
+
+
+def data_of(case: Case, folder: Path) -> bytes:
+    if "input" in case:
+        return (folder / case["input"]).read_bytes()
+    return bytes.fromhex(case["hex"]) if "hex" in case else case["text"].encode()
+
+
+def fields(message: Any) -> Any:
+    return json.loads(message.model_dump_json())
+
+
+def seed(case: Case, folder: Path) -> Any:
+    key = SigningKey(data_of(case, folder))
+    return {"public": key.public.raw.hex(), "key_id": key.key_id}
+
+
+def public_key(case: Case, folder: Path) -> Any:
+    return PublicKey(data_of(case, folder)).key_id
+
+
+def key_id(case: Case, folder: Path) -> Any:
+    return PublicKey.from_key_id(case["text"]).raw.hex()
+
+
+def json_text(case: Case, folder: Path) -> Any:
+    return load_json(data_of(case, folder))
+
+
+def envelope(case: Case, folder: Path) -> Any:
+    opened = open_envelope(data_of(case, folder))
+    payload = opened.verify(PayloadType(case["payload_type"]), trusted=case["trusted"], threshold=case["threshold"])
+    signed = pre_authentication_encoding(opened.payload_type, payload)
+    return {"payload": payload.hex(), "digest": opened.digest, "signed_bytes": signed.hex()}
+
+
+def run_spec(case: Case, folder: Path) -> Any:
+    return fields(open_run_spec(open_envelope(data_of(case, folder)), pinned=case["pinned"]).spec)
+
+
+def join_link(case: Case, folder: Path) -> Any:
+    link = JoinLink.parse(case["text"])
+    return {"url": link.url, "run": link.run}
+
+
+def message(case: Case, folder: Path) -> Any:
+    model = {"Lease": Lease, "Receipt": verdict.Receipt}.get(case["model"]) or getattr(messages, case["model"])
+    opened = open_envelope(data_of(case, folder))
+    parsed = parse_json(opened.verify(PayloadType(case["payload_type"]), trusted=case["trusted"]), model)
+    assert opened.digest == case["digest"]
+    return fields(parsed)
+
+
+def opened_bundle(case: Case, folder: Path) -> tuple[RolloutHeader, Rollouts]:
+    parcel = open_parcel(data_of(case, folder), body_bytes_max=BOUNDS.rollout_bytes_max)
+    header = parse_json(parcel.envelope.verify(PayloadType.ROLLOUT, trusted=case["trusted"]), RolloutHeader)
+    return header, parse_body(header, parcel.check_body(header), BOUNDS)
+
+
+def bundle(case: Case, folder: Path) -> Any:
+    _, rollouts = opened_bundle(case, folder)
+    assert digest_of(data_of(case, folder)) == case["digest"]
+    return {name.rpartition("_")[0]: getattr(rollouts, name).tolist() for name in Rollouts.__dataclass_fields__}
+
+
+def assignment(case: Case, folder: Path) -> Any:
+    lease = parse_json(json.dumps(case["lease"]).encode(), Lease)
+    judged = check_assignment(*opened_bundle(case, folder), lease, vocab_size=case["vocab_size"])
+    return judged.reason
+
+
+def blob(case: Case, folder: Path) -> Any:
+    parcel = open_parcel(data_of(case, folder), body_bytes_max=BOUNDS.blob_bytes_max)
+    header = parse_json(parcel.envelope.verify(PayloadType.BLOB, trusted=case["trusted"]), BlobHeader)
+    parcel.check_body(header)
+    return fields(header)
+
+
+def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
+    spec = open_envelope((folder / case["run_spec"]).read_bytes())
+    run = open_run_spec(spec, pinned=spec.digest)
+    opened = open_envelope(data_of(case, folder))
+    manifest = open_manifest(opened, run).manifest
+    check_manifest(manifest, run)
+    below = next((below for path, below in CASES if path.parent == folder and below["name"] == case["base"]), None)
+    decoder = CheckpointDecoder(manifest, weights_of(below, folder)[1] if below else None)
+    for index, part in enumerate(case["parts"]):
+        decoder.feed_part(index, (folder / part).read_bytes())
+    return opened, decoder.finish()
+
+
+def checkpoint(case: Case, folder: Path) -> Any:
+    opened, weights = weights_of(case, folder)
+    root = state_root((name, tensor.dtype, tensor.shape, tensor.digest) for name, tensor in weights.items())
+    raw = {name: tensor.data.tobytes().hex() for name, tensor in weights.items()}
+    return {"digest": opened.digest, "state_root": root, "tensors": raw}
+
+
+def root_of_rows(case: Case, folder: Path) -> Any:
+    return state_root((name, dtype, tuple(shape), digest) for name, dtype, shape, digest in case["rows"])
+
+
+def noise(case: Case, folder: Path) -> Any:
+    values = gumbel_noise([case["seed"]], [case["position"]], 152_064)[0]
+    first = [float(x) for x in values[:8]]
+    return {
+        "first_8": pytest.approx(first, abs=2e-6),
+        "argmax_of_264": int(values[:264].argmax()),
+        "argmax_of_152064": int(values.argmax()),
+    }
+
+
+KINDS: dict[str, Callable[[Case, Path], Any]] = {
+    "assignment": assignment,
+    "blob": blob,
+    "bundle": bundle,
+    "checkpoint": checkpoint,
+    "envelope": envelope,
+    "join_link": join_link,
+    "json": json_text,
+    "key_id": key_id,
+    "message": message,
+    "noise": noise,
+    "public_key": public_key,
+    "run_spec": run_spec,
+    "seed": seed,
+    "state_root": root_of_rows,
+}
+
+
+@pytest.mark.parametrize(("path", "case"), CASES, ids=[f"{path.parent.name}-{path.stem}-{case['name']}" for path, case in CASES])
+def test_a_golden_vector_means_what_it_meant(path: Path, case: Case) -> None:
+    meaning = KINDS[path.stem]
+    if case.get("error") == "value_error":
+        with pytest.raises(ValueError, match=r".+"):
+            meaning(case, path.parent)
+    elif "error" in case:
+        with pytest.raises(PeerError) as caught:
+            meaning(case, path.parent)
+        assert caught.value.code == ErrorCode(case["error"]), caught.value
+    else:
+        assert case["expect"] == meaning(case, path.parent)
+
+
+def test_every_kind_has_good_and_bad_vectors_and_every_file_is_used() -> None:
+    for folder in sorted(VECTORS.glob("v*")):
+        lists = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+        assert lists.keys() == KINDS.keys()
+        assert all(any("expect" in case for case in cases) for cases in lists.values())
+        text = json.dumps(list(lists.values()))
+        assert all(f'"{path.name}"' in text for path in folder.iterdir() if path.suffix != ".json")
+
+
+def test_a_folder_of_vectors_is_never_written_twice(tmp_path: Path) -> None:
+    script = [sys.executable, ROOT / "scripts" / "make_vectors.py"]
+    again = subprocess.run([*script, tmp_path], capture_output=True, text=True, check=False)
+    assert (again.returncode, "never changed" in again.stderr) == (1, True)
+    assert list(tmp_path.iterdir()) == []
+    subprocess.run([*script, tmp_path / "new"], check=True)
+    newest = LISTS[-1].parent
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {path.name for path in newest.iterdir()}
+    for path in newest.glob("*.json"):
+        assert [case["name"] for case in json.loads(path.read_text(encoding="utf-8"))] == [
+            case["name"] for case in json.loads((tmp_path / "new" / path.name).read_text(encoding="utf-8"))
+        ]
