@@ -98,7 +98,10 @@ def keys(folder: Folder) -> None:
         [
             {"name": name, "hex": seed.hex(), "expect": {"public": key.public.raw.hex(), "key_id": key.key_id}}
             for name, seed in [
-                ("libp2p peer-id specification", bytes.fromhex("7e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d")),
+                (
+                    "libp2p peer-id specification",
+                    bytes.fromhex("7e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"),
+                ),
                 ("RFC 8032 test 1", bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")),
                 ("worker of these vectors", WORKER.to_bytes()),
             ]
@@ -160,7 +163,13 @@ def json_texts(folder: Folder) -> None:
 
 def envelopes(folder: Folder) -> None:
     def case(name: str, envelope: str, **more: Any) -> Case:
-        return {"name": name, "text": envelope, "payload_type": PayloadType.LEASE, "trusted": [ROOT.key_id], "threshold": 1} | more
+        return {
+            "name": name,
+            "text": envelope,
+            "payload_type": PayloadType.LEASE,
+            "trusted": [ROOT.key_id],
+            "threshold": 1,
+        } | more
 
     def told(envelope: Envelope) -> Any:
         return {
@@ -323,7 +332,10 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
     for name, kind, message, key in signed:
         envelope = seal(message, kind, key)
         base: Case = {"model": type(message).__name__, "payload_type": kind, "trusted": [key.key_id]}
-        cases.append(base | {"name": name, "text": envelope.to_bytes().decode(), "expect": fields(message), "digest": envelope.digest})
+        cases.append(
+            base
+            | {"name": name, "text": envelope.to_bytes().decode(), "expect": fields(message), "digest": envelope.digest}
+        )
         for fault, change, code in [
             ("unknown field", {"x": 1}, E.UNKNOWN_FIELD),
             ("wrong type", {"run": 5}, E.WRONG_TYPE),
@@ -372,7 +384,9 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
     good = parcel()
     by_stranger = pack_parcel(header(body), body, PayloadType.ROLLOUT, STRANGER)
     forged = by_stranger.replace(STRANGER.key_id.encode(), WORKER.key_id.encode())
-    wrapped = np.array([[0, 1, 2], [2**31 - 1, 1, 1], [-(2**31), 1, 1], [-1, 1, 1], [1, 1, 4], [2, 1, 1], [3, 1, 4]], np.int32)
+    wrapped = np.array(
+        [[0, 1, 2], [2**31 - 1, 1, 1], [-(2**31), 1, 1], [-1, 1, 1], [1, 1, 4], [2, 1, 1], [3, 1, 4]], np.int32
+    )
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(zstandard.ZstdDecompressor().decompress(body))
     bad: list[tuple[str, bytes, ErrorCode]] = [
         ("wrong magic", b"PRP2" + good[4:], E.MALFORMED),
@@ -395,7 +409,10 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
     ]
     tensors = {name.rpartition("_")[0]: getattr(rollouts, name).tolist() for name in rollouts.__dataclass_fields__}
     base: Case = {"trusted": [WORKER.key_id]}
-    cases = [base | {"name": "honest", "input": folder.file("bundle.parcel", good), "digest": digest_of(good), "expect": tensors}]
+    cases = [
+        base
+        | {"name": "honest", "input": folder.file("bundle.parcel", good), "digest": digest_of(good), "expect": tensors}
+    ]
     for i, (name, data, code) in enumerate(bad):
         cases.append(base | {"name": name, "input": folder.file(f"bundle_bad_{i:02}.parcel", data), "error": code})
     folder.cases("bundle", cases)
@@ -405,7 +422,11 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
         ("another policy", parcel(policy_version=0), RejectReason.WRONG_POLICY),
         ("another step", parcel(step=1), RejectReason.WRONG_ASSIGNMENT),
         ("another seed", parcel(*frame(seeds=rollouts.seeds_N ^ 1)), RejectReason.WRONG_ASSIGNMENT),
-        ("token outside the vocabulary", parcel(*frame(token_ids=rollouts.token_ids_T + 7)), RejectReason.TOKEN_OUT_OF_RANGE),
+        (
+            "token outside the vocabulary",
+            parcel(*frame(token_ids=rollouts.token_ids_T + 7)),
+            RejectReason.TOKEN_OUT_OF_RANGE,
+        ),
         ("no stop token", parcel(*frame(token_ids=rollouts.token_ids_T - 1)), RejectReason.BAD_TERMINATION),
     ]
     folder.cases(
@@ -417,7 +438,9 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
     )  # fmt: skip
     blob = BlobHeader(body_digest=digest_of(CONFIG), body_bytes=len(CONFIG), run=run.digest, issued_at_ms=NOW_MS)
     folder.file("blob.parcel", pack_parcel(blob, CONFIG, PayloadType.BLOB, TRAINER))
-    folder.cases("blob", [{"name": "config.json", "input": "blob.parcel", "trusted": [TRAINER.key_id], "expect": fields(blob)}])
+    folder.cases(
+        "blob", [{"name": "config.json", "input": "blob.parcel", "trusted": [TRAINER.key_id], "expect": fields(blob)}]
+    )
     return digest_of(good)
 
 
@@ -479,7 +502,9 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
             lied = seal(json.dumps(fields(manifest) | change).encode(), PayloadType.MANIFEST, TRAINER)
             file = folder.file(f"policy_{version}_bad_{name.replace(' ', '_')}.manifest", lied.to_bytes())
             cases.append(base | {"name": f"policy_{version}, {name}", "input": file, "error": code})
-        forged = folder.file(f"policy_{version}_forged.manifest", seal(manifest, PayloadType.MANIFEST, STRANGER).to_bytes())
+        forged = folder.file(
+            f"policy_{version}_forged.manifest", seal(manifest, PayloadType.MANIFEST, STRANGER).to_bytes()
+        )
         cases.append(base | {"name": f"policy_{version}, another signer", "input": forged, "error": E.BAD_SIGNATURE})
         broken = [folder.file(f"policy_{version}_bad.part_0", flipped(encoded.parts[0], -1)), *base["parts"][1:]]
         cases.append(base | {"name": f"policy_{version}, changed part", "parts": broken, "error": E.DIGEST_MISMATCH})

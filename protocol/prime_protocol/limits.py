@@ -52,6 +52,8 @@ STEP_GROUPS_MAX = 2**20
 """Groups that one step may train on."""
 TOKENS_MAX = 2**20
 """Tokens of one prompt or of one completion, whatever a run allows."""
+CHUNKS_MAX = 2**20
+"""Tensors, parts or chunks of one manifest; the envelope's size bounds them sooner."""
 STEP_MAX = 2**31 - 1
 """The largest step and policy version: they travel as int32 too."""
 COUNT_MAX = 2**53

@@ -20,9 +20,6 @@ from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
-CHUNKS_MAX = 2**20
-"""Chunks, or parts, of one publication; the envelope's size bounds them sooner."""
-
 
 class CheckpointKind(StrEnum):
     """What a publication needs beside itself."""
@@ -102,9 +99,9 @@ class Manifest(WireModel):
     """Of the run's config.json: these weights belong to this architecture."""
     state_root: Digest
     """weights.state_root over `tensors`."""
-    tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=CHUNKS_MAX)
-    parts: tuple[PartEntry, ...] = Field(max_length=CHUNKS_MAX)
-    chunks: tuple[ChunkEntry, ...] = Field(max_length=CHUNKS_MAX)
+    tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=limits.CHUNKS_MAX)
+    parts: tuple[PartEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
+    chunks: tuple[ChunkEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
     """In the order of the parts and their bytes: they fill each part without gap."""
     produced_by: Provenance
     created_at_ms: Count

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import random
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prime_protocol.codec import CodecError, Mode, class_portable, classes, decode_chunk, encode_tensor, reference
+from prime_protocol.codec import (
+    CodecError,
+    Mode,
+    class_portable,
+    classes,
+    decode_chunk,
+    encode_tensor,
+    planes,
+    portable,
+    reference,
+)
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, write_head
+from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_head
 
 COUNT = 400
 GUARD = 64
@@ -51,10 +64,10 @@ def outcomes(data: bytes, dtype: str) -> list[list[int] | None]:
         return list(out.tolist())
 
     decoders: list[Any] = [lambda: reference.decode(data, base.tolist(), dtype=dtype, count=COUNT), public]
-    if len(data) > 5 and data[:3] == write_head(Mode.CLASS, element, COUNT)[:3] and element.has_classes:
-        if int.from_bytes(data[3:6], "little") == COUNT and len(data) <= 6 + base.nbytes + 1024:
-            decoders += [lambda: class_portable.decode_classes(data, base, element).tolist()]
-            decoders += [lambda wide=wide: kernels(wide) for wide in (False, HAS_WIDE)]
+    head = write_head(Mode.CLASS, element, COUNT)
+    if element.has_classes and data.startswith(head) and len(data) <= chunk_bytes_max(element, COUNT):
+        decoders += [lambda: class_portable.decode_classes(data, base, element).tolist()]
+        decoders += [lambda wide=wide: kernels(wide) for wide in (False, HAS_WIDE)]
     results: list[list[int] | None] = []
     for decode in decoders:
         try:
@@ -121,10 +134,18 @@ def with_atheris(seconds: float) -> None:
             dtype = DTYPES[octets[0] % len(DTYPES)]
             judge(write_head(Mode(octets[0] // 4 % 5), TYPES[dtype], COUNT) + octets[1:], dtype)
 
-    for module in (reference, class_portable):
-        atheris.instrument_func(module)
-    atheris.Setup([sys.argv[0], f"-max_total_time={int(seconds)}", "-max_len=1500", "-print_final_stats=1"], one)
-    atheris.Fuzz()
+    # The plain decoders are instrumented; the kernels follow the same branches, and are compared with them.
+    for holder in (reference, class_portable, portable, planes, reference.Bits, class_portable.Bits):
+        for function in vars(holder).values():
+            if inspect.isfunction(function) and function.__module__.startswith("prime_protocol.codec"):
+                atheris.instrument_func(function)
+    with tempfile.TemporaryDirectory() as corpus:
+        for number, (data, dtype) in enumerate(seeds()):
+            first = bytes((DTYPES.index(dtype) + 4 * data[1],))
+            Path(corpus, str(number)).write_bytes(first + data[6:])
+        limits = [f"-max_total_time={int(seconds)}", "-max_len=1500", "-print_final_stats=1"]
+        atheris.Setup([sys.argv[0], *limits, corpus], one)
+        atheris.Fuzz()
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from prime_node.coordinator.daemon import serve
 from tests.node.coordinator_world import folder_parts, make_run
+
+from prime_node.coordinator.daemon import serve
 
 
 def crash_run() -> dict[str, object]:
@@ -15,7 +16,9 @@ def crash_run() -> dict[str, object]:
 
 
 async def main(folder: Path, port: int) -> None:
-    parts = await folder_parts(make_run(**crash_run()), folder, port=port, snapshot_events=20, requests_per_second=10_000)
+    parts = await folder_parts(
+        make_run(**crash_run()), folder, port=port, snapshot_events=20, requests_per_second=10_000
+    )
     await serve(parts, asyncio.Event(), ready=lambda port: print(port, flush=True))
 
 

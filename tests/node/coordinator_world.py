@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import CheckpointKind, Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.messages import (
@@ -40,7 +41,6 @@ from prime_protocol.messages import (
     JoinRequest,
     LeaseRequest,
     Request,
-    Stamped,
     TrainBatch,
     WorkerState,
 )
@@ -140,7 +140,9 @@ def memory_parts(run: PinnedRun, **settings: object) -> Parts:
     return Parts(
         run=run,
         key=COORDINATOR,
-        config=CoordinatorConfig.load({"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, **settings}}),
+        config=CoordinatorConfig.load(
+            {"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, **settings}}
+        ),
         clock=SystemClock(),
         store=MemoryStore(),
         bundles=MemoryBlobs(),
@@ -253,6 +255,20 @@ class World:
     async def status(self) -> dict[str, Any]:
         return dict(json.loads((await self.get("/v1/status"))[1]))
 
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """Look every few milliseconds until something holds that only time brings; fail after five seconds."""
+        for _ in range(500):
+            if await condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it never happened")
+
+    async def until_status(self, name: str, value: object) -> None:
+        async def holds() -> bool:
+            return bool((await self.status())[name] == value)
+
+        await self.until(holds)
+
     def stamped(self, message: Request, /, **changes: object) -> bytes:
         """The payload of a request that is in order, but for `changes`."""
         fields: dict[str, object] = {
@@ -290,6 +306,15 @@ def make_parcel(lease: Lease, key: SigningKey, *, body: bytes | None = None, **c
         "created_at_ms": 0,
     }
     return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
+
+
+async def refused(world: World, code: ErrorCode, path: str, body: bytes, **headers: str) -> str:
+    """The answer is this error, with its status, in the form of an ErrorBody, without a look inside. Returns the detail."""
+    status, answer = await world.post(path, body, **headers)
+    assert (answer.get("code"), status) == (code, HTTP_STATUS[code]), answer
+    assert answer.keys() <= {"code", "detail", "retry_after_s"}
+    assert "Traceback" not in answer["detail"]
+    return str(answer["detail"])
 
 
 @contextlib.asynccontextmanager

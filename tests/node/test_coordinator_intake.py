@@ -8,23 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from prime_node.adapters.memory_blobs import MemoryBlobs
-from prime_node.adapters.memory_store import MemoryStore
-from prime_node.coordinator.assignments import Assigner, secret_of
-from prime_node.coordinator.checks import CheckQueue
-from prime_node.coordinator.limiter import Buckets
-from prime_node.coordinator.nonces import MEMORY_S, Nonces
-from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.retention import kept_versions
-from prime_node.coordinator.records import Publication, State, rules_of
-from prime_node.coordinator.routes import parse_range
-from prime_node.ports.store import LoggedEvent, StoredReceipt
-from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.messages import ReceiptsRequest
-from prime_protocol.run_spec import EnvironmentSpec
-from prime_protocol.verdict import Verdict
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -39,6 +22,23 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+
+from prime_node.adapters.memory_blobs import MemoryBlobs
+from prime_node.adapters.memory_store import MemoryStore
+from prime_node.coordinator.assignments import Assigner, secret_of
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.limiter import Buckets
+from prime_node.coordinator.nonces import MEMORY_S, Nonces
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.records import Publication, State, rules_of
+from prime_node.coordinator.retention import kept_versions
+from prime_node.coordinator.routes import parse_range
+from prime_node.ports.store import LoggedEvent, StoredReceipt
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.verdict import Verdict
 
 
 class HeldStore(MemoryStore):
@@ -76,13 +76,17 @@ async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:
 
 async def test_when_the_disk_fails_nobody_is_told_anything_and_the_daemon_ends() -> None:
     store = HeldStore()
-    with pytest.raises(ExceptionGroup) as caught:
+
+    async def lose_the_disk() -> None:
         async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
             await world.publish()
             store.broken = True
             with pytest.raises(PeerError) as refused:
                 await world.join(ANNA)
             assert refused.value.code is ErrorCode.UNAVAILABLE
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await lose_the_disk()
     assert caught.group_contains(OSError, match="No space left")
 
 
@@ -127,9 +131,11 @@ async def test_bundles_are_deleted_once_the_trainer_is_durable() -> None:
         await world.publish()
         await world.fill(1)
         assert isinstance(parts.bundles, MemoryBlobs)
-        async with asyncio.timeout(5):
-            while await parts.bundles.has(batch.groups[0].bundle):
-                await asyncio.sleep(0.01)
+
+        async def is_deleted() -> bool:
+            return not await parts.bundles.has(batch.groups[0].bundle)
+
+        await world.until(is_deleted)
         with pytest.raises(PeerError) as caught:
             await world.fill(0)
         assert caught.value.code is ErrorCode.NOT_FOUND
@@ -143,9 +149,12 @@ async def test_old_checkpoints_are_deleted_as_set(tmp_path: Path) -> None:
         for step in range(4):
             await world.fill(step)
             manifests.append(await world.publish())
-        async with asyncio.timeout(5):
-            while (await world.status())["policies_kept"] > 3:
-                await asyncio.sleep(0.02)
+        await world.until_status("policies_kept", 3)
+
+        async def is_deleted() -> bool:
+            return not await parts.public.has(manifests[2].manifest.parts[0].digest)
+
+        await world.until(is_deleted)
         kept = [await parts.public.has(manifest.manifest.parts[0].digest) for manifest in manifests]
         assert kept == [True, False, False, True, True]
         assert (await world.client(TRAINER).manifest(1)).digest == manifests[1].digest, "manifests stay"
@@ -275,7 +284,13 @@ def test_a_worker_is_silent_after_four_missed_heartbeats_counted_from_the_first_
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("bytes=0-9", (0, 10)), ("bytes=90-", (90, 100)), ("bytes=-10", (90, 100)), ("bytes=95-200", (95, 100)), ("bytes=-900", (0, 100))],
+    [
+        ("bytes=0-9", (0, 10)),
+        ("bytes=90-", (90, 100)),
+        ("bytes=-10", (90, 100)),
+        ("bytes=95-200", (95, 100)),
+        ("bytes=-900", (0, 100)),
+    ],
 )
 def test_a_range_of_rfc_9110_is_understood(text: str, expected: tuple[int, int]) -> None:
     assert parse_range(text, 100) == expected

@@ -343,9 +343,7 @@ class AnyRun(RuleBasedStateMachine):
     @initialize(k=st.integers(0, 3), groups=st.integers(1, 7), max_steps=st.integers(1, 6), strikes=st.integers(1, 3))
     def begin(self, k: int, groups: int, max_steps: int, strikes: int) -> None:
         self.run_ = Run(
-            dataclasses.replace(
-                RULES, async_level=k, groups_per_step=groups, max_steps=max_steps, strikes_max=strikes
-            )
+            dataclasses.replace(RULES, async_level=k, groups_per_step=groups, max_steps=max_steps, strikes_max=strikes)
         )
         self.verdicts: dict[str, bool] = {}
         self.batches: dict[int, dict[int, records.AcceptedGroup]] = {}

@@ -154,6 +154,24 @@ async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
     assert len(source.blobs_asked) == -(-size // 100)
 
 
+async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
+    first, empty, second = MemorySource(RUN), MemorySource(RUN), MemorySource(RUN)
+    size = [source.publish(table_weights(0)).manifest.parts[0].size for source in (first, empty, second)][0]
+    empty.blobs.clear()
+
+    def cut_after_two(_: str) -> None:
+        if len(first.blobs_asked) == 2:
+            raise Unreachable("cut")
+
+    first.before_blob = cut_after_two
+    async with following(make_follower(tmp_path, first, empty, second)) as follower:
+        assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
+    assert len(first.blobs_asked) + len(second.blobs_asked) == -(-size // 100)
+
+
 async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     source.publish(table_weights(0))

@@ -46,7 +46,7 @@ def test_aipo_is_its_formula_in_float64() -> None:
     ratio, advantages = log_ratio.exp(), given.advantages.double()
     expected = (-torch.minimum(ratio, torch.tensor(DELTA).double()) * advantages).sum()
     # Below exp(-LOG_RATIO_MAX) the clamp holds the ratio at 2e-9 instead of less: beyond float32 beside anything else.
-    assert float(outputs.loss) == pytest.approx(float(expected), rel=1e-6)
+    assert outputs.loss.item() == pytest.approx(float(expected), rel=1e-6)
     slope = torch.where(ratio < DELTA, -ratio * advantages, 0.0)
     torch.testing.assert_close(gradient(outputs, given), slope, rtol=1e-5, atol=math.exp(-LOG_RATIO_MAX))
     assert float(outputs.metrics["ratio_clipped_share"]) == pytest.approx(float((ratio > DELTA).double().mean()))
@@ -60,7 +60,7 @@ def test_aipo_gives_no_gradient_above_delta_for_either_sign_of_the_advantage() -
 def test_sft_is_the_cross_entropy() -> None:
     given = inputs([0.0, 1.0, -5.0], [0.0, 7.0, NAN])
     outputs = find_loss("sft")(given)
-    assert float(outputs.loss) == pytest.approx(3.0 + 2.0 + 8.0)
+    assert outputs.loss.item() == pytest.approx(3.0 + 2.0 + 8.0)
     assert gradient(outputs, given).tolist() == [-1.0, -1.0, -1.0]
 
 
@@ -78,7 +78,7 @@ def test_masked_tokens_contribute_exactly_nothing(
     )
     loss = find_loss(name)
     expected, found = loss(alone), loss(beside)
-    assert float(found.loss) == float(expected.loss)
+    assert found.loss.item() == expected.loss.item()
     assert gradient(found, beside).tolist() == [float(gradient(expected, alone)[0]), 0.0]
     assert {key: float(value) for key, value in found.metrics.items()} == {
         key: float(value) for key, value in expected.metrics.items()
@@ -94,7 +94,7 @@ def test_no_ratio_gives_nan(name: str) -> None:
         torch.ones(4, dtype=torch.bool),
     )
     outputs = find_loss(name)(given)
-    assert math.isfinite(float(outputs.loss))
+    assert math.isfinite(outputs.loss.item())
     assert gradient(outputs, given).isfinite().all()
 
 
@@ -118,7 +118,7 @@ def test_a_token_wise_loss_is_the_sum_over_its_parts(name: str) -> None:
         ).loss
         for part in (slice(0, 3), slice(3, 7))
     ]
-    assert float(loss(whole).loss) == pytest.approx(float(torch.stack(parts).sum().detach()), rel=1e-6)
+    assert loss(whole).loss.item() == pytest.approx(torch.stack(parts).sum().item(), rel=1e-6)
 
 
 def test_a_loss_of_ones_own_is_found_by_its_import_path_and_called_for_each_sequence(
@@ -132,7 +132,7 @@ def test_a_loss_of_ones_own_is_found_by_its_import_path_and_called_for_each_sequ
     monkeypatch.syspath_prepend(str(tmp_path))
     loss = find_loss("unused", import_path="my_losses.doubled", kwargs={"factor": 2.0})
     assert not loss.token_wise
-    assert float(loss(inputs([0.0, 0.0], [1.0, 1.0])).loss) == 12.0
+    assert loss(inputs([0.0, 0.0], [1.0, 1.0])).loss.item() == 12.0
     for path, why in (("my_losses.no", "my_losses has no no"), ("nothing.here", "No module named"), ("x", "expected")):
         with pytest.raises(LocalError, match=why):
             find_loss("unused", import_path=path)

@@ -12,9 +12,7 @@ from prime_node.ports.train_backend import TrainSample
 
 
 def sample(prompt: str, completion: str) -> TrainSample:
-    return TrainSample(
-        tuple(prompt.encode()), tuple(completion.encode()), (-1.0,) * len(completion), advantage=1.0
-    )
+    return TrainSample(tuple(prompt.encode()), tuple(completion.encode()), (-1.0,) * len(completion), advantage=1.0)
 
 
 def contexts(packed: PackedRows) -> list[tuple[bytes, int]]:

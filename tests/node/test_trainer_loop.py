@@ -102,9 +102,7 @@ async def test_killed_anywhere_it_goes_on_bit_exactly(
     assert not list((tmp_path / "cut").rglob("*.partial"))
 
 
-async def test_stopping_finishes_the_step_saves_publishes_and_leaves(
-    tmp_path: Path, whole: BatchCoordinator
-) -> None:
+async def test_stopping_finishes_the_step_saves_publishes_and_leaves(tmp_path: Path, whole: BatchCoordinator) -> None:
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     trainer = make_trainer(tmp_path / "cut", coordinator)
     training = asyncio.create_task(run(trainer, stop))

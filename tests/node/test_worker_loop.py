@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from tests.node.table_engine import TableEngine, table_weights
-from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, MemoryCoordinator, make_run
+from tests.node.worker_world import (
+    COORDINATOR,
+    STRANGER,
+    WORKER,
+    JumpClock,
+    MemoryCoordinator,
+    make_run,
+    names_in,
+    until,
+)
 
 from prime_node.broadcast.follower import Follower
 from prime_node.ports.engine import Engine, GenerateRequest
@@ -47,6 +56,7 @@ class World:
             {
                 "rollouts_max": 8,
                 "grace_seconds": 1e5,
+                "status_seconds": 500.0,
                 "poll_seconds": 0.01,
                 "receipts_seconds": 0.1,
                 "wait_seconds": 0.0,
@@ -94,7 +104,7 @@ async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) 
     assert await run(world.worker(), world.stop) is Ending.STOPPED
     assert world.coordinator.accepted == len(world.coordinator.verdicts) >= 5
     assert world.coordinator.left
-    assert list((tmp_path / "spool").glob("*.parcel")) == []
+    assert names_in(tmp_path / "spool", "*.parcel") == []
     open_leases = world.coordinator.leases.keys() - set(world.coordinator.returned)
     assert len(open_leases) - len(world.coordinator.verdicts) <= 1, "at most the one that was on its way"
 
@@ -174,10 +184,8 @@ async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Pa
             world.stop.set()
 
     async def come_back() -> None:
-        while not world.coordinator.away:
-            await asyncio.sleep(0)
-        while world.clock.monotonic_s() - began < 4 * 3_600:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.coordinator.away)
+        await until(lambda: world.clock.monotonic_s() - began > 4 * 3_600)
         assert any("coordinator away" in line for line in world.said)
         world.coordinator.away = False
 
@@ -193,17 +201,16 @@ async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again
     first = world.worker()
     world.coordinator.after_upload = lambda: setattr(world.coordinator, "away", True)
     task = asyncio.create_task(run(first, world.stop))
-    while not list((tmp_path / "spool").glob("*2-*.parcel")):
-        await asyncio.sleep(0.001)
+    await until(lambda: names_in(tmp_path / "spool", "*2-*.parcel"))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    left = len(list((tmp_path / "spool").glob("*.parcel")))
+    left = len(names_in(tmp_path / "spool", "*.parcel"))
     assert left >= 1
     world.coordinator.away = False
     world.coordinator.leases_max = 0
     before = len(world.coordinator.verdicts)
-    world.stop_when(lambda: len(list((tmp_path / "spool").glob("*.parcel"))) <= 1)
+    world.stop_when(lambda: len(names_in(tmp_path / "spool", "*.parcel")) <= 1)
     await run(world.worker(), world.stop)
     assert len(world.coordinator.verdicts) >= before + left - 1
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
@@ -227,6 +234,18 @@ async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Pat
     world = World(tmp_path)
     world.coordinator.ban_reason = "no"
     assert await run(world.worker(), world.stop) is Ending.BANNED
+
+
+async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def forget_and_ban() -> None:
+        world.coordinator.known = False
+        world.coordinator.ban_at_join = "caught while you were away"
+
+    world.coordinator.after_upload = forget_and_ban
+    assert await run(world.worker(), world.stop) is Ending.BANNED
+    assert world.status()["notice"] == "caught while you were away"
 
 
 async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
@@ -304,8 +323,7 @@ async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> 
     worker = world.worker()
     world.coordinator.after_upload = lambda: None
     task = asyncio.create_task(run(worker, world.stop))
-    while worker.receipts.tally().accepted < 3 * 8:
-        await asyncio.sleep(0.001)
+    await until(lambda: worker.receipts.tally().accepted >= 3 * 8)
     world.stop.set()
     await task
     tally = worker.receipts.tally()
@@ -336,8 +354,7 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
     world.coordinator.leases_max = 0
     worker = world.worker(status_seconds=0.1)
     task = asyncio.create_task(run(worker, world.stop))
-    while not any("waiting: no work left" in line for line in world.said):
-        await asyncio.sleep(0.001)
+    await until(lambda: any("waiting: no work left" in line for line in world.said))
     assert world.status()["waiting_for"] == "no work left"
     world.stop.set()
     await task

@@ -36,7 +36,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.manifest import Provenance, SignedManifest, open_manifest
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
@@ -205,6 +205,12 @@ class BatchCoordinator:
         if self.away:
             self.away -= 1
             raise Unreachable("connection refused")
+
+
+def provenance(version: int) -> Provenance:
+    """Of a policy that a test publishes by itself."""
+    batch = digest_of(b"batch %d" % (version - 1)) if version else None
+    return Provenance(step=version - 1, optimizer_steps=version, batch=batch, software="test")
 
 
 def make_bundle(run: PinnedRun, step: int, policy: SignedManifest) -> tuple[bytes, tuple[BatchGroup, ...]]:

@@ -69,6 +69,19 @@ class JumpClock:
         self.seconds = max(self.seconds, until)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until it holds."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+def names_in(folder: Path, pattern: str = "*") -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
 def make_run(**changes: object) -> PinnedRun:
     """A signed, pinned RunSpec. Leases last for ever unless said otherwise, since JumpClock runs fast."""
     fields: dict[str, object] = {
@@ -90,6 +103,7 @@ def make_run(**changes: object) -> PinnedRun:
         "groups_per_step": 2,
         "rollouts_per_group": 4,
         "lease_seconds": 1e6,
+        "heartbeat_seconds": 100.0,
     }
     envelope = seal(RunSpec.model_validate(fields | changes), PayloadType.RUN_SPEC, ROOT)
     return open_run_spec(envelope, pinned=envelope.digest)
@@ -204,6 +218,7 @@ class MemoryCoordinator(MemorySource):
         self.left = False
         self.draining = False
         self.ban_reason: str | None = None
+        self.ban_at_join: str | None = None
         self.clock_ahead_s = 0.0
         self.leases: dict[str, Lease] = {}
         self.returned: list[str] = []
@@ -224,6 +239,7 @@ class MemoryCoordinator(MemorySource):
 
     async def join(self, request: JoinRequest) -> JoinReply:
         self._check_reachable()
+        self.ban_reason = self.ban_at_join or self.ban_reason
         self._check_ban()
         self.known = True
         self.joined += 1

@@ -16,7 +16,14 @@ from prime_protocol.assignment import Lease
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, load_json, open_envelope, parse_json, pre_authentication_encoding
+from prime_protocol.envelope import (
+    Envelope,
+    PayloadType,
+    load_json,
+    open_envelope,
+    parse_json,
+    pre_authentication_encoding,
+)
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.limits import Limits
@@ -165,7 +172,9 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "case"), CASES, ids=[f"{path.parent.name}-{path.stem}-{case['name']}" for path, case in CASES])
+@pytest.mark.parametrize(
+    ("path", "case"), CASES, ids=[f"{path.parent.name}-{path.stem}-{case['name']}" for path, case in CASES]
+)
 def test_a_golden_vector_means_what_it_meant(path: Path, case: Case) -> None:
     meaning = KINDS[path.stem]
     if case.get("error") == "value_error":

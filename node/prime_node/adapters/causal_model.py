@@ -76,14 +76,18 @@ class CausalModel:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize
 
-    def load(self, weights: Weights) -> None:
-        """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
+    def require_fit(self, weights: Weights) -> None:
+        """Raises ValueError where names or shapes are not this model's."""
         missing = self._parameters.keys() - weights.keys()
         unknown = weights.keys() - self._model.state_dict().keys()
-        shapes = {n for n, p in self._parameters.items() if n in weights and tuple(p.shape) != weights[n].shape}
-        for fault, names in (("lack", missing), ("have an unknown", unknown), ("have another shape for", shapes)):
+        reshaped = {n for n, p in self._parameters.items() if n in weights and tuple(p.shape) != weights[n].shape}
+        for fault, names in (("lack", missing), ("have an unknown", unknown), ("have another shape of", reshaped)):
             if names:
                 raise ValueError(f"the weights {fault} {', '.join(sorted(names)[:3])}")
+
+    def load(self, weights: Weights) -> None:
+        """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
+        self.require_fit(weights)
         for name, parameter in self._parameters.items():
             parameter.copy_(to_torch(weights[name]))
 

@@ -10,21 +10,30 @@ retrieval, as The Update Framework calls it).
 
 from __future__ import annotations
 
-import asyncio
-import email.utils
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TypeVar
 
 import aiohttp
 
+from prime_node.adapters.http_answers import (
+    STALL_S,
+    Patience,
+    Refusal,
+    error_of,
+    nonsense,
+    pieces,
+    read_bounded,
+    sensible,
+    sensible_envelope,
+)
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
 from prime_protocol.messages import (
@@ -35,7 +44,6 @@ from prime_protocol.messages import (
     CheckRequest,
     CheckResultRequest,
     CheckTask,
-    ErrorBody,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
@@ -54,19 +62,10 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECT_S_MAX = 10.0
 """To open a connection."""
-STALL_S = 30.0
-"""Without a single byte in either direction."""
-BYTES_PER_SECOND_MIN = 1_024
-"""Average of an answer's body; below this a server is no use, however steadily it drips."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
-_PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)
-
-
-class Refusal(PeerError):
-    """A PeerError that the server itself explained with an ErrorBody."""
 
 
 class HttpClient:
@@ -159,7 +158,7 @@ class HttpClient:
 
     async def upload(self, parcel: bytes) -> UploadReply:
         _, body = await self._post("/v1/rollouts", parcel)
-        return _sensible(body, UploadReply)
+        return sensible(body, UploadReply)
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         return await self._ask_for(ReceiptList, request)
@@ -171,7 +170,7 @@ class HttpClient:
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
         status, body = await self._ask(request, wait_s=request.wait_s)
-        return _sensible(body, NotYet) if status == 202 else _sensible(body, CheckTask)
+        return sensible(body, NotYet) if status == 202 else sensible(body, CheckTask)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
@@ -210,11 +209,11 @@ class HttpClient:
 
     async def _ask_for(self, reply: type[Reply], request: Request) -> Reply:
         _, body = await self._ask(request)
-        return _sensible(body, reply)
+        return sensible(body, reply)
 
     async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
         status, body = await self._ask(request, wait_s=wait_s)
-        return _sensible(body, NotYet) if status == 202 else _sensible_envelope(body)
+        return sensible(body, NotYet) if status == 202 else sensible_envelope(body)
 
     async def _ask(
         self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
@@ -235,7 +234,7 @@ class HttpClient:
         except Refusal:
             raise
         except PeerError as error:
-            raise _nonsense(error) from None
+            raise nonsense(error) from None
         return status, answer
 
     def _signing_key(self) -> SigningKey:
@@ -255,14 +254,14 @@ class HttpClient:
         """One request and its whole answer: status below 400, body, headers. Raises PeerError or
         Unreachable."""
         try:
-            async with _Patience(self._stall_s, wait_s=wait_s) as patience:
+            async with Patience(self._stall_s, wait_s=wait_s) as patience:
                 sent = dict(headers or {})
                 if body is not None:
                     sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
                 async with self._connected().request(
                     method,
                     self.url + path,
-                    data=None if body is None else _pieces(body, patience),
+                    data=None if body is None else pieces(body, patience),
                     headers=sent,
                     allow_redirects=False,
                 ) as answer:
@@ -270,10 +269,10 @@ class HttpClient:
                     if "Content-Encoding" in answer.headers:
                         raise PeerError(ErrorCode.MALFORMED, f"{self.url} compresses its answer unasked")
                     if answer.status >= 400:
-                        raise await _error_of(answer, patience, self._clock)
+                        raise await error_of(answer, patience, self._clock)
                     if 300 <= answer.status < 400 and answer.status != 304:
                         raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
-                    return answer.status, await _read(answer, patience, bytes_max=bytes_max), answer.headers
+                    return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
             raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
@@ -291,119 +290,3 @@ class HttpClient:
                 headers={"Accept-Encoding": "identity"},
             )
         return self._session
-
-
-class _Patience:
-    """Cancels what runs inside it when nothing has moved for long enough; leaves as TimeoutError."""
-
-    def __init__(self, stall_s: float, *, wait_s: float) -> None:
-        self._stall_s = stall_s
-        self._loop = asyncio.get_running_loop()
-        self._allowed_s = stall_s + wait_s
-        self._timeout = asyncio.timeout(self._allowed_s)
-        self._body_began_s: float | None = None
-        self._bytes = 0
-
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._timeout.__aexit__(kind, error, traceback)
-
-    def moved(self) -> None:
-        """Something went through."""
-        self._timeout.reschedule(self._loop.time() + self._allowed_s)
-
-    def answered(self) -> None:
-        """The answer has begun: the wait that was agreed on is over."""
-        self._allowed_s = self._stall_s
-        self.moved()
-
-    def received(self, num_bytes: int) -> None:
-        """A piece of the answer's body came. Raises TimeoutError where they come too slowly on the whole."""
-        now_s = self._loop.time()
-        self._body_began_s = self._body_began_s or now_s
-        self._bytes += num_bytes
-        if now_s - self._body_began_s > self._stall_s + self._bytes / BYTES_PER_SECOND_MIN:
-            raise TimeoutError
-        self.moved()
-
-
-async def _pieces(body: bytes, patience: _Patience) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE_BYTES):
-        yield body[start : start + _PIECE_BYTES]
-        patience.moved()
-
-
-async def _read(answer: aiohttp.ClientResponse, patience: _Patience, *, bytes_max: int) -> bytes:
-    """The body, up to a bound. Raises LimitExceeded; the connection is dropped then, not drained."""
-    if answer.content_length is not None and answer.content_length > bytes_max:
-        answer.close()
-        raise LimitExceeded("answer_bytes_max", answer.content_length, bytes_max)
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        patience.received(len(piece))
-        if len(body) > bytes_max:
-            answer.close()
-            raise LimitExceeded("answer_bytes_max", None, bytes_max)
-    return bytes(body)
-
-
-async def _error_of(answer: aiohttp.ClientResponse, patience: _Patience, clock: Clock) -> PeerError:
-    """What an answer of 400 or above means. A proxy's HTML page counts by its status alone."""
-    try:
-        body = await _read(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX)
-        fault = parse_json(body, ErrorBody)
-    except PeerError:
-        code = _CODE_OF_STATUS.get(answer.status)
-        if code is None:
-            code = ErrorCode.UNAVAILABLE if answer.status >= 500 else ErrorCode.MALFORMED
-        return PeerError(code, f"HTTP {answer.status} without an explanation")
-    detail = fault.detail
-    if fault.code is ErrorCode.EXPIRED:
-        detail += _clock_difference(answer.headers.get("Date"), clock)
-    return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s)
-
-
-def _clock_difference(date: str | None, clock: Clock) -> str:
-    """A refusal's Date header holds the server's time; a contributor wants to know by how much he is off."""
-    try:
-        ahead_s = clock.now_ms() / 1_000 - email.utils.parsedate_to_datetime(date or "").timestamp()
-    except (TypeError, ValueError):
-        return ""
-    direction = "ahead of" if ahead_s > 0 else "behind"
-    return f"; this machine's clock is {abs(ahead_s):.0f} s {direction} the coordinator's: set it"
-
-
-def _sensible(body: bytes, model: type[Reply]) -> Reply:
-    """The answer of a server that said yes."""
-    try:
-        return parse_json(body, model)
-    except PeerError as error:
-        raise _nonsense(error) from None
-
-
-def _sensible_envelope(body: bytes) -> Envelope:
-    try:
-        return open_envelope(body)
-    except PeerError as error:
-        raise _nonsense(error) from None
-
-
-def _nonsense(error: PeerError) -> PeerError:
-    """A proxy, a captive portal or a broken server. Not the coordinator's word on the request: try again."""
-    return PeerError(
-        ErrorCode.UNAVAILABLE, f"the answer makes no sense: {error.detail}", retry_after_s=error.retry_after_s
-    )
-
-
-_CODE_OF_STATUS = {
-    404: ErrorCode.NOT_FOUND,
-    413: ErrorCode.TOO_LARGE,
-    416: ErrorCode.BAD_RANGE,
-    429: ErrorCode.TOO_MANY_REQUESTS,
-}

@@ -97,7 +97,7 @@ class TorchBackend:
             torch.autograd.backward(outputs.loss / num_tokens)
             loss_sum += outputs.loss.item()
             for name, mean in outputs.metrics.items():
-                sums[name] += float(mean) * len(logprobs_N)
+                sums[name] += mean.item() * len(logprobs_N)
             sums["log_ratio_abs"] += float((logprobs_N.detach() - inputs.inference_logprobs).abs().sum())
         grad_norm = self._optimizer_step(lr)
         means = {name: self._total(value) / num_tokens for name, value in sums.items()}
@@ -176,7 +176,9 @@ class TorchBackend:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_norm_max).item()
         if not norm < float("inf"):
             self._optimizer.zero_grad()
-            raise TrainingDiverged(f"the gradient's norm is {norm}; lower the learning rate, and go on from the last checkpoint")
+            raise TrainingDiverged(
+                f"the gradient's norm is {norm}; lower the learning rate, and go on from the last checkpoint"
+            )
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

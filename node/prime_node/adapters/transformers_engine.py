@@ -93,6 +93,7 @@ class TransformersEngine:
 
         That establishes that the weights are in place and that the path is sound for this architecture.
         """
+        self._model.require_fit(weights)
         self._loaded = False
         self._copy_weights(weights)
         probe = probe_requests(self._model.vocab_size)
@@ -259,7 +260,10 @@ def _score_tokens(
 def probe_requests(vocab_size: int) -> list[ScoreRequest]:
     """Fixed sequences for the probe of a load: prompts that share a beginning and differ in length, and so do completions."""
     ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(40)]
-    return [ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), 0), ScoreRequest(tuple(ids[:9] + ids[20:24]), tuple(ids[24:40]), 0)]
+    return [
+        ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), seed=0),
+        ScoreRequest(tuple(ids[:9] + ids[20:24]), tuple(ids[24:40]), seed=0),
+    ]
 
 
 def reference_of(model: CausalModel, weights: Weights, probe: Sequence[ScoreRequest]) -> Tensor:

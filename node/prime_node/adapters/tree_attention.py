@@ -67,7 +67,12 @@ def tree_attention(
     out = seen_RHWD.transpose(1, 2).flatten(0, 1).unsqueeze(0)  # [1, R * W, H, D]
     if trunk:
         above = scaled_dot_product_attention(
-            query[:, :, :trunk], key[:, :, :trunk], value[:, :, :trunk], is_causal=True, scale=scaling, enable_gqa=grouped
+            query[:, :, :trunk],
+            key[:, :, :trunk],
+            value[:, :, :trunk],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=grouped,
         )
         out = torch.cat([above.transpose(1, 2), out], dim=1)
     return out, None

@@ -91,6 +91,7 @@ class VllmEngine:
         return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device)
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        self._reference.require_fit(weights)
         if self._llm is None:
             await self._start()
         self._loaded = False

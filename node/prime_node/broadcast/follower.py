@@ -150,7 +150,7 @@ class Follower:
         pause_s = self._poll_s
         while True:
             asked_s = self._clock.monotonic_s()
-            await self._heads.look(wait_s=HEAD_WAIT_S)
+            await self._heads.look(wait_s=HEAD_WAIT_S if self._target(started) is None else 0.0)
             started = self._target(started)
             if started is None:
                 # A source that held the question has waited for us; one that cannot is asked again after a pause.

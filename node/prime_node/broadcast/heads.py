@@ -49,8 +49,8 @@ class Heads:
 
         The preferred source may hold the question for `wait_s` until there is news; the others are asked at once.
         """
-        waits = [wait_s, *[0.0] * len(self._pool.ready())]
-        await asyncio.gather(*(self._look_at(named, wait_s=wait) for named, wait in zip(self._pool.ready(), waits)))
+        asked = self._pool.ready()
+        await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
 
     async def manifest(self, policy_version: int) -> SignedManifest:
         """A manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""

@@ -88,7 +88,8 @@ class SourcePool:
                 try:
                     await _download(named.source, entry, partial)
                 except PeerError as error:
-                    partial.clear()
+                    if error.code is ErrorCode.DIGEST_MISMATCH:
+                        partial.clear()
                     if error.code is ErrorCode.NOT_FOUND:
                         absent += 1
                     else:

@@ -67,4 +67,4 @@ def terminal_plot(curve: Curve, *, width: int = 76, height: int = 15) -> str:
     plotext.scatter(curve.evaluation_steps, curve.sampled, label="held-out, sampled", marker="o")
     plotext.ylim(0, 1)
     plotext.xlabel("step")
-    return str(plotext.build())
+    return str(plotext.uncolorize(plotext.build()))

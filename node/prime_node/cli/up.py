@@ -105,10 +105,15 @@ class Session:
         self.progress = Progress("starting", 0, run.spec.max_steps, 0.0)
 
     async def start(self) -> None:
-        """All children. Raises LocalError with the end of the coordinator's log where it does not come up."""
+        """All children; of a run that is over, only the coordinator, to tell what became of it.
+
+        Raises LocalError with the end of the coordinator's log where it does not come up.
+        """
         host, port = self._settings.host, self._link.url.rpartition(":")[2]
         await self._start(COORDINATOR, "--set", f"coordinator.host={host}", "--set", f"coordinator.port={port}")
-        await self._until_healthy()
+        self.status = await self._until_healthy()
+        if self.status.get("complete"):
+            return
         await self._start(TRAINER)
         await self._start(VALIDATOR)
         for number, name in enumerate(self._workers, start=1):
@@ -128,6 +133,8 @@ class Session:
 
     async def watch(self, console: Console, stop: asyncio.Event) -> bool:
         """Show progress until the trainer is done (True), or until `stop` or a failure (False)."""
+        if TRAINER not in self._supervisor.children:
+            return True
         trainer = asyncio.create_task(self._supervisor.wait(TRAINER))
         stopping = asyncio.create_task(stop.wait())
         with contextlib.ExitStack() as stack:
@@ -180,15 +187,17 @@ class Session:
             )
         )
 
-    async def _until_healthy(self) -> None:
+    async def _until_healthy(self) -> dict[str, Any]:
+        """The coordinator's first status."""
         child = self._supervisor.children[COORDINATOR]
         deadline = time.monotonic() + START_S_MAX
-        while await self._get("/healthz") is None:
+        while (status := await self._get("/v1/status")) is None:
             if child.state is ChildState.FAILED or time.monotonic() > deadline:
                 raise LocalError(
                     f"the coordinator did not start; the end of {child.log_file}:\n{last_lines(child.log_file, 15)}"
                 )
             await asyncio.sleep(0.05)
+        return status
 
     async def _refresh(self) -> None:
         from prime_node.cli.gather import progress_of

@@ -207,7 +207,10 @@ def preferred_wait_s(text: str) -> float:
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:
-    """One byte range of RFC 9110 as [start, end). Raises PeerError(BAD_RANGE). Example: parse_range("bytes=0-9", 100) is (0, 10)."""
+    """One byte range of RFC 9110 as [start, end). Raises PeerError(BAD_RANGE).
+
+    Example: parse_range("bytes=0-9", 100) is (0, 10).
+    """
     found = re.fullmatch(r"bytes=([0-9]{0,15})-([0-9]{0,15})", text.strip())
     first, last = found.groups() if found else ("", "")
     if first:

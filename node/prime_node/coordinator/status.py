@@ -107,6 +107,8 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "strikes": worker.strikes,
         "open_leases": len(worker.leases),
         "pending_bundles": len(worker.pending),
-        "banned": {"at_ms": ban.at_ms, "step": ban.step, "reason": ban.reason, "evidence": ban.evidence} if ban else None,
+        "banned": {"at_ms": ban.at_ms, "step": ban.step, "reason": ban.reason, "evidence": ban.evidence}
+        if ban
+        else None,
         "waiting_for": core.hints.get(worker.worker, ""),
     }

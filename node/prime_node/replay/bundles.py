@@ -38,7 +38,9 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int) -> TrainBatch:
     """(1). Raises PeerError."""
     batch = parse_json(envelope.verify(PayloadType.BATCH, trusted=run.spec.keys.coordinator), TrainBatch)
     if batch.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}")
+        raise PeerError(
+            ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}"
+        )
     slots = [group.slot for group in batch.groups]
     if batch.step != step or any(run.spec.step_of(slot) != step for slot in slots) or len(set(slots)) != len(slots):
         raise PeerError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
@@ -66,7 +68,11 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
     if said != (run.digest, entry.worker, step, entry.policy_version):  # (3)
         raise _fault(entry, "its header names another run, worker, step or policy than the batch")
     members = range(entry.first, entry.first + len(entry.rewards))
-    if not entry.rewards or members.stop > len(rollouts) or (rollouts.slots_N[members.start : members.stop] != entry.slot).any():
+    if (
+        not entry.rewards
+        or members.stop > len(rollouts)
+        or (rollouts.slots_N[members.start : members.stop] != entry.slot).any()
+    ):
         raise _fault(entry, f"completions {members.start} to {members.stop} are not all of this slot")  # (4)
     if not all(isfinite(reward) for reward in entry.rewards):
         raise _fault(entry, "a reward is not finite")

@@ -38,7 +38,13 @@ class Feed:
     """Batches in the order of the steps, one fetched ahead."""
 
     def __init__(
-        self, coordinator: TrainerPort, run: PinnedRun, *, clock: Clock, wait_seconds: float = 10.0, fetches_max: int = 8
+        self,
+        coordinator: TrainerPort,
+        run: PinnedRun,
+        *,
+        clock: Clock,
+        wait_seconds: float = 10.0,
+        fetches_max: int = 8,
     ) -> None:
         """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once."""
         self._coordinator = coordinator
@@ -98,7 +104,9 @@ class Feed:
         workers = {group.bundle: group.worker for group in groups}
         try:
             async with asyncio.TaskGroup() as fetching:
-                tasks = {digest: fetching.create_task(self._bundle(digest, worker)) for digest, worker in workers.items()}
+                tasks = {
+                    digest: fetching.create_task(self._bundle(digest, worker)) for digest, worker in workers.items()
+                }
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return {digest: task.result() for digest, task in tasks.items()}
@@ -106,6 +114,8 @@ class Feed:
     async def _bundle(self, digest: str, worker: str) -> Bundle:
         async with self._fetches:
             parcel = await ask_until_answered(
-                lambda: self._coordinator.bundle(BundleRequest(bundle=digest)), what=f"bundle {digest[:12]}", clock=self._clock
+                lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
+                what=f"bundle {digest[:12]}",
+                clock=self._clock,
             )
         return open_bundle(parcel, digest=digest, worker=worker, run=self._run)

@@ -21,9 +21,7 @@ class Prepared:
     metrics: Mapping[str, float]
 
 
-def prepare(
-    groups: Sequence[Group], *, step: int, advantage: Advantage, filters: Mapping[str, Filter]
-) -> Prepared:
+def prepare(groups: Sequence[Group], *, step: int, advantage: Advantage, filters: Mapping[str, Filter]) -> Prepared:
     """Advantages inside each group, then the filters; the order of the rollouts stays."""
     samples: list[TrainSample] = []
     filtered: Counter[str] = Counter(dict.fromkeys(filters, 0))

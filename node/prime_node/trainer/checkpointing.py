@@ -63,7 +63,9 @@ class Checkpoints:
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
-            raise LocalError(f"checkpoint {path} cannot be read: {error}. Delete it to go on from the one before") from None
+            raise LocalError(
+                f"checkpoint {path} cannot be read: {error}. Delete it to go on from the one before"
+            ) from None
         if state.run != self._run:
             raise LocalError(f"checkpoint {path} belongs to run {state.run[:12]}, not {self._run[:12]}")
         return state, path

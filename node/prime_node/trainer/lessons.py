@@ -37,7 +37,9 @@ class Lessons:
         random = np.random.Generator(np.random.Philox([self._seed, sft_step]))
         picks = np.searchsorted(self._bounds, random.random(self._batch_size) * self._bounds[-1], side="right")
         indices = random.integers(self._problems, size=self._batch_size)
-        return [self._sample(self._names[pick], index) for pick, index in zip(picks.tolist(), indices.tolist(), strict=True)]
+        return [
+            self._sample(self._names[pick], index) for pick, index in zip(picks.tolist(), indices.tolist(), strict=True)
+        ]
 
     def _sample(self, name: str, index: int) -> TrainSample:
         sample = self._made.get((name, index))

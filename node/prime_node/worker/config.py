@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from prime_node.config import Settings
+from prime_node.config import Settings, SettingsConfigDict
 from prime_protocol import limits
 
 

@@ -309,7 +309,7 @@ async def _fetch_receipts(worker: Worker) -> NoReturn:
         request = ReceiptsRequest(after=worker.receipts.cursor)
         try:
             answer = await worker.session.ask(functools.partial(worker.coordinator.receipts, request))
-            await asyncio.to_thread(worker.receipts.add, answer)
+            worker.receipts.add(answer)
         except PeerError as error:
             log.warning("receipts: %s", error)
 

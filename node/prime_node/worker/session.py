@@ -117,6 +117,12 @@ class Session:
         """One try, or two where we have to join again first. Raises Banned, PeerError or Unreachable."""
         joins = self._joins
         try:
+            try:
+                return self._heard(await call())
+            except PeerError as error:
+                if error.code is not ErrorCode.UNKNOWN_WORKER:
+                    raise
+            await self._join_again(joins)
             return self._heard(await call())
         except Unreachable:
             self.away_since_s = self.away_since_s or self._clock.monotonic_s()
@@ -125,12 +131,6 @@ class Session:
             self.away_since_s = None
             if error.code is ErrorCode.BANNED:
                 raise Banned(error.detail) from None
-            if error.code is not ErrorCode.UNKNOWN_WORKER:
-                raise
-        await self._join_again(joins)
-        try:
-            return self._heard(await call())
-        except PeerError as error:
             if error.code is ErrorCode.UNKNOWN_WORKER:
                 raise PeerError(ErrorCode.UNAVAILABLE, "the coordinator forgets us as soon as we have joined") from None
             raise
@@ -144,12 +144,7 @@ class Session:
         async with self._joining:
             if self._joins == joins_before:
                 log.info("the coordinator does not know us (any more); joining again")
-                try:
-                    await self._join()
-                except PeerError as error:
-                    if error.code is ErrorCode.BANNED:
-                        raise Banned(error.detail) from None
-                    raise
+                await self._join()
 
     async def _join(self) -> None:
         asked_ms = self._clock.now_ms()

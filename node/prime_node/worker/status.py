@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_protocol.messages import WorkerState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,10 @@ class Status:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Readers see a whole file. Not durable: it is only about now."""
+    """Readers see a whole file. Not durable: it is only about now, so a full disk does not stop the work either."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        log.warning("status %s: %s", path, error)

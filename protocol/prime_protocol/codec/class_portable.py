@@ -13,7 +13,6 @@ import numpy as np
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import HEAD_BYTES, Array, ElementType
 from prime_protocol.codec.planes import read_plane
-from prime_protocol.codec.steps import from_ordinal, to_ordinal
 from prime_protocol.codec.wire import (
     BODY_AT,
     EMPTY,
@@ -128,12 +127,7 @@ def decode_classes(data: bytes, base: Array, element: ElementType) -> Array:
     if len(data) - end != 2 * num_escapes or escaped.size != num_escapes:
         raise CodecError(f"{len(data) - end} bytes at the end for {escaped.size} escapes")
     steps[escaped] = np.frombuffer(data, "<u2", offset=end)
-    sixteen = _sixteen_bits(element)
-    return narrow(from_ordinal(to_ordinal(words, sixteen) + steps.astype("<u2"), sixteen), element)
-
-
-def _sixteen_bits(element: ElementType) -> ElementType:
-    return ElementType(element.name, element.code, 2, element.mantissa_bits)
+    return narrow(words + steps.astype("<u2"), element)
 
 
 def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import HEAD_BYTES, Array, ElementType
 from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, require_end, write_plane
-from prime_protocol.codec.steps import from_ordinal, to_ordinal, unzigzag, zigzag
+from prime_protocol.codec.steps import unzigzag, zigzag
 
 GAP_PLANES = 3
 """A gap is smaller than CHUNK_ELEMENTS, so three bytes hold it."""
@@ -22,7 +22,7 @@ GAP_PLANES = 3
 def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) -> bytes:
     """u24 number of changes, three planes of gaps, then the zigzag steps' planes. `changed` holds the positions, at least one."""
     gaps = np.diff(changed, prepend=-1) - 1
-    steps = to_ordinal(new[changed], element) - to_ordinal(base[changed], element)
+    steps = new[changed] - base[changed]
     body = [len(changed).to_bytes(3, "little")]
     body += [write_plane(plane, MATCHING) for plane in split_bytes(gaps.astype("<u4"))[:GAP_PLANES]]
     body += [write_plane(plane, MATCHING) for plane in split_bytes(zigzag(steps, element))]
@@ -42,21 +42,20 @@ def decode_gap(data: bytes, base: Array, element: ElementType) -> Array:
         raise CodecError("a change lies behind the last element")
     steps = unzigzag(join_bytes(planes[GAP_PLANES:], element.storage), element)
     new = base.copy()
-    new[changed] = from_ordinal(to_ordinal(base[changed], element) + steps, element)
+    new[changed] += steps
     return new
 
 
 def encode_dense(new: Array, base: Array, element: ElementType) -> bytes:
-    steps = to_ordinal(new, element) - to_ordinal(base, element)
-    return b"".join(write_plane(plane) for plane in split_bytes(zigzag(steps, element)))
+    return b"".join(write_plane(plane) for plane in split_bytes(zigzag(new - base, element)))
 
 
 def decode_dense(data: bytes, base: Array, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, base.size, element.itemsize)
     require_end(view, end)
-    steps = unzigzag(join_bytes(planes, element.storage), element)
-    return from_ordinal(to_ordinal(base, element) + steps, element)
+    new: Array = base + unzigzag(join_bytes(planes, element.storage), element)
+    return new
 
 
 def encode_full(new: Array, element: ElementType) -> bytes:

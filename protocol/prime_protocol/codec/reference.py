@@ -46,7 +46,8 @@ def decode(data: bytes, base: list[int] | None, *, dtype: str, count: int) -> li
         planes, end = read_planes(data, HEAD_BYTES, count, element.itemsize)
         require(end == len(data), "bytes after the end")
         steps = [unzigzag(code) for code in join(planes)]
-    return [apply(bits, step, element) for bits, step in zip(base, steps, strict=True)]
+    modulus = 1 << 8 * element.itemsize
+    return [(bits + step) % modulus for bits, step in zip(base, steps, strict=True)]
 
 
 def require(condition: bool, reason: str) -> None:
@@ -55,25 +56,6 @@ def require(condition: bool, reason: str) -> None:
 
 
 # Elements -----------------------------------------------------------------------------------------------------------
-
-
-def to_ordinal(bits: int, element: ElementType) -> int:
-    """Floats in order of value: negative patterns are complemented, the others get the sign bit."""
-    sign = 1 << (8 * element.itemsize - 1)
-    if not element.is_float:
-        return bits
-    return 2 * sign - 1 - bits if bits & sign else bits | sign
-
-
-def from_ordinal(ordinal: int, element: ElementType) -> int:
-    sign = 1 << (8 * element.itemsize - 1)
-    if not element.is_float:
-        return ordinal
-    return ordinal ^ sign if ordinal & sign else 2 * sign - 1 - ordinal
-
-
-def apply(bits: int, step: int, element: ElementType) -> int:
-    return from_ordinal((to_ordinal(bits, element) + step) % (1 << 8 * element.itemsize), element)
 
 
 def unzigzag(code: int) -> int:
@@ -174,7 +156,6 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
     changes = read_changes(bits, classes)
 
     # Members of each class, in the order of the tensor.
-    wide = ElementType(element.name, element.code, 2, element.mantissa_bits)
     words = [bits if element.itemsize == 2 else bits & 0x7F | (bits & 0x80) << 8 for bits in base]
     members: list[list[int]] = [[] for _ in lowest]
     for i, word in enumerate(words):
@@ -196,7 +177,7 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
         if step == -128:
             steps[i] = int.from_bytes(data[end : end + 2], "little")
             end += 2
-    new = [apply(word, step, wide) for word, step in zip(words, steps, strict=True)]
+    new = [(word + step) % 65536 for word, step in zip(words, steps, strict=True)]
     return new if element.itemsize == 2 else [word & 0x7F | word >> 8 & 0x80 for word in new]
 
 

@@ -1,34 +1,13 @@
-"""The arithmetic that makes deltas small: elements as points on a line, and changes as steps along it.
+"""The arithmetic that makes deltas small: a change is a step from one bit pattern to another.
 
-A float's bit pattern is mapped to an unsigned integer that grows with the float's value, so that neighbouring floats differ
-by one. A change is the difference of two such numbers modulo 2^w, w bits per element; every pair of bit patterns, NaN or not,
-has exactly one step, and adding the step to the base's number gives the new one back exactly. Integers are their own numbers.
+The step is the difference of two patterns modulo 2^w, w bits per element, so every pair of patterns, NaN or not, has exactly
+one, and adding it to the base gives the new pattern back exactly. For a float that keeps its sign it counts units in the last
+place, away from zero if positive.
 """
 
 from __future__ import annotations
 
 from prime_protocol.codec.layout import Array, ElementType
-
-
-def to_ordinal(bits: Array, element: ElementType) -> Array:
-    """Bit patterns -> ordinals: negative floats are complemented, the others get the sign bit set."""
-    if not element.is_float:
-        return bits
-    sign = element.storage.type(1 << (8 * element.itemsize - 1))
-    # All ones where the sign is set, else only the sign bit: the sign smeared over the word by an arithmetic shift.
-    smeared = (bits.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
-    ordinals: Array = bits ^ (smeared | sign)
-    return ordinals
-
-
-def from_ordinal(ordinals: Array, element: ElementType) -> Array:
-    """The inverse of `to_ordinal`."""
-    if not element.is_float:
-        return ordinals
-    sign = element.storage.type(1 << (8 * element.itemsize - 1))
-    smeared = (ordinals.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
-    bits: Array = ordinals ^ (~smeared | sign)
-    return bits
 
 
 def zigzag(steps: Array, element: ElementType) -> Array:

@@ -76,15 +76,13 @@ def main() -> None:
     ):
         (full,) = encode_tensor(new, None, dtype=dtype)
         cases.append(case(f"full {dtype}", dtype, new, None, full.data))
-    for name, new in (("skip bf16", words), ("gap bf16", moved), ("dense bf16", words + np.uint16(1))):
-        element = TYPES["bf16"]
-        mode = Mode[name.split()[0].upper()]
-        body = {
-            Mode.SKIP: lambda: b"",
-            Mode.GAP: lambda new=new: portable.encode_gap(new, words, element, np.flatnonzero(new != words)),
-            Mode.DENSE: lambda new=new: portable.encode_dense(new, words, element),
-        }[mode]()
-        cases.append(case(name, "bf16", new, words, write_head(mode, element, new.size) + body))
+    element, changes, shifted = TYPES["bf16"], np.flatnonzero(moved != words), words + np.uint16(1)
+    for mode, new, body in (
+        (Mode.SKIP, words, b""),
+        (Mode.GAP, moved, portable.encode_gap(moved, words, element, changes)),
+        (Mode.DENSE, shifted, portable.encode_dense(shifted, words, element)),
+    ):
+        cases.append(case(f"{mode.name.lower()} bf16", "bf16", new, words, write_head(mode, element, new.size) + body))
     cases += [
         class_case("class ones", (SPARSE, ONES), "bf16", 300, 0.05, 0.8),
         class_case("class exceptions", (SPARSE, EXCEPTIONS), "bf16", 300, 0.3, 1.0),

@@ -1,4 +1,4 @@
-"""What every kernel file shares: the compiler's settings, the plan's columns, and floats as places on a line.
+"""What every kernel file shares: the compiler's settings, the plan's columns, and steps.
 
 Importing this package imports numba and compiles, or loads, machine code. All kernels release the GIL and none starts threads
 of its own: numba's `parallel=True` collapses where cores are shared.
@@ -45,16 +45,9 @@ inline = njit(inline="always")
 
 
 @inline
-def ordinal(bits):
-    """A bit pattern's place among all floats in order of value; negative ones counted down."""
-    bits = int64(bits)
-    return 0xFFFF - bits if bits & 0x8000 else bits ^ 0x8000
-
-
-@inline
-def pattern(place):
-    place = place & 0xFFFF
-    return place ^ 0x8000 if place & 0x8000 else 0xFFFF - place
+def step_between(base, new):
+    """The step from one pattern to another, as a signed number of 16 bits."""
+    return ((int64(new) - int64(base) + 0x8000) & 0xFFFF) - 0x8000
 
 
 @inline

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint16, uint64
 
-from prime_protocol.codec.kernels.base import inline, kernel, ordinal, pattern
+from prime_protocol.codec.kernels.base import inline, kernel, step_between
 from prime_protocol.codec.kernels.vector import (
     BLOCK,
     GROUP,
@@ -21,7 +21,7 @@ from prime_protocol.codec.kernels.vector import (
 )
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
 
-CLASS_PRICE = 120.0
+CLASS_PRICE = 220.0
 """Bits that a class has to save: about 35 for its row of the plan, the rest for the time that it takes in both directions."""
 
 
@@ -103,7 +103,7 @@ def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, e
     """Append the steps of the elements from `begin` on to their classes' planes. Returns the number of escapes so far."""
     for i in range(begin, new.size):
         number = class_of(base[i], shift, lowest, num_classes)
-        step = ordinal(new[i]) - ordinal(base[i])
+        step = step_between(base[i], new[i])
         if step < -127 or step > 127:
             escapes[num_escapes] = uint16(step & 0xFFFF)
             num_escapes += 1
@@ -125,7 +125,7 @@ def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, es
                 return -1
             step = int64(escapes[num_escapes])
             num_escapes += 1
-        out[i] = pattern(ordinal(base[i]) + step)
+        out[i] = uint16((int64(base[i]) + step) & 0xFFFF)
     return num_escapes
 
 
@@ -141,7 +141,7 @@ if HAS_WIDE:
                 for block in range(GROUP // BLOCK):
                     while masks[block]:
                         i = begin + block * BLOCK + trailing_zeros(masks[block])
-                        escapes[num_escapes] = uint16((ordinal(new[i]) - ordinal(base[i])) & 0xFFFF)
+                        escapes[num_escapes] = uint16(step_between(base[i], new[i]) & 0xFFFF)
                         num_escapes += 1
                         masks[block] &= masks[block] - uint64(1)
         return done, num_escapes
@@ -161,7 +161,7 @@ if HAS_WIDE:
                         i = begin + block * BLOCK + trailing_zeros(masks[block])
                         if num_escapes >= limit:
                             return done, int64(-1)
-                        out[i] = pattern(ordinal(out[i]) - ESCAPE + int64(escapes[num_escapes]))
+                        out[i] = uint16((int64(out[i]) - ESCAPE + int64(escapes[num_escapes])) & 0xFFFF)
                         num_escapes += 1
                         masks[block] &= masks[block] - uint64(1)
         return done, num_escapes

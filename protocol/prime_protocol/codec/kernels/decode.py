@@ -207,16 +207,7 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
     unary_at = read_suffixes(octets, unary_at, end, num_classes, plan, steps, places)
     if unary_at < 0:
         return unary_at
-    for number in range(num_classes):
-        row = plan[number]
-        if row[CODER] == SPARSE:
-            for j in range(row[FIRST], row[FIRST] + row[COUNT]):
-                negative = take(octets, sign_at, 1)
-                sign_at += 1
-                if steps[j] == 128 and not negative:
-                    return int64(-4)
-                steps[j] = (steps[j] ^ -negative) + negative
-    return unary_at
+    return unary_at if read_signs(octets, sign_at, num_classes, plan, steps) else int64(-4)
 
 
 @inline
@@ -241,6 +232,23 @@ def read_suffixes(octets, position, end, num_classes, plan, steps, places):
                     return int64(-4)
         num_places += row[NUM_EXCEPTIONS]
     return position
+
+
+@inline
+def read_signs(octets, position, num_classes, plan, steps):
+    """Give the magnitudes their signs, 32 at a time. False if 128, the escape's magnitude, has the wrong one."""
+    total, wrong = int64(0), int64(0)
+    for number in range(num_classes):
+        if plan[number, CODER] == SPARSE:
+            total += plan[number, COUNT]
+    for begin in range(0, total, 32):
+        word = load_word(octets, position >> 3) >> uint64(position & 7)
+        position += 32
+        for j in range(min(32, total - begin)):
+            negative = int64((word >> uint64(j)) & uint64(1))
+            wrong += (steps[begin + j] == 128) & (negative == 0)
+            steps[begin + j] = (steps[begin + j] ^ -negative) + negative
+    return wrong == 0
 
 
 @inline

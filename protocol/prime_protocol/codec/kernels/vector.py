@@ -50,16 +50,6 @@ def _constant(vector: ir.VectorType, value: int) -> ir.Constant:
     return ir.Constant(vector, [value] * BLOCK)
 
 
-def _ordinals(builder: Any, words: Any) -> Any:
-    smeared = builder.ashr(words, _constant(_WORDS, 15))
-    return builder.xor(words, builder.or_(smeared, _constant(_WORDS, 0x8000)))
-
-
-def _patterns(builder: Any, ordinals: Any) -> Any:
-    smeared = builder.not_(builder.ashr(ordinals, _constant(_WORDS, 15)))
-    return builder.xor(ordinals, builder.or_(smeared, _constant(_WORDS, 0x8000)))
-
-
 def _call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
     return builder.call(function, args)
@@ -116,7 +106,7 @@ def scatter_group(
         young = [_load(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[0], args[0], args[2])]
         octets, escaped = [], []
         for before, after in zip(old, young, strict=True):
-            steps = builder.sub(_ordinals(builder, after), _ordinals(builder, before))
+            steps = builder.sub(after, before)
             # -127 .. 127 fit; seen as unsigned and shifted by 127 that is 0 .. 254.
             shifted = builder.add(steps, _constant(_WORDS, 127))
             escaped.append(builder.icmp_unsigned(">", shifted, _constant(_WORDS, 254)))
@@ -158,8 +148,8 @@ def gather_group(
         targets = _blocks(context, builder, sig.args[0], args[0], args[2])
         for target, before, sparse in zip(targets, old, octets, strict=True):
             steps = builder.load(sparse)
-            after = builder.add(_ordinals(builder, before), builder.sext(steps, _WORDS))
-            _store(builder, _patterns(builder, after), target)
+            after = builder.add(before, builder.sext(steps, _WORDS))
+            _store(builder, after, target)
             escaped.append(builder.icmp_unsigned("==", steps, _constant(_BYTES, 0x80)))
         return _report(context, builder, sig.args[9], args[9], escaped)
 

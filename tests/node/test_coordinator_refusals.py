@@ -1,0 +1,348 @@
+"""Every refusal of the real daemon, with its own code and status.
+
+Each test begins with a message that is in order and changes one byte or one field of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    ENGINE,
+    HEARTBEAT,
+    TRAINER,
+    VALIDATOR,
+    World,
+    folder_parts,
+    make_manifest,
+    make_parcel,
+    make_run,
+    memory_parts,
+    refused,
+    running,
+)
+
+from prime_protocol import limits
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import (
+    AdminRequest,
+    BatchRequest,
+    BlobHeader,
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    JoinRequest,
+    LeaseRequest,
+    ReturnLeaseRequest,
+)
+from prime_protocol.parcel import open_parcel, pack_parcel
+from prime_protocol.rollout import RolloutHeader, parse_body
+from prime_protocol.verdict import RejectReason, Verdict
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """A daemon with policy 0 and one worker."""
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        yield world
+
+
+# Refusals of signed requests
+
+
+async def test_a_flipped_byte_of_the_payload_breaks_the_signature(world: World) -> None:
+    envelope = open_envelope(world.signed(HEARTBEAT, ANNA))
+    payload = bytearray(envelope.payload)
+    payload[-3] ^= 1
+    body = Envelope(envelope.payload_type, bytes(payload), envelope.signatures).to_bytes()
+    await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/heartbeat", body)
+
+
+async def test_a_flipped_byte_of_the_signature_is_refused(world: World) -> None:
+    fields = json.loads(world.signed(HEARTBEAT, ANNA))
+    signature = bytearray(base64.b64decode(fields["signatures"][0]["sig"]))
+    signature[5] ^= 1
+    fields["signatures"][0]["sig"] = base64.b64encode(signature).decode()
+    await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/heartbeat", json.dumps(fields).encode())
+
+
+async def test_two_signers_are_one_too_many(world: World) -> None:
+    body = seal(world.stamped(HEARTBEAT), PayloadType.REQUEST, ANNA, BEN).to_bytes()
+    await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/heartbeat", body)
+
+
+async def test_a_signature_for_another_kind_of_payload_is_refused(world: World) -> None:
+    body = seal(world.stamped(HEARTBEAT), PayloadType.LEASE, ANNA).to_bytes()
+    await refused(world, ErrorCode.WRONG_PAYLOAD_TYPE, "/v1/heartbeat", body)
+
+
+async def test_an_unknown_field_is_refused(world: World) -> None:
+    await refused(world, ErrorCode.UNKNOWN_FIELD, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, extra=1))
+    fields = {**json.loads(world.signed(HEARTBEAT, ANNA)), "extra": 1}
+    await refused(world, ErrorCode.UNKNOWN_FIELD, "/v1/heartbeat", json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"nonce": "short"}, {"issued_at_ms": "now"}, {"request": {"action": "dance"}}, {"run": 7}, {"issued_at_ms": -1}],
+)
+async def test_a_wrong_type_is_refused(world: World, change: dict[str, object]) -> None:
+    await refused(world, ErrorCode.WRONG_TYPE, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, **change))
+
+
+async def test_a_request_at_another_endpoint_is_refused(world: World) -> None:
+    await refused(world, ErrorCode.WRONG_TYPE, "/v1/leave", world.signed(HEARTBEAT, ANNA))
+
+
+async def test_a_request_for_another_run_is_refused(world: World) -> None:
+    await refused(world, ErrorCode.WRONG_RUN, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, run="0" * 64))
+
+
+async def test_a_request_works_once(world: World) -> None:
+    body = world.signed(HEARTBEAT, ANNA)
+    assert (await world.post("/v1/heartbeat", body))[0] == 200
+    await refused(world, ErrorCode.REPLAYED, "/v1/heartbeat", body)
+
+
+async def test_a_nonce_works_once(world: World) -> None:
+    assert (await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA, nonce="a" * 32)))[0] == 200
+    await refused(world, ErrorCode.REPLAYED, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, nonce="a" * 32))
+
+
+@pytest.mark.parametrize("age_s", [-limits.REQUEST_AGE_S_MAX - 5, limits.REQUEST_AGE_S_MAX + 5])
+async def test_a_request_from_another_time_is_refused(world: World, age_s: float) -> None:
+    issued_at_ms = world.parts.clock.now_ms() - round(age_s * 1_000)
+    await refused(world, ErrorCode.EXPIRED, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, issued_at_ms=issued_at_ms))
+
+
+async def test_a_request_from_before_the_start_might_be_a_replay_and_is_turned_away(world: World) -> None:
+    issued_at_ms = world.parts.clock.now_ms() - 60_000
+    await refused(
+        world, ErrorCode.UNAVAILABLE, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, issued_at_ms=issued_at_ms)
+    )
+
+
+async def test_a_key_that_never_joined_is_unknown(world: World) -> None:
+    await refused(world, ErrorCode.UNKNOWN_WORKER, "/v1/heartbeat", world.signed(HEARTBEAT, BEN))
+
+
+@pytest.mark.parametrize(
+    ("path", "request_"),
+    [
+        ("check", CheckRequest(policy_versions=())),
+        ("check_result", CheckResultRequest(bundle="0" * 64, verdict=Verdict.refuse(RejectReason.STALE), rewards=())),
+        ("batch", BatchRequest(step=0, durable_step=0)),
+        ("bundle", BundleRequest(bundle="0" * 64)),
+        ("admin", AdminRequest(action="drain")),
+    ],
+)
+async def test_a_worker_may_not_do_what_is_for_trusted_keys(world: World, path: str, request_: CheckRequest) -> None:
+    await refused(world, ErrorCode.WRONG_ROLE, f"/v1/{path}", world.signed(request_, ANNA))
+
+
+async def test_a_key_of_low_order_is_refused(world: World) -> None:
+    weak = "12D3KooW9pNAk8aiBuGVQtWRdbkLmo5qVL3e2h5UxbN2Nz9ttwiw"  # 32 zero bytes
+    request = JoinRequest(name="weak", software="1", engine=ENGINE, rollouts_max=1)
+    fields = json.loads(world.signed(request, ANNA))
+    fields["signatures"][0]["keyid"] = weak
+    await refused(world, ErrorCode.BAD_KEY, "/v1/join", json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"payload":1,"payload":2}', b"\xff", b"[" * 100])
+async def test_what_is_no_envelope_is_refused(world: World, body: bytes) -> None:
+    status, answer = await world.post("/v1/heartbeat", body)
+    assert (status, answer["code"]) in {(400, "malformed"), (413, "too_large")}
+
+
+async def test_an_oversize_body_is_refused_while_it_streams_in(world: World) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 65_536
+
+    try:
+        async with world.session.post(world.url + "/v1/heartbeat", data=endless()) as answer:
+            assert answer.status == 413
+    except (ConnectionError, OSError):
+        pass  # cut off while sending, which is as good
+    await refused(world, ErrorCode.TOO_LARGE, "/v1/heartbeat", b"x" * 600_000)
+
+
+async def test_a_compressed_body_is_refused(world: World) -> None:
+    await refused(world, ErrorCode.MALFORMED, "/v1/heartbeat", b"x", **{"Content-Encoding": "gzip"})
+
+
+async def test_rubbish_from_one_address_is_turned_away_before_it_is_looked_at() -> None:
+    async with running(memory_parts(make_run(), faults_per_second=0.1)) as world:
+        codes = [(await world.post("/v1/heartbeat", b"rubbish"))[1]["code"] for _ in range(6)]
+        assert codes == ["malformed"] * 5 + ["too_many_requests"]
+
+
+async def test_a_worker_that_asks_too_often_is_slowed_down() -> None:
+    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
+        await world.join(ANNA)
+        codes = [(await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA)))[0] for _ in range(3)]
+        assert codes == [200, 200, 429]
+
+
+# Refusals of bundles
+
+
+async def test_a_bundle_with_a_flipped_byte_in_its_body_is_refused(world: World) -> None:
+    parcel = bytearray(make_parcel(await world.lease(ANNA), ANNA))
+    parcel[-1] ^= 1
+    await refused(world, ErrorCode.DIGEST_MISMATCH, "/v1/rollouts", bytes(parcel))
+
+
+async def test_a_bundle_with_a_flipped_byte_in_its_header_is_refused(world: World) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    envelope = open_parcel(parcel, body_bytes_max=2**20).envelope
+    tampered = Envelope(envelope.payload_type, envelope.payload.replace(b'"step":0', b'"step":1'), envelope.signatures)
+    head = tampered.to_bytes()
+    body = bytes(open_parcel(parcel, body_bytes_max=2**20).body)
+    await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/rollouts", b"PRP1" + len(head).to_bytes(4, "big") + head + body)
+
+
+async def test_a_bundle_for_the_lease_of_somebody_else_is_refused(world: World) -> None:
+    await world.join(BEN)
+    lease = await world.lease(ANNA)
+    await refused(world, ErrorCode.LEASE_FOREIGN, "/v1/rollouts", make_parcel(lease, BEN))
+    with pytest.raises(PeerError) as caught:
+        await world.client(BEN).return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
+    assert caught.value.code is ErrorCode.LEASE_FOREIGN
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        (ErrorCode.LEASE_UNKNOWN, lambda fields: {"lease_id": "0" * 64}),
+        (ErrorCode.WRONG_RUN, lambda fields: {"run": "0" * 64}),
+        (ErrorCode.BAD_SIGNATURE, lambda fields: {"worker": BEN.key_id}),
+        (ErrorCode.DECOMPRESSED_TOO_LARGE, lambda fields: {"decompressed_bytes": 2**40}),
+    ],
+)
+async def test_a_bundle_with_one_wrong_field_is_refused(
+    world: World, code: ErrorCode, change: Callable[[None], dict[str, object]]
+) -> None:
+    await refused(world, code, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, **change(None)))
+
+
+async def test_a_bundle_over_the_size_limit_is_refused() -> None:
+    run = make_run(limits=limits.Limits(rollout_bytes_max=2_048))
+    async with running(memory_parts(run)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await refused(
+            world, ErrorCode.TOO_LARGE, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, body=b"x" * 2_049)
+        )
+
+
+@pytest.mark.parametrize("parcel", [b"", b"PRP0" + b"\0" * 20, b"PRP1" + b"\0\0\1\0" + b"{}"])
+async def test_what_is_no_parcel_is_refused(world: World, parcel: bytes) -> None:
+    await refused(world, ErrorCode.MALFORMED, "/v1/rollouts", parcel)
+
+
+async def test_a_bundle_of_another_payload_type_is_refused(world: World) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    body = bytes(open_parcel(parcel, body_bytes_max=2**20).body)
+    header = BlobHeader(body_digest=digest_of(body), body_bytes=len(body), run=world.run.digest, issued_at_ms=0)
+    other = pack_parcel(header, body, PayloadType.BLOB, ANNA)
+    await refused(world, ErrorCode.WRONG_PAYLOAD_TYPE, "/v1/rollouts", other)
+
+
+async def test_a_zstd_bomb_reaches_the_validator_and_no_further(world: World) -> None:
+    bomb = zstandard.ZstdCompressor().compress(b"\0" * 2**24)
+    parcel = make_parcel(await world.lease(ANNA), ANNA, body=bomb, decompressed_bytes=4_096)
+    reply = await world.client(ANNA).upload(parcel)
+    bundle = await world.client(VALIDATOR).bundle(BundleRequest(bundle=reply.bundle))
+    opened = open_parcel(bundle, body_bytes_max=2**20)
+    header = parse_json(opened.envelope.payload, RolloutHeader)
+    with pytest.raises(PeerError) as caught:
+        parse_body(header, opened.check_body(header), world.run.spec.limits)
+    assert caught.value.code is ErrorCode.DECOMPRESSED_TOO_LARGE
+    await world.judge(reason=RejectReason.MALFORMED)
+    assert (await world.status())["rollouts"]["refused"] == {"malformed": 8}
+
+
+async def test_a_verdict_with_too_few_rewards_is_refused(world: World) -> None:
+    reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
+    with pytest.raises(PeerError) as caught:
+        await world.client(VALIDATOR).check_result(
+            CheckResultRequest(bundle=reply.bundle, verdict=Verdict.accept(), rewards=(1.0,))
+        )
+    assert caught.value.code is ErrorCode.WRONG_TYPE
+
+
+async def test_the_first_verdict_stands(world: World) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    await world.client(ANNA).upload(parcel)
+    task = await world.judge()
+    refusal = CheckResultRequest(bundle=task.bundle, verdict=Verdict.refuse(RejectReason.MALFORMED), rewards=())
+    await world.client(VALIDATOR).check_result(refusal)
+    assert (await world.client(ANNA).upload(parcel)).verdict == Verdict.accept()
+
+
+# Refusals of publications
+
+
+async def test_a_manifest_whose_parts_are_missing_is_refused(world: World) -> None:
+    await world.fill(0)
+    manifest, _ = make_manifest(world.run, world.head, batch=world.batch)
+    await refused(world, ErrorCode.NOT_FOUND, "/v1/manifests", manifest.envelope.to_bytes())
+
+
+async def test_a_manifest_by_somebody_else_is_refused(world: World) -> None:
+    manifest, _ = make_manifest(world.run, world.head, batch="0" * 64)
+    body = seal(manifest.manifest, PayloadType.MANIFEST, ANNA).to_bytes()
+    await refused(world, ErrorCode.WRONG_ROLE, "/v1/manifests", body)
+
+
+async def test_a_manifest_that_skips_its_predecessor_is_refused(world: World) -> None:
+    await world.fill(0)
+    manifest, _ = make_manifest(world.run, world.head, batch=world.batch, previous="0" * 64)
+    await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/manifests", manifest.envelope.to_bytes())
+
+
+async def test_a_policy_before_the_batch_that_it_is_trained_on_is_refused(world: World) -> None:
+    manifest, parts = make_manifest(world.run, world.head, batch="0" * 64)
+    await world.client(TRAINER).put_blob(parts[0])
+    detail = await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/manifests", manifest.envelope.to_bytes())
+    assert "before the batch of step 0" in detail
+
+
+async def test_a_policy_from_another_batch_than_the_one_handed_out_is_refused(world: World) -> None:
+    await world.fill(0)
+    manifest, parts = make_manifest(world.run, world.head, batch="0" * 64)
+    await world.client(TRAINER).put_blob(parts[0])
+    await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/manifests", manifest.envelope.to_bytes())
+
+
+async def test_a_second_manifest_for_one_policy_is_a_fork_and_both_are_kept(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        first = await world.publish()
+        await world.client(TRAINER).publish(first.envelope)  # the same one again is no fork
+        second, _ = make_manifest(world.run, None, created_at_ms=1)
+        await refused(world, ErrorCode.FORK, "/v1/manifests", second.envelope.to_bytes())
+        kept = {open_envelope(path.read_bytes()).digest for path in (tmp_path / "private" / "forks").iterdir()}
+        assert kept == {first.digest, second.digest}
+        assert (await world.client(ANNA).manifest(0)).digest == first.digest
+
+
+async def test_a_lease_for_other_weights_than_the_published_ones_is_refused(world: World) -> None:
+    request = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
+    await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/lease", world.signed(request, ANNA))
+
+
+async def test_a_blob_by_a_worker_is_refused(world: World) -> None:
+    header = BlobHeader(body_digest=digest_of(b"x"), body_bytes=1, run=world.run.digest, issued_at_ms=0)
+    await refused(world, ErrorCode.WRONG_ROLE, "/v1/blobs", pack_parcel(header, b"x", PayloadType.BLOB, ANNA))

@@ -1,0 +1,242 @@
+"""The feed: verified once more, fetched ahead, and patient."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_node.broadcast.publisher import Publisher
+from prime_node.ports.transport import Unreachable
+from prime_node.replay.bundles import groups_of, open_batch, open_bundle
+from prime_node.replay.feed import Feed
+from prime_node.replay.patience import ask_until_answered
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.weights import WeightTensor
+from tests.node.trainer_world import (
+    COORDINATOR,
+    GROUPS,
+    ROLLOUTS,
+    STRANGER,
+    TRAINER,
+    WORKER,
+    BatchCoordinator,
+    JumpClock,
+    make_bundle,
+    make_run,
+    provenance,
+)
+
+
+@pytest.fixture
+async def coordinator() -> BatchCoordinator:
+    """With policies 0 to 3 published."""
+    made = BatchCoordinator(make_run(max_steps=20))
+    publisher = Publisher(made, made.run, TRAINER, clock=JumpClock(), pending_max=9)
+    await publisher.start()
+    for version in range(4):
+        weights = {"layer": WeightTensor("bf16", (4,), np.full(4, version, np.uint16))}
+        await publisher.submit(version, weights, provenance(version))
+    await publisher.flush()
+    await publisher.close()
+    return made
+
+
+@pytest.fixture
+async def feed(coordinator: BatchCoordinator) -> AsyncIterator[Feed]:
+    made = Feed(coordinator, coordinator.run, clock=JumpClock())
+    yield made
+    await made.close()
+
+
+async def test_a_batch_comes_as_groups_with_everything_that_training_needs(feed: Feed) -> None:
+    batch = await feed.take(3)
+    assert [group.slot for group in batch.groups] == [9, 10, 11]
+    for group in batch.groups:
+        assert group.worker == WORKER.key_id
+        assert group.policy_versions == (1,) * ROLLOUTS
+        assert len(group.completions) == len(group.rewards) == ROLLOUTS
+        assert group.prompt_token_ids == (258, 97 + group.slot, 98, 259)
+        assert all(len(c.token_ids) == len(c.logprobs) for c in group.completions)
+
+
+async def test_the_next_batch_is_fetched_while_this_one_trains(coordinator: BatchCoordinator, feed: Feed) -> None:
+    await feed.take(0)
+    while coordinator.asked != [0, 1]:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    coordinator.away = 10**9
+    assert (await feed.take(1)).step == 1
+    coordinator.away = 0
+
+
+async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator) -> None:
+    short = make_run(max_steps=1)
+    coordinator.run = short
+    feed = Feed(coordinator, short, clock=JumpClock())
+    coordinator.manifests = coordinator.manifests[:1]
+    await feed.take(0)
+    await asyncio.sleep(0.01)
+    assert coordinator.asked == [0]
+    await feed.close()
+
+
+async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_for(
+    coordinator: BatchCoordinator, feed: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifests, coordinator.manifests = coordinator.manifests, []
+    coordinator.away = 5
+    caplog.set_level("INFO")
+    taking = asyncio.create_task(feed.take(0))
+    while "policy 0 is not published" not in caplog.text:
+        await asyncio.sleep(0.001)
+    coordinator.manifests = manifests
+    assert (await taking).step == 0
+    assert "coordinator unreachable: connection refused" in caplog.text
+
+
+async def test_taking_the_same_step_again_gives_the_same_batch(feed: Feed) -> None:
+    assert await feed.take(2) == await feed.take(2)
+
+
+async def test_the_durable_step_is_told(coordinator: BatchCoordinator, feed: Feed) -> None:
+    feed.durable_step = 2
+    await feed.take(2)
+    assert coordinator.durable_step == 2
+
+
+async def test_cancelling_ends_the_wait(coordinator: BatchCoordinator, feed: Feed) -> None:
+    coordinator.away = 10**9
+    taking = asyncio.create_task(feed.take(0))
+    await asyncio.sleep(0.01)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+
+
+async def test_an_answer_that_is_an_error_is_not_asked_for_again() -> None:
+    asked = []
+
+    async def refuse() -> None:
+        asked.append(1)
+        raise PeerError(ErrorCode.WRONG_ROLE, "not a trainer")
+
+    with pytest.raises(PeerError, match="not a trainer"):
+        await ask_until_answered(refuse, what="batch 0", clock=JumpClock())
+    assert len(asked) == 1
+
+
+async def test_pauses_grow_and_respect_what_the_coordinator_asks_for() -> None:
+    clock = JumpClock()
+    faults: list[Exception] = [Unreachable("cut"), PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow", retry_after_s=60.0)]
+    at: list[float] = []
+
+    async def answer_third() -> str:
+        at.append(clock.monotonic_s())
+        if faults:
+            raise faults.pop(0)
+        return "here"
+
+    assert await ask_until_answered(answer_third, what="batch 0", clock=clock) == "here"
+    first, second = at[1] - at[0], at[2] - at[1]
+    assert 0.0 < first < 1.0
+    assert second == pytest.approx(60.0)
+
+
+# Each check has a test that changes one thing in a valid batch or bundle.
+
+
+def parts(coordinator: BatchCoordinator) -> tuple[bytes, list[BatchGroup]]:
+    bundle, groups = make_bundle(coordinator.run, 3, coordinator.manifests[1])
+    return bundle, list(groups)
+
+
+def open_all(
+    coordinator: BatchCoordinator,
+    bundle: bytes,
+    groups: list[BatchGroup],
+    *,
+    key: SigningKey = COORDINATOR,
+    **changes: Any,
+) -> None:
+    run = coordinator.run
+    batch = TrainBatch.model_validate({"run": run.digest, "step": 3, "groups": tuple(groups)} | changes)
+    opened = open_batch(seal(batch, PayloadType.BATCH, key), run, step=3)
+    bundles = {
+        group.bundle: open_bundle(bundle, digest=group.bundle, worker=group.worker, run=run) for group in opened.groups
+    }
+    assert len(groups_of(opened, bundles, run)) == len(groups)
+
+
+def test_the_valid_batch_opens(coordinator: BatchCoordinator) -> None:
+    open_all(coordinator, *parts(coordinator))
+
+
+def test_a_batch_by_a_stranger_is_refused(coordinator: BatchCoordinator) -> None:
+    with pytest.raises(PeerError, match="bad_signature"):
+        open_all(coordinator, *parts(coordinator), key=STRANGER)
+
+
+@pytest.mark.parametrize(("changes", "why"), [({"run": "0" * 64}, "wrong_run"), ({"step": 4}, "is not one of step 3")])
+def test_a_batch_of_another_run_or_step_is_refused(
+    coordinator: BatchCoordinator, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(PeerError, match=why):
+        open_all(coordinator, *parts(coordinator), **changes)
+
+
+def test_a_batch_that_names_a_slot_twice_is_refused(coordinator: BatchCoordinator) -> None:
+    bundle, groups = parts(coordinator)
+    with pytest.raises(PeerError, match="is not one of step 3"):
+        open_all(coordinator, bundle, [*groups, groups[0]])
+
+
+def test_other_bytes_than_the_batch_names_are_refused(coordinator: BatchCoordinator) -> None:
+    bundle, groups = parts(coordinator)
+    with pytest.raises(PeerError, match="the coordinator sent other bytes"):
+        open_all(coordinator, bundle[:-1] + bytes([bundle[-1] ^ 1]), groups)
+
+
+TAMPERED: dict[str, tuple[Callable[[BatchGroup], dict[str, Any]], str]] = {
+    "worker": (lambda group: {"worker": STRANGER.key_id}, "bad_signature"),
+    "policy": (lambda group: {"policy_version": group.policy_version + 1}, "names another run, worker, step or policy"),
+    "first": (lambda group: {"first": group.first + 1}, "are not all of this slot"),
+    "slot": (lambda group: {"slot": group.slot - 1}, "are not all of this slot"),
+    "more rewards": (lambda group: {"rewards": (*group.rewards, 0.5)}, "are not all of this slot"),
+    "no rewards": (lambda group: {"rewards": ()}, "are not all of this slot"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(TAMPERED))
+def test_a_group_that_does_not_fit_its_bundle_is_an_error_that_names_it(
+    coordinator: BatchCoordinator, what: str
+) -> None:
+    bundle, groups = parts(coordinator)
+    change, why = TAMPERED[what]
+    last = groups[-1]
+    with pytest.raises(PeerError, match=why):
+        open_all(coordinator, bundle, [last.model_copy(update=change(last))])
+
+
+@pytest.mark.parametrize(("policy", "fault"), [(0, "stale"), (1, None), (3, None)])
+def test_the_step_rule_is_asked_once_more(coordinator: BatchCoordinator, policy: int, fault: str | None) -> None:
+    bundle, groups = make_bundle(coordinator.run, 3, coordinator.manifests[policy])
+    if fault is None:
+        open_all(coordinator, bundle, list(groups))
+        return
+    with pytest.raises(PeerError, match=f"slot 9 .* policy {policy} is {fault} for step 3") as raised:
+        open_all(coordinator, bundle, list(groups))
+    assert digest_of(bundle)[:12] in str(raised.value)
+
+
+def test_a_batch_may_hold_fewer_groups_than_the_step_asks_for(coordinator: BatchCoordinator) -> None:
+    bundle, groups = parts(coordinator)
+    assert len(groups) == GROUPS
+    open_all(coordinator, bundle, groups[:1])

@@ -1,0 +1,315 @@
+"""A validator finds out each way in which a bundle can lie, and goes on through every misfortune."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
+from tests.node.worker_world import STRANGER, WORKER, JumpClock, MemorySource, make_run
+
+from prime_node.ports.engine import GenerateRequest, ScoreRequest
+from prime_node.ports.environment import HeldOutProblem
+from prime_node.ports.transport import Unreachable
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.loop import Validator, run
+from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.noise import gumbel_noise
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, rollouts_for
+from prime_protocol.verdict import RejectReason
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+RUN = make_run(rollouts_per_group=16)
+POLICY, OTHER_POLICY = table_weights(0), table_weights(1)
+
+
+class TableScorer:
+    """Implements ports.engine.Scorer for the table model."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+        self._logits = logits_of(table_weights(99))
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        self._logits = logits_of(weights)
+        self.loaded.append(policy_version)
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        logprobs, margins = [], []
+        for request in requests:
+            last = request.prompt_token_ids[-1]
+            for position, token in enumerate(request.completion_token_ids):
+                logits = self._logits[last] / sampling.temperature
+                scores = logits + gumbel_noise([request.seed], [position], VOCAB_SIZE)[0]
+                logprobs.append(logits[token] - np.log(np.exp(logits).sum()))
+                margins.append(scores.max() - scores[token])
+                last = token
+        return Prefill(np.array(logprobs, np.float32), np.array(margins, np.float32))
+
+    async def close(self) -> None: ...
+
+
+class LengthEnvironment:
+    """Implements ports.environment.Environment: longer answers are better."""
+
+    def prompt(self, index: int) -> str:
+        return str(index)
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return min(1.0, len(completion) / 8)
+
+    def answer(self, index: int) -> str:
+        return "x"
+
+    def held_out(self, count: int) -> list[HeldOutProblem]:
+        return []
+
+
+class LetterTokenizer:
+    """Implements ports.environment.Tokenizer: one letter a token."""
+
+    vocab_size = VOCAB_SIZE
+    stop_token_id = STOP_TOKEN
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids if token != STOP_TOKEN)
+
+
+def make_lease(policy_version: int = 0) -> Lease:
+    groups = tuple(
+        GroupAssignment(
+            slot=slot,
+            problem=Problem(environment="toy", index=slot),
+            prompt_token_ids=(slot,),
+            seeds=tuple(range(100 * slot, 100 * slot + 16)),
+        )
+        for slot in range(2)
+    )
+    return Lease(
+        run=RUN.digest,
+        lease_id=digest_of(b"lease"),
+        worker=WORKER.key_id,
+        step=policy_version,
+        policy_version=policy_version,
+        policy_digest=digest_of(b"manifest"),
+        groups=groups,
+        sampling=RUN.spec.sampling,
+        issued_at_ms=0,
+        expires_at_ms=10**12,
+    )
+
+
+async def generate(lease: Lease, weights: Weights = POLICY, *, sampling: Sampling | None = None) -> Rollouts:
+    engine = TableEngine()
+    await engine.load(weights, policy_version=lease.policy_version)
+    requests = [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
+    return rollouts_for(lease, await engine.generate(requests, sampling or lease.sampling))
+
+
+def make_bundle(lease: Lease, rollouts: Rollouts, *, key: SigningKey = WORKER, **changes: object) -> bytes:
+    body, decompressed_bytes = pack_body(rollouts)
+    fields = {
+        "run": lease.run,
+        "worker": key.key_id,
+        "lease_id": lease.lease_id,
+        "step": lease.step,
+        "policy_version": lease.policy_version,
+        "policy_digest": lease.policy_digest,
+        "num_rollouts": len(rollouts),
+        "decompressed_bytes": decompressed_bytes,
+        "engine": TableEngine().info,
+        "created_at_ms": 0,
+        "body_digest": digest_of(body),
+        "body_bytes": len(body),
+    }
+    return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
+
+
+async def judge(parcel: bytes, lease: Lease) -> Judgement:
+    opened = open_bundle(parcel, lease, RUN)
+    if not isinstance(opened, OpenedBundle):
+        return opened
+    scorer = TableScorer()
+    await scorer.load(POLICY, policy_version=0)
+    environments = {"toy": LengthEnvironment()}
+    return await judge_bundle(opened, scorer, run=RUN, environments=environments, tokenizer=LetterTokenizer())
+
+
+async def reason_for(rollouts: Rollouts, lease: Lease, **changes: object) -> RejectReason | None:
+    return (await judge(make_bundle(lease, rollouts, **changes), lease)).verdict.reason  # type: ignore[arg-type]
+
+
+async def test_an_honest_bundle_is_accepted_with_the_validators_own_rewards() -> None:
+    lease = make_lease()
+    rollouts = await generate(lease)
+    judgement = await judge(make_bundle(lease, rollouts), lease)
+    assert judgement.verdict.accepted
+    expected = [min(1.0, (len(c.token_ids) - (c.token_ids[-1] == STOP_TOKEN)) / 8) for c in rollouts.completions()]
+    assert judgement.rewards == pytest.approx(expected)
+    assert judgement.measured["logprob_error_max"] < 1e-5
+
+
+async def test_samples_of_another_policy_are_found_out() -> None:
+    lease = make_lease()
+    assert await reason_for(await generate(lease, OTHER_POLICY), lease) is RejectReason.LOGPROB_MISMATCH
+
+
+async def test_another_policys_tokens_with_the_right_logprobs_are_found_out_by_the_seeds() -> None:
+    """A cheap model samples, the right one rescores: no comparison of logprobs can see it."""
+    lease = make_lease()
+    rollouts = await generate(lease, OTHER_POLICY)
+    scorer = TableScorer()
+    await scorer.load(POLICY, policy_version=0)
+    prompts = [group.prompt_token_ids for group in lease.groups for _ in group.seeds]
+    requests = [ScoreRequest(p, c.token_ids, 0) for p, c in zip(prompts, rollouts.completions(), strict=True)]
+    rescored = replace(rollouts, logprobs_T=(await scorer.prefill(requests, lease.sampling)).logprobs_T)
+    assert await reason_for(rescored, lease) is RejectReason.SEED_MISMATCH
+
+
+async def test_another_temperature_is_found_out() -> None:
+    lease = make_lease()
+    colder = lease.sampling.model_copy(update={"temperature": 0.5})
+    assert await reason_for(await generate(lease, sampling=colder), lease) is RejectReason.LOGPROB_MISMATCH
+
+
+async def test_forged_logprobs_are_found_out() -> None:
+    lease = make_lease()
+    rollouts = await generate(lease)
+    assert (
+        await reason_for(replace(rollouts, logprobs_T=rollouts.logprobs_T - 0.1), lease)
+        is RejectReason.LOGPROB_MISMATCH
+    )
+
+
+async def test_other_seeds_than_assigned_are_found_out() -> None:
+    lease = make_lease()
+    rollouts = await generate(lease)
+    assert await reason_for(replace(rollouts, seeds_N=rollouts.seeds_N + 1), lease) is RejectReason.WRONG_ASSIGNMENT
+
+
+async def test_seeds_that_were_claimed_but_not_used_are_found_out() -> None:
+    lease = make_lease()
+    groups = tuple(g.model_copy(update={"seeds": tuple(s + 1_000 for s in g.seeds)}) for g in lease.groups)
+    shopped = await generate(lease.model_copy(update={"groups": groups}))
+    assert await reason_for(replace(shopped, seeds_N=shopped.seeds_N - 1_000), lease) is RejectReason.SEED_MISMATCH
+
+
+async def test_a_body_that_is_not_the_signed_one_is_malformed() -> None:
+    lease = make_lease()
+    parcel = bytearray(make_bundle(lease, await generate(lease)))
+    parcel[-1] ^= 1
+    assert (await judge(bytes(parcel), lease)).verdict.reason is RejectReason.MALFORMED
+
+
+async def test_a_bundle_signed_by_somebody_else_is_malformed() -> None:
+    lease = make_lease()
+    assert await reason_for(await generate(lease), lease, key=STRANGER) is RejectReason.MALFORMED
+
+
+async def test_a_zstd_bomb_is_malformed_and_never_unpacked() -> None:
+    lease = make_lease()
+    rollouts = await generate(lease)
+    assert await reason_for(rollouts, lease, decompressed_bytes=2**40) is RejectReason.MALFORMED
+
+
+class MemoryCheckQueue(MemorySource):
+    """Implements ports.transport.ValidatorPort over a list of tasks."""
+
+    def __init__(self, tasks: list[tuple[Lease, bytes]], stop: asyncio.Event) -> None:
+        super().__init__(RUN)
+        self.bundles = {digest_of(parcel): parcel for _, parcel in tasks}
+        self.results: dict[str, CheckResultRequest] = {}
+        self.failures: list[Exception] = []
+        self.deadline_ms = 10**12
+        self._tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
+        self._stop = stop
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        self._fail()
+        if not self._tasks:
+            if len(self.results) == len(self.bundles) or self.deadline_ms == 0:
+                self._stop.set()
+            return NotYet(reason="nothing to check", retry_after_s=0.1)
+        lease, bundle = self._tasks.pop(0)
+        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        self._fail()
+        return self.bundles[request.bundle]
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        self._fail()
+        self.results[request.bundle] = request
+
+    def _fail(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def make_validator(queue: MemoryCheckQueue, scorer: TableScorer) -> Validator:
+    async def policy(version: int) -> Weights:
+        return table_weights(version)
+
+    return Validator(
+        run=RUN,
+        config=ValidatorConfig(),
+        coordinator=queue,
+        scorer=scorer,
+        environments={"toy": LengthEnvironment()},
+        tokenizer=LetterTokenizer(),
+        policy=policy,
+        policy_versions=lambda: (),
+        clock=JumpClock(),
+    )
+
+
+async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryCheckQueue:
+    leases = [make_lease(version) for version in versions]
+    return MemoryCheckQueue(
+        [(lease, make_bundle(lease, await generate(lease, table_weights(v)), created_at_ms=number))
+         for number, (lease, v) in enumerate(zip(leases, versions, strict=True))],
+        stop,
+    )  # fmt: skip
+
+
+async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_once_in_a_row() -> None:
+    stop, scorer = asyncio.Event(), TableScorer()
+    queue = await make_queue(stop, [0, 0, 1, 1, 0])
+    validator = make_validator(queue, scorer)
+    await run(validator, stop)
+    assert all(result.verdict.accepted for result in queue.results.values())
+    assert len(queue.results) == 5
+    assert scorer.loaded == [0, 1, 0]
+
+
+async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    queue.failures = [Unreachable("refused"), PeerError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
+    await run(make_validator(queue, TableScorer()), stop)
+    assert len(queue.results) == 2
+
+
+async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0])
+    queue.deadline_ms = 0
+    await run(make_validator(queue, TableScorer()), stop)
+    assert queue.results == {}

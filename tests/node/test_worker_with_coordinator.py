@@ -1,0 +1,120 @@
+"""The real worker loop and follower against the real coordinator daemon over HTTP: two steps of a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from pathlib import Path
+
+from tests.node.coordinator_world import Letters, World, memory_parts, running
+from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, prefill, table_weights
+from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource, make_run, until
+
+from prime_node.adapters.http_client import HttpClient
+from prime_node.broadcast.audit import audit
+from prime_node.broadcast.follower import Follower
+from prime_node.worker.config import WorkerConfig
+from prime_node.worker.loop import Ending, Worker, run
+from prime_node.worker.session import fetch_run
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.messages import BatchRequest, BundleRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
+from prime_protocol.parcel import open_parcel
+from prime_protocol.rollout import RolloutHeader, parse_body
+from prime_protocol.verify import check_assignment, judge, measure
+
+RUN = make_run(lease_seconds=60.0, heartbeat_seconds=0.2, max_steps=2)
+
+
+class Digits:
+    """Implements ports.environment.Tokenizer: one token a decimal digit."""
+
+    vocab_size = VOCAB_SIZE
+    stop_token_id = STOP_TOKEN
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [int(digit) for digit in text if digit.isdigit()]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_prompt(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(str(token) for token in token_ids if token < 10)
+
+
+async def validate(client: HttpClient) -> None:
+    """A validator that recomputes every logprob and every choice, for ever."""
+    while True:
+        task = await client.check(CheckRequest(policy_versions=(), wait_s=1.0))
+        if not isinstance(task, CheckTask):
+            continue
+        parcel = open_parcel(await client.bundle(BundleRequest(bundle=task.bundle)), body_bytes_max=2**20)
+        header = parse_json(parcel.envelope.verify(PayloadType.ROLLOUT, trusted=[WORKER.key_id]), RolloutHeader)
+        rollouts = parse_body(header, parcel.check_body(header), RUN.spec.limits)
+        verdict = check_assignment(header, rollouts, task.lease, vocab_size=VOCAB_SIZE)
+        if verdict.accepted:
+            truth = prefill(table_weights(header.policy_version), task.lease, rollouts)
+            verdict = judge(measure(rollouts, truth), RUN.spec.checks)
+        rewards = tuple(float(index % 2) for index in range(len(rollouts))) if verdict.accepted else ()
+        await client.check_result(
+            CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=rollouts.num_tokens)
+        )
+
+
+async def publish(world: World, source: MemorySource, version: int, batch: str | None) -> None:
+    """As the trainer does: first the bytes, then the manifest."""
+    trainer = world.client(TRAINER)
+    provenance = {"step": version - 1, "optimizer_steps": version, "batch": batch, "software": "test"}
+    signed = source.publish(table_weights(version), produced_by=provenance)
+    for part in signed.manifest.parts:
+        await trainer.put_blob(source.blobs[part.digest])
+    await trainer.publish(signed.envelope)
+
+
+async def train(world: World, source: MemorySource) -> list[TrainBatch]:
+    """Publish policy 0, take the batch of each step and publish the policy after it."""
+    batches = []
+    await publish(world, source, 0, None)
+    for step in range(RUN.spec.max_steps):
+        while not isinstance(
+            answer := await world.client(TRAINER).batch(BatchRequest(step=step, durable_step=step, wait_s=1.0)),
+            Envelope,
+        ):
+            pass
+        batches.append(parse_json(answer.payload, TrainBatch))
+        await publish(world, source, step + 1, answer.digest)
+    return batches
+
+
+async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp_path: Path) -> None:
+    parts = dataclasses.replace(memory_parts(RUN), key=COORDINATOR, environments={"toy": Letters()}, tokenizer=Digits())
+    for data in MODEL_FILES.values():
+        await parts.public.put(data)
+    stop = asyncio.Event()
+    async with running(parts) as world:
+        client, rng = world.client(WORKER), random.Random(1)
+        pinned = await fetch_run(client, RUN.digest, clock=parts.clock, rng=rng)
+        worker = Worker(
+            run=pinned,
+            config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 0.05}),
+            key=WORKER,
+            coordinator=client,
+            engine=TableEngine(),
+            follower=Follower(pinned, [("http", client)], tmp_path / "c", clock=parts.clock, poll_s=0.05, rng=rng),
+            folder=tmp_path,
+            clock=parts.clock,
+            rng=rng,
+        )
+        working = asyncio.create_task(run(worker, stop))
+        validating = asyncio.create_task(validate(world.client(COORDINATOR)))
+        batches = await train(world, MemorySource(RUN))
+        await until(lambda: worker.receipts.tally().accepted >= RUN.spec.max_steps * 8)
+        stop.set()
+        assert await working in (Ending.STOPPED, Ending.DRAINED)
+        validating.cancel()
+
+        assert [len(batch.groups) for batch in batches] == [RUN.spec.groups_per_step] * RUN.spec.max_steps
+        assert worker.receipts.tally().refused == {}
+        report = await audit(client, RUN.digest, chain=True)
+        assert report.passed, report.failure
+        assert report.policy_version == RUN.spec.max_steps

@@ -1,0 +1,149 @@
+"""SPEC.md and the code say the same: its tables are read and compared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_protocol import assignment, limits, manifest, messages, parcel, rollout, run_spec, verdict
+from prime_protocol.envelope import PayloadType
+from prime_protocol.errors import HTTP_STATUS, ErrorCode
+from prime_protocol.limits import Limits
+from prime_protocol.rollout import FinishReason, _LAYOUT
+from prime_protocol.run_spec import PROTOCOL_VERSION
+from prime_protocol.verdict import RejectReason
+
+SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
+MODULES = (assignment, manifest, messages, parcel, rollout, run_spec, verdict)
+MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)
+
+
+def rows_after(marker: str) -> list[list[str]]:
+    """The cells of the first table after a marker, without its head."""
+    lines = SPEC[SPEC.index(marker) :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
+    table = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip().strip("`") for cell in line.strip("|").split(" | ")])
+    return table
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def model(name: str) -> Any:
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
+
+
+def test_the_error_codes_and_their_statuses_are_those_of_the_code() -> None:
+    assert [(code, int(status)) for code, status, _ in rows_after("## 15. Errors")] == [
+        (c.value, HTTP_STATUS[c]) for c in ErrorCode
+    ]
+
+
+def test_the_reasons_and_their_strikes_are_those_of_the_code() -> None:
+    told = [(reason, strike) for reason, strike, _ in rows_after("**Reasons.**")]
+    assert told == [(reason.value, "yes" if reason.is_dishonest else "no") for reason in RejectReason]
+
+
+def test_the_fixed_limits_are_those_of_the_code() -> None:
+    told = {name: number(value) for name, value, _ in rows_after("## 16. Limits")}
+    assert told == {name: value for name, value in vars(limits).items() if name.isupper()}
+
+
+def test_the_limits_of_a_run_are_those_of_the_code() -> None:
+    told = {
+        name: (number(default), number(low), number(high))
+        for name, default, low, high, _ in rows_after("Set by the run")
+    }
+    assert told == {
+        name: (
+            field.default,
+            next(bound.ge for bound in field.metadata if hasattr(bound, "ge")),
+            next(bound.le for bound in field.metadata if hasattr(bound, "le")),
+        )
+        for name, field in Limits.model_fields.items()
+    }
+
+
+def test_every_message_has_its_table() -> None:
+    named = {
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, assignment.WireModel) and value is not assignment.WireModel
+    }
+    assert sorted(MESSAGES) == sorted(named)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_has_the_fields_of_its_table(name: str) -> None:
+    rows = rows_after(f"\n**{name}**")
+    fields = model(name).model_fields
+    assert [row[0] for row in rows] == list(fields)
+    for row, field in zip(rows, fields.values(), strict=True):
+        has_default = not field.is_required() and row[0] != "action"
+        assert ("default" in row[1]) == has_default, f"{name}.{row[0]}"
+
+
+def test_the_kinds_of_envelope_are_those_of_the_code() -> None:
+    rows = rows_after("The **digest of an envelope**")
+    assert [f"application/vnd.prime.{row[0]}+json" for row in rows] == [
+        kind.value for kind in sorted(PayloadType, key=order(rows))
+    ]
+    assert len(rows) == len(PayloadType)
+
+
+def order(rows: list[list[str]]) -> Any:
+    kinds = [row[0] for row in rows]
+    return lambda kind: kinds.index(kind.value.removeprefix("application/vnd.prime.").removesuffix("+json"))
+
+
+def test_the_tensors_of_a_bundle_are_those_of_the_code() -> None:
+    rows = rows_after("N completions, T tokens in all, S spans")
+    assert [(row[0], row[1], 1 + row[2].count(",")) for row in rows] == [
+        (name, *kind) for name, kind in _LAYOUT.items()
+    ]
+    assert [int(reason) for reason in FinishReason] == [0, 1]
+
+
+def test_every_request_has_its_endpoint() -> None:
+    told = {row[0].removeprefix("/v1/"): row[2] for row in rows_after("**Signed.**")}
+    actions = {
+        model(name).model_fields["action"].default: name
+        for name in MESSAGES
+        if name.endswith("Request") and name != "AdminRequest"
+    }
+    assert told == actions | {"admin": "AdminRequest"}
+
+
+def test_the_version_is_the_code_s() -> None:
+    assert f"`protocol_version` of the RunSpec is {PROTOCOL_VERSION}." in SPEC
+    assert SPEC.startswith(f"# The wire\n\nVersion {PROTOCOL_VERSION}.")
+
+
+def test_every_code_and_limit_that_the_text_names_exists() -> None:
+    for name in re.findall(r"`([A-Z][A-Z_]+_MAX)`", SPEC):
+        assert hasattr(limits, name), name
+    for field in re.findall(r"`limits\.([a-z_]+)`", SPEC):
+        assert field in Limits.model_fields, field
+    known = {*ErrorCode, *RejectReason}
+    for code in re.findall(r"\(`([a-z_]+)`\)", SPEC):
+        assert code in known, code
+
+
+def test_every_section_is_in_the_contents() -> None:
+    sections = re.findall(r"^## (\d+)\. (.+)$", SPEC, re.MULTILINE)
+    assert [int(index) for index, _ in sections] == list(range(1, len(sections) + 1))
+    for index, title in sections:
+        anchor = f"{index}-{title.lower().replace(' ', '-')}"
+        assert (
+            f"[{index} {title[0].lower() if title != 'HTTP' and title != 'JSON' else title[0]}{title[1:]}](#{anchor})"
+            in SPEC
+        )
