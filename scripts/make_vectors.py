@@ -12,7 +12,6 @@ in one short function per kind how to read them.
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 from pathlib import Path
@@ -24,190 +23,37 @@ import zstandard
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, WireModel, pre_authentication_encoding, seal
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Manifest, Provenance
 from prime_protocol.messages import BatchGroup, BlobHeader, JoinRequest, LeaseRequest, Stamped, TrainBatch
-from prime_protocol.noise import SEED_MAX, gumbel_noise
+from prime_protocol.noise import SEED_MAX
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RoleKeys, RunSpec
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 from prime_protocol.weights import Weights, WeightTensor, state_root
+from vectors_basics import envelopes, json_texts, keys, noise
+from vectors_folder import (
+    COORDINATOR,
+    NOW_MS,
+    ROOT,
+    STRANGER,
+    TRAINER,
+    VALIDATOR,
+    WORKER,
+    Case,
+    Folder,
+    fields,
+    flipped,
+)
 
-NOW_MS = 1_790_000_000_000
 CONFIG = b'{"model_type": "qwen3", "vocab_size": 264}'
 STOP = 257
-ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([i]) * 32) for i in range(1, 7))
 ENGINE = EngineInfo(name="vectors", version="1", dtype="fp32", device="cpu")
 E = ErrorCode
-Case = dict[str, Any]
-
-
-class Folder:
-    """A folder of vectors that does not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            sys.exit(f"{path} exists. Vectors are never changed: give a new folder.")
-        self.path = path
-
-    def file(self, name: str, data: bytes) -> str:
-        assert not (self.path / name).exists()
-        (self.path / name).write_bytes(data)
-        return name
-
-    def cases(self, kind: str, cases: list[Case]) -> None:
-        names = [case["name"] for case in cases]
-        assert len(set(names)) == len(names)
-        text = json.dumps(cases, indent=1, ensure_ascii=False)
-        (self.path / f"{kind}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def fields(message: WireModel) -> Any:
-    return json.loads(message.model_dump_json())
-
-
-def flipped(data: bytes, place: int) -> bytes:
-    place %= len(data)
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-
-
-def keys(folder: Folder) -> None:
-    p = 2**255 - 19
-    weak = {
-        "order 1, the identity": 1,
-        "order 2": p - 1,
-        "order 4": 0,
-        "order 4, the other sign": 1 << 255,
-        "order 8": 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826,
-        "order 8, y negated": p - 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826,
-        "order 1, not canonical": p + 1,
-        "order 4, not canonical": p,
-        "order 1, with a sign that x = 0 cannot have": 1 | 1 << 255,
-        "not canonical": p + 3,
-        "not on the curve": 2,
-    }
-    key_id = WORKER.key_id
-    folder.cases(
-        "seed",
-        [
-            {"name": name, "hex": seed.hex(), "expect": {"public": key.public.raw.hex(), "key_id": key.key_id}}
-            for name, seed in [
-                (
-                    "libp2p peer-id specification",
-                    bytes.fromhex("7e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"),
-                ),
-                ("RFC 8032 test 1", bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")),
-                ("worker of these vectors", WORKER.to_bytes()),
-            ]
-            for key in [SigningKey(seed)]
-        ],
-    )
-    folder.cases(
-        "public_key",
-        [{"name": "usable", "hex": WORKER.public.raw.hex(), "expect": key_id}]
-        + [
-            {"name": name, "hex": value.to_bytes(32, "little").hex(), "error": E.BAD_KEY}
-            for name, value in weak.items()
-        ]
-        + [{"name": "31 bytes", "hex": "02" * 31, "error": E.BAD_KEY}],
-    )
-    folder.cases(
-        "key_id",
-        [{"name": "usable", "text": key_id, "expect": WORKER.public.raw.hex()}]
-        + [
-            {"name": name, "text": text, "error": E.BAD_KEY}
-            for name, text in [
-                ("empty", ""),
-                ("a leading 1 too many", "1" + key_id),
-                ("no leading 1", key_id[1:]),
-                ("a character that base58 lacks", key_id[:-1] + "0"),
-                ("a CIDv1 peer id", "bafzaajaiaejcbsgnq5i6txrmuyowa3z4o3iur3mezejulcwjhwtmxcxhihq6kcav"),
-                ("an RSA peer id", "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"),
-            ]
-        ],
-    )
-
-
-def json_texts(folder: Folder) -> None:
-    good = ['{"a":[1,-0.5,1e3,true,null]}', ' {"\\ud83d\\ude00":"é"} \n', "[" * 16 + "]" * 16, '["[[[[[[[[[[[[[[[[["]']
-    bad = {
-        "duplicate key": b'{"a":1,"a":1}',
-        "duplicate key, escaped": b'{"a":1,"\\u0061":1}',
-        "NaN": b"[NaN]",
-        "Infinity": b"[-Infinity]",
-        "overflow": b"[1e999]",
-        "lone surrogate": b'["\\ud800"]',
-        "surrogate in UTF-8": b'["\xed\xa0\x80"]',
-        "byte order mark": b"\xef\xbb\xbf{}",
-        "UTF-16": "{}".encode("utf-16"),
-        "trailing bytes": b"{} {}",
-        "trailing comma": b"[1,]",
-        "control character in a string": b'["\n"]',
-        "leading zero": b"[01]",
-        "unclosed string": b'["',
-        "empty": b"",
-    }
-    folder.cases(
-        "json",
-        [{"name": f"valid {i}", "hex": text.encode().hex(), "expect": json.loads(text)} for i, text in enumerate(good)]
-        + [{"name": name, "hex": data.hex(), "error": E.MALFORMED} for name, data in bad.items()]
-        + [{"name": "too deep", "hex": (b"[" * 17 + b"]" * 17).hex(), "error": E.TOO_LARGE}],
-    )
-
-
-def envelopes(folder: Folder) -> None:
-    def case(name: str, envelope: str, **more: Any) -> Case:
-        return {
-            "name": name,
-            "text": envelope,
-            "payload_type": PayloadType.LEASE,
-            "trusted": [ROOT.key_id],
-            "threshold": 1,
-        } | more
-
-    def told(envelope: Envelope) -> Any:
-        return {
-            "payload": envelope.payload.hex(),
-            "digest": envelope.digest,
-            "signed_bytes": pre_authentication_encoding(envelope.payload_type, envelope.payload).hex(),
-        }
-
-    one = seal("é{}".encode(), PayloadType.LEASE, ROOT)
-    two = seal(b"{}", PayloadType.LEASE, ROOT, WORKER)
-    text = one.to_bytes().decode()
-    plain: Case = json.loads(text)
-    signature = base64.b64decode(plain["signatures"][0]["sig"])
-    sig = [{"keyid": ROOT.key_id, "sig": base64.b64encode(flipped(signature, 40)).decode()}]
-    both = [ROOT.key_id, WORKER.key_id]
-    padded = seal(b"AB", PayloadType.LEASE, ROOT).to_bytes().decode().replace('"QUI="', '"QUJ="')
-    folder.cases(
-        "envelope",
-        [
-            case("one signature", text, expect=told(one)),
-            case("fields in another order, with spaces", json.dumps(dict(reversed(plain.items())), indent=2), expect=told(one)),
-            case("two of two", two.to_bytes().decode(), trusted=both, threshold=2, expect=told(two)),
-            case("a signature by an unknown key is ignored", two.to_bytes().decode(), expect=told(two)),
-            case("one key twice is one", seal(b"", PayloadType.LEASE, ROOT, ROOT).to_bytes().decode(), trusted=both, threshold=2, error=E.BAD_SIGNATURE),
-            case("no trusted key", text, trusted=[WORKER.key_id], error=E.BAD_SIGNATURE),
-            case("changed payload", json.dumps(plain | {"payload": "e30="}), error=E.BAD_SIGNATURE),
-            case("changed signature", json.dumps(plain | {"signatures": sig}), error=E.BAD_SIGNATURE),
-            case("a trusted signature that fails beside a good one", json.dumps(plain | {"signatures": plain["signatures"] + [sig[0] | {"keyid": WORKER.key_id}]}), trusted=both, error=E.BAD_SIGNATURE),
-            case("another kind", text, payload_type=PayloadType.RECEIPT, error=E.WRONG_PAYLOAD_TYPE),
-            case("another kind, renamed", text.replace("lease", "receipt"), payload_type=PayloadType.RECEIPT, error=E.BAD_SIGNATURE),
-            case("unknown field", json.dumps(plain | {"x": 1}), error=E.UNKNOWN_FIELD),
-            case("no signatures", json.dumps(plain | {"signatures": []}), error=E.WRONG_TYPE),
-            case("17 signatures", json.dumps(plain | {"signatures": plain["signatures"] * 17}), error=E.TOO_LARGE),
-            case("base64 with unused bits set", padded, error=E.MALFORMED),
-            case("base64 without padding", json.dumps(plain | {"payload": "e30"}), error=E.MALFORMED),
-            case("base64 for URLs", json.dumps(plain | {"payload": "_-8="}), error=E.MALFORMED),
-        ],
-    )  # fmt: skip
 
 
 def run_spec() -> RunSpec:
@@ -243,11 +89,16 @@ def runs(folder: Folder) -> Envelope:
         [
             wire | {"name": "pinned and signed", "expect": fields(spec)},
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
-            {"name": "signed by another key", "text": strange.to_bytes().decode(), "pinned": strange.digest, "error": E.BAD_SIGNATURE},
-            {"name": "another protocol version", "text": later.to_bytes().decode(), "pinned": later.digest, "error": E.VERSION_UNSUPPORTED},
-            {"name": "unknown field", "text": unknown.to_bytes().decode(), "pinned": unknown.digest, "error": E.UNKNOWN_FIELD},
+            *(
+                {"name": name, "text": other.to_bytes().decode(), "pinned": other.digest, "error": code}
+                for name, other, code in [
+                    ("signed by another key", strange, E.BAD_SIGNATURE),
+                    ("another protocol version", later, E.VERSION_UNSUPPORTED),
+                    ("unknown field", unknown, E.UNKNOWN_FIELD),
+                ]
+            ),
         ],
-    )  # fmt: skip
+    )
     link = JoinLink("http://203.0.113.5:8400", envelope.digest)
     folder.cases(
         "join_link",
@@ -429,13 +280,14 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
         ),
         ("no stop token", parcel(*frame(token_ids=rollouts.token_ids_T - 1)), RejectReason.BAD_TERMINATION),
     ]
+    base |= {"lease": fields(lease), "vocab_size": 264}
     folder.cases(
         "assignment",
         [
-            {"name": name, "input": folder.file(f"judged_{i}.parcel", data), "lease": fields(lease), "vocab_size": 264, "trusted": [WORKER.key_id], "expect": reason}
+            base | {"name": name, "input": folder.file(f"judged_{i}.parcel", data), "expect": reason}
             for i, (name, data, reason) in enumerate(judged)
         ],
-    )  # fmt: skip
+    )
     blob = BlobHeader(body_digest=digest_of(CONFIG), body_bytes=len(CONFIG), run=run.digest, issued_at_ms=NOW_MS)
     folder.file("blob.parcel", pack_parcel(blob, CONFIG, PayloadType.BLOB, TRAINER))
     folder.cases(
@@ -514,21 +366,6 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
     folder.cases("state_root", [{"name": "three tensors", "rows": rows, "expect": root}])
     assert previous
     return previous.digest
-
-
-def noise(folder: Folder) -> None:
-    cases = []
-    for seed, position in [(0, 0), (7, 0), (7, 1), (2**32, 5), (SEED_MAX, 2**20)]:
-        values = gumbel_noise([seed], [position], 152_064)[0]
-        cases.append(
-            {
-                "name": f"seed {seed}, position {position}",
-                "seed": seed,
-                "position": position,
-                "expect": {"first_8": [float(x) for x in values[:8]], "argmax_of_264": int(values[:264].argmax()), "argmax_of_152064": int(values.argmax())},
-            }
-        )  # fmt: skip
-    folder.cases("noise", cases)
 
 
 def main() -> None:

@@ -76,6 +76,9 @@ class LeaseRequest(WireModel):
     policy_digest: Digest
     """The manifest of the policy that it holds, verified by itself."""
     rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
+    holding: tuple[Digest, ...] | None = Field(default=None, max_length=1_024)
+    """Leases that it is still working on or has not uploaded yet. Others of its own lapse: it never got them, or lost them in
+    a crash. None says nothing about them."""
     wait_s: WaitSeconds = 0.0
 
 

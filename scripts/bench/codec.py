@@ -5,8 +5,9 @@
     python scripts/bench/codec.py --checkpoints DIR            the table of RESULTS.md
 
 Every codec is timed in turn inside each round, in processor time, so that a busy machine slows all of them alike; the table
-shows medians and, after the sign, half the spread between the quartiles. Decoding means decoding and applying in place to a copy of the base. Before any
-timing, each codec's result is compared with the new weights bit by bit. `--json` prints the checks alone, for other tools.
+shows medians and, after the sign, half the spread between the quartiles. Decoding means decoding and applying in place to a
+copy of the base. Before any timing, each codec's result is compared with the new weights bit by bit. `--json` prints the checks
+alone, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -282,23 +285,25 @@ def bench_memory(gigabytes: float, out: Report) -> None:
 def bench_start(out: Report) -> None:
     """What a short-lived process pays: importing the codec, and its first large chunk."""
     program = (
-        "import time; t = time.perf_counter(); import numpy; n = time.perf_counter()\n"
-        "import prime_protocol.codec as c; i = time.perf_counter(); c.warm_up(); w = time.perf_counter()\n"
+        "import time; t = time.process_time(); import numpy; n = time.process_time()\n"
+        "import prime_protocol.codec as c; i = time.process_time(); c.warm_up(); w = time.process_time()\n"
         "print(n - t, i - n, w - i)"
     )
-    times = [
-        [
-            float(x)
-            for x in subprocess.run(
-                [sys.executable, "-c", program], capture_output=True, text=True, check=True
-            ).stdout.split()
-        ]
-        for _ in range(3)
-    ]
-    numpy_s, codec_s, kernels_s = (statistics.median(column) for column in zip(*times, strict=True))
-    out.section("start of a process")
+
+    def times(**extra: str) -> list[float]:
+        command, environment = [sys.executable, "-c", program], os.environ | extra
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return [float(number) for number in done.stdout.split()]
+
+    with tempfile.TemporaryDirectory() as empty:
+        compiling = times(NUMBA_CACHE_DIR=empty)[2]
+        numpy_s, codec_s, loading = map(
+            statistics.median, zip(*(times(NUMBA_CACHE_DIR=empty) for _ in range(3)), strict=True)
+        )
+    out.section("start of a process, seconds of processor time")
     out.line(
-        f"numpy {numpy_s:.2f} s, codec without kernels {codec_s:.2f} s more, kernels from numba's cache {kernels_s:.2f} s"
+        f"numpy {numpy_s:.2f}, codec without kernels {codec_s:.2f} more, numba and kernels from its cache {loading:.2f} more; "
+        f"compiling them once {compiling:.1f}"
     )
 
 
@@ -374,7 +379,7 @@ def main() -> int:
     bench_memory(1.0 if options.quick else 14.0, report)
     bench_start(report)
     report.finish()
-    return 0 if all(check.ok for check in report.checks if "stretch" not in check.name) else 1
+    return 0 if all(check.ok or "stretch" in check.name for check in report.checks) else 1
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from prime_protocol.rollout import FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.weights import Weights
 
-TASK = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6}
+TASK: dict[str, str | int | float | bool] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6}
 GROUPS, ROLLOUTS, ASYNC_LEVEL = 48, 8, 2
 
 

@@ -133,7 +133,8 @@ async def judged(
 ) -> Prefill:
     await scorer.load(weights, policy_version=0)
     return await scorer.prefill(
-        [ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed) for r, c in zip(asked, completions, strict=True)], sampling
+        [ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed) for r, c in zip(asked, completions, strict=True)],
+        sampling,
     )
 
 

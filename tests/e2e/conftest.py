@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from prime_node.cli.supervisor import last_lines
+
 SMALL_RUN = [
     "run.max_steps=8",
     "run.groups_per_step=6",
@@ -34,26 +36,28 @@ class Up:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.process: subprocess.Popen[str] | None = None
-        self.output = ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self._output = directory.with_name("up.log")
+
+    @property
+    def output(self) -> str:
+        return last_lines(self._output, 200)
 
     def start(self, *assignments: str, arguments: tuple[str, ...] = (), new: bool = True) -> None:
         command = [sys.executable, "-m", "prime_node", "up", str(self.directory), *arguments]
         for assignment in [*(SMALL_RUN if new else ()), *assignments]:
             command += ["--set", assignment]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
     def finish(self, *, timeout_s: float) -> int:
         """Wait for the end; returns the exit code."""
         assert self.process is not None
         try:
-            self.output, _ = self.process.communicate(timeout=timeout_s)
+            return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"`up` did not end within {timeout_s:.0f} s\n{self.everything()}")
-        return self.process.returncode
 
     def interrupt(self) -> None:
         assert self.process is not None
@@ -63,7 +67,7 @@ class Up:
         """As the kernel would: no goodbye."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.output, _ = self.process.communicate()
+            self.process.wait()
 
     def status(self) -> dict[str, Any]:
         link = (self.directory / "join-link").read_text().strip()
@@ -109,10 +113,8 @@ class Up:
 
     def everything(self) -> str:
         """Output and the ends of all logs, for a failure's message."""
-        parts = [self.output]
-        for path in sorted((self.directory / "logs").glob("*.log")):
-            parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-30:]))
-        return "\n".join(parts)
+        logs = sorted((self.directory / "logs").glob("*.log"))
+        return "\n".join([self.output, *(f"--- {path.name}\n{last_lines(path, 30)}" for path in logs)])
 
 
 @pytest.fixture

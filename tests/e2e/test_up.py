@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tests.e2e.conftest import Up
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -79,27 +78,28 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
 @pytest.mark.vllm
 def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
     """vLLM on this machine's CPU, beside a transformers worker; its rollouts pass the same checks."""
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=60")
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
     up.until(lambda status: status["head"] >= 0, timeout_s=180, what="policy 0")
     link = (up.directory / "join-link").read_text().strip()
-    joined = subprocess.Popen(
-        [sys.executable, "-m", "prime_node", "join", link, "--name", "guest", "--engine", "vllm"]
-        + ["--folder", str(tmp_path / "guest"), "--identity", str(tmp_path / "guest" / "identity.key")],
-        stdout=(tmp_path / "guest.log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    log = tmp_path / "guest.log"
+    command = ["join", link, "--name", "guest", "--engine", "vllm", "--folder", str(tmp_path / "guest")]
+    with log.open("wb") as output:
+        joined = subprocess.Popen(
+            [sys.executable, "-m", "prime_node", *command], stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         status = up.until(
             lambda status: any(w["name"] == "guest" and w["accepted"] > 0 for w in status["workers"]),
             timeout_s=240,
-            what="an accepted bundle of the vLLM worker\n" + (tmp_path / "guest.log").read_text(),
+            what=f"an accepted bundle of the vLLM worker; its log: {log}",
         )
         guest = next(worker for worker in status["workers"] if worker["name"] == "guest")
         assert guest["refused"] == {}
         joined.send_signal(signal.SIGINT)
-        assert joined.wait(timeout=60) == 0, (tmp_path / "guest.log").read_text()
+        assert joined.wait(timeout=60) == 0, log.read_text()
     finally:
         joined.kill()
+        joined.wait()
 
 
 def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:

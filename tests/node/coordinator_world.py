@@ -208,13 +208,21 @@ class World:
         await self.client(TRAINER).publish(self.head.envelope)
         return self.head
 
-    async def lease(self, key: SigningKey, *, rollouts_max: int = 64, wait_s: float = 0.0) -> Lease:
+    async def lease(
+        self,
+        key: SigningKey,
+        *,
+        rollouts_max: int = 64,
+        wait_s: float = 0.0,
+        holding: tuple[str, ...] | None = None,
+    ) -> Lease:
         assert self.head is not None
         request = LeaseRequest(
             policy_version=self.head.manifest.policy_version,
             policy_digest=self.head.digest,
             rollouts_max=rollouts_max,
             wait_s=wait_s,
+            holding=holding,
         )
         answer = await self.client(key).lease(request)
         assert isinstance(answer, Envelope), answer

@@ -68,7 +68,7 @@ def test_overrides_are_toml_values_or_text() -> None:
 
 @pytest.mark.parametrize("text", ["novalue", "x=1", ".a=1", "a.=1"])
 def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
-    with pytest.raises(LocalError, match="section.name=value"):
+    with pytest.raises(LocalError, match=r"section\.name=value"):
         parse_overrides([text])
 
 
@@ -89,4 +89,4 @@ def test_every_setting_is_explained(settings: type[Settings]) -> None:
     unexplained = [name for name, field in settings.model_fields.items() if not field.description]
     assert unexplained == []
     assert settings.section in SECTIONS
-    assert list(describe(settings, settings.section))[0] == f"[{settings.section}]"
+    assert next(iter(describe(settings, settings.section))) == f"[{settings.section}]"

@@ -84,7 +84,7 @@ class Crowd:
                 await asyncio.sleep(0.01)
                 continue
             try:
-                lease = await persist(lambda: world.lease(key, rollouts_max=2, wait_s=0.2))
+                lease = await persist(lambda: world.lease(key, rollouts_max=2, wait_s=0.2, holding=()))
             except AssertionError:  # NotYet
                 continue
             parcel = make_parcel(lease, key)

@@ -157,6 +157,14 @@ async def test_an_expired_lease_goes_to_somebody_else() -> None:
         assert lost.groups[0].slot in [lease.groups[0].slot for lease in leased]
 
 
+async def test_a_lease_whose_answer_was_lost_is_given_out_again_at_once(world: World) -> None:
+    lost = await world.lease(ANNA)
+    kept = await world.lease(ANNA, holding=())
+    assert [group.slot for group in kept.groups] == [group.slot for group in lost.groups]
+    assert (await world.lease(ANNA, holding=(kept.lease_id,))).step == 1
+    assert (await world.status())["open_leases"] == 2
+
+
 async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
     async with running(memory_parts(make_run(heartbeat_seconds=0.05))) as world:
         await world.publish()

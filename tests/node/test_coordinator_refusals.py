@@ -6,6 +6,7 @@ Each test begins with a message that is in order and changes one byte or one fie
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.node.coordinator_world import (
     HEARTBEAT,
     TRAINER,
     VALIDATOR,
+    Letters,
     World,
     folder_parts,
     make_manifest,
@@ -346,3 +348,27 @@ async def test_a_lease_for_other_weights_than_the_published_ones_is_refused(worl
 async def test_a_blob_by_a_worker_is_refused(world: World) -> None:
     header = BlobHeader(body_digest=digest_of(b"x"), body_bytes=1, run=world.run.digest, issued_at_ms=0)
     await refused(world, ErrorCode.WRONG_ROLE, "/v1/blobs", pack_parcel(header, b"x", PayloadType.BLOB, ANNA))
+
+
+# Faults of our own
+
+
+class Broken(Letters):
+    """An environment that always fails."""
+
+    def prompt(self, index: int) -> str:
+        raise RuntimeError("secret inside")
+
+
+async def test_a_fault_of_our_own_shows_nothing_of_its_inside_and_promises_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = dataclasses.replace(memory_parts(make_run()), environments={"letters": Broken()})
+    async with running(parts) as world:
+        manifest = await world.publish()
+        await world.join(ANNA)
+        request = LeaseRequest(policy_version=0, policy_digest=manifest.digest, rollouts_max=8)
+        detail = await refused(world, ErrorCode.INTERNAL, "/v1/lease", world.signed(request, ANNA))
+        assert "secret" not in detail
+        assert "secret inside" in caplog.text
+        assert (await world.status())["steps"][0]["open"] == 4

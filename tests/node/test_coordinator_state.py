@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import invariants, records, scheduler
-from prime_node.coordinator.records import BundleForgotten, Effect, Rules, Settled, State, Topic, Woken
+from prime_node.coordinator.records import Banned, BundleForgotten, Effect, Rules, Settled, State, Topic, Woken
 from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
 from prime_node.coordinator.state import tick
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -252,6 +252,7 @@ def test_two_dishonest_bundles_ban_and_what_waits_is_refused(run: Run) -> None:
     effects = run.refuse(bundles[1], RejectReason.SEED_MISMATCH)
     anna = run.state.workers["anna"]
     assert anna.banned is not None
+    assert Banned("anna", anna.banned) in effects
     assert anna.banned.evidence == bundles[1]
     settled = {effect.bundle: effect.reason for effect in effects if isinstance(effect, Settled)}
     assert settled == {bundles[1]: RejectReason.SEED_MISMATCH, bundles[2]: RejectReason.BANNED}

@@ -8,18 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from prime_node.broadcast.publisher import Publisher
-from prime_node.ports.transport import Unreachable
-from prime_node.replay.bundles import groups_of, open_batch, open_bundle
-from prime_node.replay.feed import Feed
-from prime_node.replay.patience import ask_until_answered
-from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BatchGroup, TrainBatch
-from prime_protocol.weights import WeightTensor
 from tests.node.trainer_world import (
     COORDINATOR,
     GROUPS,
@@ -33,6 +21,18 @@ from tests.node.trainer_world import (
     make_run,
     provenance,
 )
+
+from prime_node.broadcast.publisher import Publisher
+from prime_node.ports.transport import Unreachable
+from prime_node.replay.bundles import groups_of, open_batch, open_bundle
+from prime_node.replay.feed import Feed
+from prime_node.replay.patience import ask_until_answered
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.weights import WeightTensor
 
 
 @pytest.fixture
@@ -69,12 +69,10 @@ async def test_a_batch_comes_as_groups_with_everything_that_training_needs(feed:
 
 async def test_the_next_batch_is_fetched_while_this_one_trains(coordinator: BatchCoordinator, feed: Feed) -> None:
     await feed.take(0)
-    while coordinator.asked != [0, 1]:
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)
-    coordinator.away = 10**9
+    await coordinator.until(lambda: len(coordinator.bundles) == 2)
+    assert coordinator.asked == [0, 1]
     assert (await feed.take(1)).step == 1
-    coordinator.away = 0
+    assert coordinator.asked.count(1) == 1
 
 
 async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator) -> None:
@@ -83,9 +81,8 @@ async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator
     feed = Feed(coordinator, short, clock=JumpClock())
     coordinator.manifests = coordinator.manifests[:1]
     await feed.take(0)
-    await asyncio.sleep(0.01)
-    assert coordinator.asked == [0]
     await feed.close()
+    assert coordinator.asked == [0]
 
 
 async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_for(
@@ -95,8 +92,7 @@ async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_fo
     coordinator.away = 5
     caplog.set_level("INFO")
     taking = asyncio.create_task(feed.take(0))
-    while "policy 0 is not published" not in caplog.text:
-        await asyncio.sleep(0.001)
+    await coordinator.until(lambda: "policy 0 is not published" in caplog.text)
     coordinator.manifests = manifests
     assert (await taking).step == 0
     assert "coordinator unreachable: connection refused" in caplog.text
@@ -115,7 +111,7 @@ async def test_the_durable_step_is_told(coordinator: BatchCoordinator, feed: Fee
 async def test_cancelling_ends_the_wait(coordinator: BatchCoordinator, feed: Feed) -> None:
     coordinator.away = 10**9
     taking = asyncio.create_task(feed.take(0))
-    await asyncio.sleep(0.01)
+    await coordinator.until(lambda: bool(coordinator.asked))
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await taking

@@ -7,10 +7,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-
-from prime_node.broadcast.publisher import Published, Publisher
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.weights import Weights, WeightTensor, root_of
 from tests.node.trainer_world import (
     STRANGER,
     TRAINER,
@@ -21,6 +17,10 @@ from tests.node.trainer_world import (
     make_run,
     provenance,
 )
+
+from prime_node.broadcast.publisher import Published, Publisher
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.weights import Weights, WeightTensor, root_of
 
 Told = list[Published]
 
@@ -77,7 +77,7 @@ async def test_the_trainer_is_held_up_only_past_the_pending_limit(
         await publisher.submit(version, weights(version), provenance(version))
     held = asyncio.create_task(publisher.submit(pending_max, weights(pending_max), provenance(pending_max)))
     flushing = asyncio.create_task(publisher.flush())
-    await asyncio.sleep(0.02)
+    await coordinator.until(lambda: bool(coordinator.blobs))
     assert not held.done()
     assert coordinator.manifests == []
     coordinator.gate.set()

@@ -22,7 +22,7 @@ def child(tmp_path: Path, code: str, **options: object) -> Child:
 
 async def until_log_holds(path: Path, text: str) -> None:
     async with asyncio.timeout(20):
-        while text not in last_lines(path, 100):
+        while text not in last_lines(path, 100):  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.01)
 
 
@@ -36,7 +36,13 @@ async def test_a_child_that_ends_well_is_done(tmp_path: Path) -> None:
 
 async def test_a_child_that_is_killed_is_started_again(tmp_path: Path) -> None:
     marker = tmp_path / "second"
-    code = f"import os, pathlib, signal\np = pathlib.Path({str(marker)!r})\nif not p.exists():\n    p.touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    code = f"""
+import os, pathlib, signal
+first = pathlib.Path({str(marker)!r})
+if not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
     supervisor = Supervisor()
     await supervisor.start(child(tmp_path, code))
     ended = await supervisor.wait("child")

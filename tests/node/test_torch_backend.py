@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.node.trainer_world import tiny_files, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_node.adapters.torch_backend import TorchBackend
@@ -21,7 +22,6 @@ from prime_node.algo.losses.base import BoundLoss
 from prime_node.ports.train_backend import OptimizerSettings, TrainingDiverged, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import WeightTensor, root_of
-from tests.node.trainer_world import tiny_files, write_model
 
 AIPO = find_loss("aipo", kwargs={"delta": 4.0})
 
@@ -54,7 +54,8 @@ def plain_logprobs(model: Any, sample: TrainSample, temperature: float = 1.0) ->
     ids = torch.tensor([sample.prompt_token_ids + sample.completion_token_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_token_ids) - 1 : -1]
     chosen = torch.tensor(sample.completion_token_ids)[:, None]
-    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+    chosen_logprobs: torch.Tensor = (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+    return chosen_logprobs
 
 
 def exact(folder: Path, **settings: Any) -> TorchBackend:
@@ -242,7 +243,7 @@ def test_published_weights_load_exactly(folder: Path) -> None:
 def test_weights_of_another_model_are_refused(folder: Path) -> None:
     weights = dict(TorchBackend(folder).snapshot())
     weights["model.norm.weight"] = WeightTensor("bf16", (2,), np.zeros(2, np.uint16))
-    with pytest.raises(ValueError, match="model.norm.weight"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         TorchBackend(folder, weights)
 
 

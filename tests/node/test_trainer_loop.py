@@ -7,11 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from prime_node.trainer.checkpointing import Checkpoints
-from prime_node.trainer.loop import run
-from prime_node.trainer.state import Phase, TrainerState
-from prime_protocol.errors import LocalError
 from tests.node.trainer_world import (
     CONFIG,
     GROUPS,
@@ -24,6 +19,11 @@ from tests.node.trainer_world import (
     root_of_backend,
     rows,
 )
+
+from prime_node.trainer.checkpointing import Checkpoints
+from prime_node.trainer.loop import run
+from prime_node.trainer.state import Phase, TrainerState
+from prime_protocol.errors import LocalError
 
 STEPS = 5
 
@@ -106,8 +106,7 @@ async def test_stopping_finishes_the_step_saves_publishes_and_leaves(tmp_path: P
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     trainer = make_trainer(tmp_path / "cut", coordinator)
     training = asyncio.create_task(run(trainer, stop))
-    while len(coordinator.manifests) < 2:
-        await asyncio.sleep(0.001)
+    await coordinator.until(lambda: len(coordinator.manifests) >= 2)
     stop.set()
     assert not await training
     held = trainer.state.step
@@ -121,12 +120,37 @@ async def test_stopping_wakes_a_wait_for_a_batch(tmp_path: Path) -> None:
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     coordinator.gate.clear()  # policy 0 is not taken in, so there is no batch 0
     training = asyncio.create_task(run(make_trainer(tmp_path, coordinator), stop))
-    while not coordinator.asked:
-        await asyncio.sleep(0.001)
+    await coordinator.until(lambda: bool(coordinator.asked))
     stop.set()
     coordinator.gate.set()
     assert not await training
     assert coordinator.roots == [coordinator.roots[0]]
+
+
+@pytest.mark.parametrize("taken_in", [0, 2])
+async def test_stopped_while_the_coordinator_is_away_it_leaves_and_loses_nothing(
+    tmp_path: Path, whole: BatchCoordinator, taken_in: int
+) -> None:
+    """`taken_in`: how many policies the coordinator takes in before it is gone."""
+    coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
+    config = CONFIG.model_copy(update={"leave_seconds": 0.01})
+    training = asyncio.create_task(run(make_trainer(tmp_path, coordinator, config=config), stop))
+    await coordinator.until(lambda: len(coordinator.manifests) >= taken_in)
+    coordinator.away = 10**9
+    asked = coordinator.refused
+    await coordinator.until(lambda: coordinator.refused > asked)
+    stop.set()
+    assert not await training
+    coordinator.away = 0
+    assert await run(make_trainer(tmp_path, coordinator), asyncio.Event())
+    assert coordinator.roots == whole.roots
+
+
+async def test_a_finished_run_is_found_finished(tmp_path: Path, whole: BatchCoordinator, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path / "again")
+    before = list(whole.roots)
+    assert await run(make_trainer(tmp_path / "again", whole), asyncio.Event())
+    assert whole.roots == before
 
 
 async def test_an_absent_coordinator_is_waited_for(tmp_path: Path, whole: BatchCoordinator) -> None:

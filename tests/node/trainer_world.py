@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -131,15 +131,25 @@ class BatchCoordinator:
         self.durable_step = 0
         self.away = 0
         """So many requests get no answer."""
+        self.refused = 0
+        """So many have got none."""
         self.gate = asyncio.Event()
         """Publications wait for it."""
         self.gate.set()
         self.asked: list[int] = []
+        """Steps that a batch was asked for."""
+        self._moved = asyncio.Event()
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that only a request can bring about."""
+        while not happened():
+            self._moved.clear()
+            await self._moved.wait()
 
     async def run_spec(self) -> Envelope:
         return self.run.envelope
 
-    async def head(self) -> Envelope | None:
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
         self._answer()
         return self.manifests[-1].envelope if self.manifests else None
 
@@ -153,9 +163,9 @@ class BatchCoordinator:
         return self.blobs[digest][start:end]
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        self.asked.append(request.step)
         self._answer()
         self.fuse.passes("batch")
-        self.asked.append(request.step)
         self.durable_step = max(self.durable_step, request.durable_step)
         if request.step < self.durable_step:
             raise PeerError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
@@ -188,6 +198,7 @@ class BatchCoordinator:
             check_link(signed.manifest, self.manifests[-1] if self.manifests else None)
             self.decode(signed)
             self.manifests.append(signed)
+            self._moved.set()
         self.fuse.passes("after publish")
 
     def decode(self, signed: SignedManifest) -> Weights:
@@ -202,8 +213,10 @@ class BatchCoordinator:
         return [signed.manifest.state_root for signed in self.manifests]
 
     def _answer(self) -> None:
+        self._moved.set()
         if self.away:
             self.away -= 1
+            self.refused += 1
             raise Unreachable("connection refused")
 
 

@@ -301,9 +301,16 @@ def test_a_state_root_is_the_digest_of_its_table() -> None:
     assert state_root(ROWS) == state_root(ROWS[::-1]) == digest_of(text)
 
 
-@pytest.mark.parametrize(
-    "row", [("c", "bf16", (2, 3), "00" * 32), ("b", "fp16", (2, 3), "00" * 32), ("b", "bf16", (3, 2), "00" * 32), ("b", "bf16", (23,), "00" * 32)]
-)  # fmt: skip
+OTHER_ROWS = [
+    ("c", "bf16", (2, 3), "00" * 32),
+    ("b", "fp16", (2, 3), "00" * 32),
+    ("b", "bf16", (3, 2), "00" * 32),
+    ("b", "bf16", (23,), "00" * 32),
+    ("b", "bf16", (2, 3), "01" * 32),
+]
+
+
+@pytest.mark.parametrize("row", OTHER_ROWS)
 def test_every_column_counts(row: Any) -> None:
     assert state_root([row, ROWS[1]]) != state_root(ROWS)
 

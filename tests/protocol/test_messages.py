@@ -51,12 +51,12 @@ def test_a_request_is_told_by_its_action_and_closed(action: str, raises: Raises)
 def test_a_field_of_the_wrong_kind_is_refused(action: str, field: str, value: object) -> None:
     """Every field takes at most the few of these values that its own schema allows."""
     body = request(action) | {field: value}
-    try:
-        message = parse_json(stamped(body), messages.Stamped)
-    except PeerError as error:
-        assert error.code in (ErrorCode.WRONG_TYPE, ErrorCode.UNKNOWN_FIELD)
+    if (field, value) not in [("policy_versions", []), ("measured", {"x": 1})]:
+        with pytest.raises(PeerError) as caught:
+            parse_json(stamped(body), messages.Stamped)
+        assert caught.value.code in (ErrorCode.WRONG_TYPE, ErrorCode.UNKNOWN_FIELD)
         return
-    assert (field, value) in [("policy_versions", []), ("measured", {"x": 1}), ("worker", None)]
+    message = parse_json(stamped(body), messages.Stamped)
     assert json.loads(message.request.model_dump_json())[field] == value
 
 

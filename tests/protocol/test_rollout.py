@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -114,10 +115,8 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
 
 @given(st.integers(0, len(FRAME) - 1), st.integers(0, 255), st.integers(1, 5_000))
 def test_a_mutated_frame_is_refused_or_gives_its_size(place: int, value: int, size: int) -> None:
-    try:
+    with suppress(PeerError):
         assert len(decompress(FRAME[:place] + bytes([value]) + FRAME[place + 1 :], size=size)) == size
-    except PeerError:
-        pass
 
 
 def test_a_declared_size_over_the_runs_limit_is_refused_before_anything_is_decompressed(

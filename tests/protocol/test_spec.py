@@ -12,7 +12,7 @@ from prime_protocol import assignment, limits, manifest, messages, parcel, rollo
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.limits import Limits
-from prime_protocol.rollout import FinishReason, _LAYOUT
+from prime_protocol.rollout import _LAYOUT, FinishReason
 from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 

@@ -42,9 +42,9 @@ class Rows:
     """Sequences in flight: what the next forward pass continues from. Changed in place by `CausalModel.extend`."""
 
     cache: BatchCache
-    visible_BK: Tensor  # noqa: N815
+    visible_BK: Tensor
     """[B, K] bool: False where a column of the cache is padding."""
-    lengths_B: Tensor  # noqa: N815
+    lengths_B: Tensor
     """[B] int64: tokens so far, padding not counted."""
 
     def select(self, rows_B: Tensor) -> None:
@@ -61,11 +61,14 @@ class CausalModel:
         config = AutoConfig.from_pretrained(folder)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise LocalError(f"{folder}: layers of kind {', '.join(sorted(kinds))}; this engine knows full attention only")
+            raise LocalError(
+                f"{folder}: layers of kind {', '.join(sorted(kinds))}; this engine knows full attention only"
+            )
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)  # type: ignore[no-untyped-call]
+        model.tie_weights()  # where the configuration says so; transformers does it with the initialisation left out above
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
@@ -115,9 +118,7 @@ class CausalModel:
             real_BQ = torch.ones_like(token_ids_BQ, dtype=torch.bool)
         num_new = token_ids_BQ.shape[1]
         causal_QQ = torch.ones(num_new, num_new, dtype=torch.bool, device=self.device).tril()
-        sees_BQK = torch.cat(
-            [rows.visible_BK[:, None].expand(-1, num_new, -1), causal_QQ & real_BQ[:, None, :]], dim=2
-        )
+        sees_BQK = torch.cat([rows.visible_BK[:, None].expand(-1, num_new, -1), causal_QQ & real_BQ[:, None, :]], dim=2)
         # Finite, so that a padding token, which sees nothing, computes something harmless instead of NaN.
         mask_B1QK = torch.zeros(sees_BQK.shape, dtype=self.dtype, device=self.device)
         mask_B1QK = mask_B1QK.masked_fill_(~sees_BQK, torch.finfo(self.dtype).min)[:, None]

@@ -10,7 +10,21 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, Text, delete, event, func, insert, select
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    Column,
+    Index,
+    MetaData,
+    String,
+    Table,
+    Text,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -126,10 +140,10 @@ class SqlStore:
 async def open_sqlite(path: Path) -> SqlStore:
     """Open or make the database of one coordinator."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return await open_url(f"sqlite+aiosqlite:///{path}")
+    return await open_url(URL.create("sqlite+aiosqlite", database=str(path)))
 
 
-async def open_url(url: str) -> SqlStore:
+async def open_url(url: str | URL) -> SqlStore:
     """Any database that SQLAlchemy speaks to asynchronously."""
     engine = create_async_engine(url)
     if engine.dialect.name == "sqlite":

@@ -159,8 +159,8 @@ class TransformersEngine:
             logprobs_N, margins_N = (t.cpu() for t in self._score([requests[i] for i in batch], sampling))
             parts = zip(torch.split(logprobs_N, lengths), torch.split(margins_N, lengths), strict=True)
             found.update(zip(batch, parts, strict=True))
-        pairs = [found[i] for i in range(len(requests))]
-        return Prefill(*(torch.cat(parts).numpy() for parts in zip(*pairs, strict=True)))
+        logprobs_T, margins_T = (torch.cat([torch.empty(0), *(found[i][n] for i in range(len(found)))]) for n in (0, 1))
+        return Prefill(logprobs_T.numpy(), margins_T.numpy())
 
     def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Logprobs and margins, [N] each, of one batch's completion tokens in order."""
@@ -206,7 +206,7 @@ class TransformersEngine:
         return list(places), torch.tensor([places[prompt] for prompt in prompts], device=self._model.device)
 
 
-class _Stopped(Exception):  # noqa: N818 - no error, nobody sees it
+class _Stopped(Exception):
     """The caller was cancelled and no longer waits."""
 
 
@@ -236,9 +236,9 @@ class _Draft:
 class _TokenScores:
     """What a token is chosen by, at N positions."""
 
-    scaled_NV: Tensor  # noqa: N815
+    scaled_NV: Tensor
     """Logits at the sampling temperature."""
-    noisy_NV: Tensor  # noqa: N815
+    noisy_NV: Tensor
     """The same with the seeds' noise: the largest is the token."""
 
     def logprobs(self, tokens_N: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ class VllmEngine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it reports the end of the engine as a failure
             await asyncio.to_thread(llm.shutdown, timeout=CLOSE_SECONDS)
+            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets and leaves their context
 
     async def _start(self) -> None:
         for name, value in ENVIRONMENT.items():

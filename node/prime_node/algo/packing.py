@@ -151,14 +151,12 @@ def _build(
         for piece in row:
             tree.leave()
             for index in piece.members:
-                sample, sequence = samples[index], sequences[index]
-                tree.add(sequence)
+                first_source = len(samples[index].prompt_token_ids) - 1
+                tree.add(sequences[index])
                 members.append(index)
-                targets += sample.completion_token_ids
-                sources += [
-                    place if place < trunk else base + tree.path[place - trunk]
-                    for place in range(len(sample.prompt_token_ids) - 1, len(sequence))
-                ]
+                targets += samples[index].completion_token_ids
+                sources += range(first_source, trunk)
+                sources += [base + node for node in tree.path[max(0, first_source - trunk) :]]
         tree.leave()
         used = len(tree.token_ids)
         num_distinct += used
@@ -193,11 +191,12 @@ class _RowTree:
         """Walk down what the last sequence shares with this one, then branch off."""
         shared = min(_common_prefix(self._sequence, sequence) - self._trunk, len(self.path))
         self._close(max(0, shared))
-        for place in range(self._trunk + len(self.path), len(sequence)):
-            self.path.append(len(self.token_ids))
-            self.token_ids.append(sequence[place])
-            self.positions.append(place)
-            self.ends.append(0)
+        depth = self._trunk + len(self.path)
+        new = sequence[depth:]
+        self.path += range(len(self.token_ids), len(self.token_ids) + len(new))
+        self.token_ids += new
+        self.positions += range(depth, len(sequence))
+        self.ends += [0] * len(new)
         self._sequence = sequence
 
     def leave(self) -> None:

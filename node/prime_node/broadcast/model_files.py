@@ -27,7 +27,7 @@ async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> b
     bound = run.spec.limits.blob_bytes_max
     if file.size > bound:
         raise LimitExceeded("blob_bytes_max", file.size, bound)
-    data = await source.blob(file.digest)
+    data = await source.blob(file.digest, end=file.size)
     if digest_of(data) != file.digest:
         raise PeerError(ErrorCode.DIGEST_MISMATCH, f"model file {file.name} is not the one that the RunSpec names")
     return data

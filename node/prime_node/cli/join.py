@@ -30,7 +30,9 @@ def join(
     engine: Annotated[str | None, typer.Option(help="auto, transformers or vllm.", show_default=False)] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the worker keeps its spool and policies [~/.prime-node/runs/RUN].", show_default=False),
+        typer.Option(
+            help="Where the worker keeps its spool and policies [~/.prime-node/runs/RUN].", show_default=False
+        ),
     ] = None,
     identity: Annotated[
         Path | None,
@@ -91,7 +93,7 @@ async def _join(
             run = await fetch_run(client, link.run, clock=clock, rng=rng)  # waits for a coordinator that is away
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, folder / "model")
-            engine = await wire.engine(settings, model, run, cheat=cheat)
+            engine = wire.engine(settings, model, cheat=cheat)
             try:
                 async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
                     worker = Worker(

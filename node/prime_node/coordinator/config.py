@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from prime_node.config import Settings
+from prime_node.config import Settings, SettingsConfigDict
 
 
 class CoordinatorConfig(Settings):
@@ -20,7 +19,7 @@ class CoordinatorConfig(Settings):
     """Port to listen on; 0 takes any free one."""
     tick_seconds: float = Field(default=0.5, gt=0.0)
     """How often expired leases, silent workers and overdue checks are looked for."""
-    check_seconds: float = Field(default=60.0, gt=0.0)
+    check_seconds: float = Field(default=30.0, gt=0.0)
     """How long a validator has for one bundle before another one gets it."""
     check_attempts_max: int = Field(default=3, ge=1)
     """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""

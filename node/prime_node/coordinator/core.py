@@ -12,7 +12,7 @@ from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.records import Settled, State, Woken
+from prime_node.coordinator.records import Banned, Settled, State, Woken
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -68,6 +68,8 @@ class Core:
                 self.news.publish(effect.topic)
             elif isinstance(effect, Settled):
                 self._follow_bundle(effect)
+            elif isinstance(effect, Banned):
+                log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
 
     def _follow_bundle(self, effect: Settled) -> None:
         if effect.status is BundleStatus.PENDING:

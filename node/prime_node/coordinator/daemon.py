@@ -152,7 +152,7 @@ async def _sweep(core: Core) -> None:
 async def _keep_time(core: Core) -> None:
     """What only the passing of time decides."""
     # Workers may have tried in vain while the daemon was away: they get a moment before their leases expire.
-    grace_s = HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds
+    grace_s = min(HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds, core.run.spec.lease_seconds)
     expire_from_s = core.clock.monotonic_s() + grace_s
     while True:
         await core.clock.sleep(core.config.tick_seconds)

@@ -83,7 +83,7 @@ class LeaseReturned:
 
 @dataclass(frozen=True, slots=True)
 class LeasesExpired:
-    """Leases whose time is up. They lapse."""
+    """Leases whose time is up, or that their worker does not know of. They lapse."""
 
     lease_ids: tuple[str, ...]
     type: Literal["leases_expired"] = "leases_expired"

@@ -62,6 +62,11 @@ async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> Heart
 async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | NotYet:
     """The lowest open slots that the worker's policy may serve; or, at the latest after `wait_s`, why there are none."""
     core.presence.heard(signer, core.clock.monotonic_s())
+    if request.holding is not None:
+        # An answer may have been lost on its way; without this, its groups would wait until the lease expires.
+        unknown = tuple(lease for lease in core.state.workers[signer].leases if lease not in request.holding)
+        if unknown:
+            core.decide(ev.LeasesExpired(unknown))
 
     def look() -> Grant | Refusal:
         require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # things change meanwhile

@@ -275,7 +275,15 @@ class BundleForgotten:
     bundle: str
 
 
-Effect = Woken | Settled | BundleForgotten
+@dataclass(frozen=True, slots=True)
+class Banned:
+    """Effect: a worker was banned; the operator should know."""
+
+    worker: str
+    ban: Ban
+
+
+Effect = Woken | Settled | BundleForgotten | Banned
 
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 

@@ -23,6 +23,7 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.records import (
     AcceptedGroup,
     Ban,
+    Banned,
     BundleForgotten,
     Effect,
     LeaseEnd,
@@ -176,11 +177,12 @@ def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]
 
 
 def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
+    evidence = set(state.evidence)
     effects: list[Effect] = []
     for number in range(state.first_step, event.step):
         step = state.steps.pop(number)
         assert step.fixed
-        effects += [BundleForgotten(bundle) for bundle in step.bundles if bundle not in state.evidence]
+        effects += [BundleForgotten(bundle) for bundle in step.bundles if bundle not in evidence]
     state.first_step = event.step
     return effects
 
@@ -328,7 +330,7 @@ def _ban(state: State, worker: Worker, ban: Ban) -> list[Effect]:
     worker.banned = ban
     if ban.evidence is not None:
         state.evidence.append(ban.evidence)
-    effects = _deactivate(state, worker)
+    effects = [Banned(worker.worker, ban), *_deactivate(state, worker)]
     for bundle in list(worker.pending.values()):
         effects += _refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
     return effects

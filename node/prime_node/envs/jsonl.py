@@ -70,7 +70,9 @@ def _problem(line: str, question_field: str, answer_field: str, answer_after: st
         fields = json.loads(line)
         question, answer = str(fields[question_field]), str(fields[answer_field])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: needs a JSON object with {question_field!r} and {answer_field!r}: {error}") from None
+        raise ValueError(
+            f"{where}: needs a JSON object with {question_field!r} and {answer_field!r}: {error}"
+        ) from None
     if answer_after:
         answer = answer.rpartition(answer_after)[2]
     return SourceProblem(question, answer.strip())

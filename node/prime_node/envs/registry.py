@@ -1,6 +1,6 @@
 """Environments by name. The wire says which implementations there are, so nothing here imports one.
 
-    build_environment(spec, {"jsonl": from_source(JsonlSource), "reasoning_gym": from_source(ReasoningGymSource)})
+Example: build_environment(spec, {"jsonl": from_source(JsonlSource), "reasoning_gym": from_source(ReasoningGymSource)}).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ EnvironmentFactory = Callable[[EnvironmentSpec], Environment]
 def build_environment(spec: EnvironmentSpec, factories: Mapping[str, EnvironmentFactory]) -> Environment:
     """The environment that a RunSpec describes. Raises LocalError with what is wrong with its description."""
     if spec.id not in factories:
-        raise LocalError(f"environment {spec.name}: no implementation {spec.id!r}; there are {', '.join(sorted(factories))}")
+        raise LocalError(
+            f"environment {spec.name}: no implementation {spec.id!r}; there are {', '.join(sorted(factories))}"
+        )
     try:
         return factories[spec.id](spec)
     except (TypeError, ValueError, OSError) as error:

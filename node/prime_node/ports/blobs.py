@@ -14,7 +14,7 @@ class Blobs(Protocol):
         ...
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end). Raises KeyError where there is no such blob. The caller checks the digest if he does not trust the disk."""
+        """Bytes [start, end). Raises KeyError where there is none. The caller checks the digest if he does not trust the disk."""
         ...
 
     async def size(self, digest: str) -> int:

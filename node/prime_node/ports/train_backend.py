@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
 from prime_protocol.weights import Weights
 
@@ -109,5 +110,5 @@ class TrainBackend(Protocol):
         ...
 
 
-class TrainingDiverged(Exception):
+class TrainingDiverged(LocalError):
     """Loss or gradient is NaN or infinite. The weights are still those of before the step."""

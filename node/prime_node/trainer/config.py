@@ -116,3 +116,5 @@ class TrainerConfig(Settings):
     """How long the coordinator may hold a request for a batch."""
     fetches_max: int = Field(default=8, ge=1)
     """Bundles that are fetched at once."""
+    leave_seconds: float = Field(default=10.0, ge=0.0)
+    """When it is stopped while the coordinator is away: how long to wait for it."""

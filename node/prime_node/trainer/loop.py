@@ -1,8 +1,9 @@
 """The trainer's loop.
 
 Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch) and, when more than async_level policies are
-unpublished, for the publisher; the publisher's failure ends both waits. The feed fetches step n + 1 and the publisher announces policy n while the backend's thread
-works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and published.
+unpublished, for the publisher; the publisher's failure ends both waits. The feed fetches step n + 1 and the publisher announces
+policy n while the backend's thread works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and
+published. Where the coordinator is away just then, `leave_seconds` end the wait for it: the next start announces what is left.
 
 Order within a step: train, save, publish. Killed between any two, the newest checkpoint is found again, the steps after it are
 computed again from the same batches, and the publisher compares each with what it has already published.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from prime_node.algo.advantages import find_advantage
 from prime_node.algo.filters import find_filters
@@ -32,13 +35,12 @@ async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
         await trainer.resume()
         if trainer.state.phase is Phase.SFT:
             await teach(trainer, stop)
-        if trainer.state.phase is Phase.RL:
-            await trainer.publisher.start()
+        if trainer.state.phase is Phase.RL and await _unless_left(trainer, stop, trainer.publisher.start()):
             await reinforce(trainer, stop)
-            await trainer.publisher.flush()
+            await _unless_left(trainer, stop, trainer.publisher.flush())
     finally:
         await trainer.close()
-    return trainer.state.phase is Phase.RL and trainer.state.step == trainer.run.spec.max_steps
+    return trainer.publisher.head == trainer.run.spec.max_steps
 
 
 async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
@@ -51,7 +53,7 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
     damping = None if config.lr_damping_nats is None else Damping(config.lr_damping_nats)
 
     await trainer.save()
-    await trainer.publish()
+    await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
     while trainer.state.step < max_steps and not stop.is_set():
         step = trainer.state.step
@@ -70,7 +72,7 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
         trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest)
         await trainer.save_if_due()
         saved_s = trainer.clock.monotonic_s()
-        await trainer.publish()
+        await _unless_left(trainer, stop, trainer.publish())
         published_s = trainer.clock.monotonic_s()
         trainer.metrics.record(
             step=step,
@@ -107,3 +109,20 @@ async def _next_batch(trainer: Trainer, stop: asyncio.Event) -> StepBatch | None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_left(trainer: Trainer, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Wait for the coordinator to take something; once `stop` is set, no longer than `leave_seconds`. True if it was done."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working,), timeout=trainer.config.leave_seconds)
+        if not working.done():
+            log.warning("leaving while the coordinator is away; the next start announces what is left")
+            return False
+        working.result()
+        return True
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

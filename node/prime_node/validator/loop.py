@@ -24,6 +24,7 @@ from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, op
 from prime_protocol.errors import PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Ju
         except TimeoutError:
             log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
             return None
+        except PeerError as error:  # published broken: no validator can judge it
+            return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
         await validator.scorer.load(weights, policy_version=version)
         validator.loaded = version
     return await judge_bundle(

@@ -21,7 +21,7 @@ from prime_protocol.codec.kernels.vector import (
 )
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
 
-CLASS_PRICE = 220.0
+CLASS_PRICE = 120.0
 """Bits that a class has to save: about 35 for its row of the plan, the rest for the time that it takes in both directions."""
 
 

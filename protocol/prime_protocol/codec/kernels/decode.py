@@ -44,7 +44,10 @@ REASONS = (
     "the number of escapes does not match the bytes at the end",
     "its classes do not fit this base",
 )
-TRAILING, MISFIT = 5, 6
+CUT, PARAMETERS, BEHIND, STEP, TRAILING, MISFIT = range(1, 7)
+"""Places in REASONS."""
+MAGNITUDE_MAX = 128
+"""The escape's; other steps are smaller."""
 HAS_PLANES = 1
 
 
@@ -95,14 +98,14 @@ def read_plan(octets, end, num_classes, count, plan):
         row = plan[number]
         row[:] = 0
         if position > end:
-            return int64(-1), int64(1)
+            return int64(-1), int64(CUT)
         coder = take(octets, position, 2)
         position += 2
         if coder == EMPTY:
             continue
         size, position = take_length(octets, position)
         if coder > PLANE or size < 1 or size > count:
-            return int64(-1), int64(2)
+            return int64(-1), int64(PARAMETERS)
         row[CODER], row[COUNT] = coder, size
         if coder == PLANE:
             in_planes += size
@@ -113,32 +116,28 @@ def read_plan(octets, end, num_classes, count, plan):
         row[MAGNITUDES] = take(octets, position + 5, 2)
         position += 7
         if row[GAP_BITS] > PARAMETER_BITS_MAX:
-            return int64(-1), int64(2)
+            return int64(-1), int64(PARAMETERS)
         if row[MAGNITUDES] == EXCEPTIONS:
             row[NUM_EXCEPTIONS], position = take_length(octets, position)
             row[MAGNITUDE_BITS] = take(octets, position, 5)
             position += 5
             if row[NUM_EXCEPTIONS] < 1 or row[NUM_EXCEPTIONS] > size or row[MAGNITUDE_BITS] > PARAMETER_BITS_MAX:
-                return int64(-1), int64(2)
+                return int64(-1), int64(PARAMETERS)
         elif row[MAGNITUDES] != ONES:
             row[MAGNITUDE_BITS] = take(octets, position, 3)
             position += 3
     escapes, position = take_length(octets, position)
     if position > end:
-        return int64(-1), int64(1)
+        return int64(-1), int64(CUT)
     if escapes < 1 or escapes - 1 > count or changes + in_planes > count:
-        return int64(-1), int64(2)
+        return int64(-1), int64(PARAMETERS)
     return position, escapes - 1
 
 
-@kernel
-def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients, places):
-    """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
-
-    Everything that `scatter_steps` uses as an index has been checked when this returns a position.
-    """
-    sign_at = position
-    low_at, unary_at, num_places = position, position, int64(0)
+@inline
+def streams(plan, num_classes, position):
+    """Where the low bits and the unary codes begin, the signs beginning at `position`."""
+    low_at, unary_at = position, position
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] == SPARSE:
@@ -148,66 +147,94 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
                 unary_at += row[NUM_EXCEPTIONS] * row[MAGNITUDE_BITS]
             elif row[MAGNITUDES] != ONES:
                 unary_at += row[COUNT] * row[MAGNITUDE_BITS]
+    return low_at, unary_at
+
+
+@inline
+def take_sums(octets, low_at, bits, size, quotients, first, found):
+    """Running sums of `size` gaps, as ranks behind `first`. Returns the last one and where the next low bits begin."""
+    rank = int64(-1)
+    for j in range(size):
+        rank += ((int64(quotients[j]) << bits) | take(octets, low_at, bits)) + 1
+        low_at += bits
+        found[first + j] = rank
+    return rank, low_at
+
+
+@kernel
+def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients, places):
+    """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
+
+    Everything that `scatter_steps` uses as an index has been checked when this returns a position.
+    """
+    (low_at, unary_at), num_places = streams(plan, num_classes, position), int64(0)
     if unary_at > end:
-        return int64(-1)
+        return int64(-CUT)
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] != SPARSE:
             continue
-        first, size, bits = row[FIRST], row[COUNT], row[GAP_BITS]
+        first, size, kind = row[FIRST], row[COUNT], row[MAGNITUDES]
         unary_at = take_unary(octets, unary_at, end, size, quotients)
         if unary_at < 0:
-            return int64(-1)
-        rank = int64(-1)
-        for j in range(size):
-            rank += ((int64(quotients[j]) << bits) | take(octets, low_at, bits)) + 1
-            low_at += bits
-            ranks[first + j] = rank
+            return int64(-CUT)
+        rank, low_at = take_sums(octets, low_at, row[GAP_BITS], size, quotients, first, ranks)
         if rank >= count:
-            return int64(-3)
+            return int64(-BEHIND)
         steps[first : first + size] = 1
-        kind, bits = row[MAGNITUDES], row[MAGNITUDE_BITS]
         if kind == EXCEPTIONS:
-            unary_at = take_unary(octets, unary_at, end, row[NUM_EXCEPTIONS], quotients)
-            if unary_at < 0:
-                return int64(-1)
-            j = int64(-1)
-            for e in range(row[NUM_EXCEPTIONS]):
-                j += ((int64(quotients[e]) << bits) | take(octets, low_at, bits)) + 1
-                low_at += bits
-                if j >= size:
-                    return int64(-4)
-                places[num_places + e] = first + j
-            unary_at = take_unary(octets, unary_at, end, row[NUM_EXCEPTIONS], quotients)
-            if unary_at < 0:
-                return int64(-1)
-            for e in range(row[NUM_EXCEPTIONS]):
-                if quotients[e] > PREFIX_MAX:
-                    return int64(-4)
-                steps[places[num_places + e]] = 1 + (int64(1) << int64(quotients[e]))
+            unary_at, low_at = read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places)
             num_places += row[NUM_EXCEPTIONS]
         elif kind != ONES:
-            unary_at = take_unary(octets, unary_at, end, size, quotients)
-            if unary_at < 0:
-                return int64(-1)
-            for j in range(size):
-                quotient = int64(quotients[j])
-                low = take(octets, low_at, bits)
-                low_at += bits
-                if kind == GOLOMB:
-                    if quotient > PREFIX_MAX:
-                        return int64(-4)
-                    quotient = (int64(1) << quotient) - 1
-                if quotient > 127:
-                    return int64(-4)
-                value = 1 + ((quotient << bits) | low)
-                if value > 128:
-                    return int64(-4)
-                steps[first + j] = value
+            unary_at, low_at = read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients)
+        if unary_at < 0:
+            return unary_at
     unary_at = read_suffixes(octets, unary_at, end, num_classes, plan, steps, places)
     if unary_at < 0:
         return unary_at
-    return unary_at if read_signs(octets, sign_at, num_classes, plan, steps) else int64(-4)
+    return unary_at if read_signs(octets, position, num_classes, plan, steps) else int64(-STEP)
+
+
+@inline
+def read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places):
+    """Mark a class's exceptions with 1 + 2^prefix. Returns both positions, the first one a reason if negative."""
+    size = row[NUM_EXCEPTIONS]
+    unary_at = take_unary(octets, unary_at, end, size, quotients)
+    if unary_at < 0:
+        return int64(-CUT), low_at
+    last, low_at = take_sums(octets, low_at, row[MAGNITUDE_BITS], size, quotients, num_places, places)
+    if last >= row[COUNT]:
+        return int64(-STEP), low_at
+    unary_at = take_unary(octets, unary_at, end, size, quotients)
+    if unary_at < 0:
+        return int64(-CUT), low_at
+    for e in range(size):
+        if quotients[e] > PREFIX_MAX:
+            return int64(-STEP), low_at
+        places[num_places + e] += row[FIRST]
+        steps[places[num_places + e]] = 1 + (int64(1) << int64(quotients[e]))
+    return unary_at, low_at
+
+
+@inline
+def read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients):
+    """A class's magnitudes by RICE, or by GOLOMB without suffixes. Returns as `read_exceptions` does."""
+    size, bits, golomb = row[COUNT], row[MAGNITUDE_BITS], row[MAGNITUDES] == GOLOMB
+    unary_at = take_unary(octets, unary_at, end, size, quotients)
+    if unary_at < 0:
+        return int64(-CUT), low_at
+    for j in range(size):
+        quotient = int64(quotients[j])
+        if quotient > (PREFIX_MAX if golomb else MAGNITUDE_MAX):
+            return int64(-STEP), low_at
+        if golomb:
+            quotient = (int64(1) << quotient) - 1
+        value = 1 + ((quotient << bits) | take(octets, low_at, bits))
+        low_at += bits
+        if value > MAGNITUDE_MAX:
+            return int64(-STEP), low_at
+        steps[row[FIRST] + j] = value
+    return unary_at, low_at
 
 
 @inline
@@ -228,15 +255,15 @@ def read_suffixes(octets, position, end, num_classes, plan, steps, places):
                 length = floor_log2(value)
                 steps[j] += take(octets, position, length) << bits
                 position += length
-                if steps[j] > 128 or position > end:
-                    return int64(-4)
+                if steps[j] > MAGNITUDE_MAX or position > end:
+                    return int64(-STEP)
         num_places += row[NUM_EXCEPTIONS]
     return position
 
 
 @inline
 def read_signs(octets, position, num_classes, plan, steps):
-    """Give the magnitudes their signs, 32 at a time. False if 128, the escape's magnitude, has the wrong one."""
+    """Give the magnitudes their signs, 32 at a time. False if the escape's magnitude has the wrong one."""
     total, wrong = int64(0), int64(0)
     for number in range(num_classes):
         if plan[number, CODER] == SPARSE:
@@ -246,7 +273,7 @@ def read_signs(octets, position, num_classes, plan, steps):
         position += 32
         for j in range(min(32, total - begin)):
             negative = int64((word >> uint64(j)) & uint64(1))
-            wrong += (steps[begin + j] == 128) & (negative == 0)
+            wrong += (steps[begin + j] == MAGNITUDE_MAX) & (negative == 0)
             steps[begin + j] = (steps[begin + j] ^ -negative) + negative
     return wrong == 0
 
