@@ -5,6 +5,11 @@
 
 A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
 synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
+
+Invariant: there is always one from which every unannounced policy can be made again. The trainer runs ahead of the publisher, so
+the newest checkpoint may hold policy 7 while policy 5 was still on its way when the process died; whoever resumed at 7 could
+never announce 5 and 6. A checkpoint at step n is of use once policy n - 1 is announced: `head`, the newest announced policy,
+decides which is taken up and which may be deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ class Checkpoints:
         self._run = run
         self._kept = kept
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainerState, write: Callable[[Path], None], *, head: int) -> None:
         """Durable when it returns. `write` fills an empty folder. Raises LocalError; the older checkpoints stay whole."""
         target = self._folder / f"{state.sft_step:08d}-{state.step:08d}"
         if target.exists():
@@ -49,17 +54,32 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise LocalError(f"checkpoint {target} cannot be written: {error}. The one before it is whole") from None
-        for old in self._complete()[: -self._kept]:
+        for old in self._usable(head)[: -self._kept]:
             shutil.rmtree(old)
 
-    def newest(self) -> tuple[TrainerState, Path] | None:
-        """The newest complete checkpoint, after removing what a crash left half written. Raises LocalError."""
+    def durable_step(self, head: int) -> int:
+        """The step that a trainer killed now would resume at."""
+        usable = self._usable(head)
+        return _step_of(usable[-1]) if usable else 0
+
+    def newest(self, *, head: int) -> tuple[TrainerState, Path] | None:
+        """The one to resume from; None where there is none at all. Raises LocalError.
+
+        What a crash left half written is removed, and so is what is ahead of it: those steps will be computed again.
+        """
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
-        complete = self._complete()
+        complete, usable = self._complete(), self._usable(head)
         if not complete:
             return None
-        path = complete[-1]
+        if not usable:
+            raise LocalError(
+                f"the checkpoints in {self._folder} begin at step {_step_of(complete[0])}, but the coordinator's newest policy is"
+                f" {head}: it lost what it had, or this is another run's folder"
+            )
+        for ahead in complete[len(usable) :]:
+            shutil.rmtree(ahead)
+        path = usable[-1]
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
@@ -71,7 +91,15 @@ class Checkpoints:
         return state, path
 
     def _complete(self) -> list[Path]:
+        """Oldest first."""
         return sorted(path for path in self._folder.glob("*-*") if path.suffix != _PARTIAL)
+
+    def _usable(self, head: int) -> list[Path]:
+        return [path for path in self._complete() if _step_of(path) <= head + 1]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2])
 
 
 def _sync(path: Path) -> None:

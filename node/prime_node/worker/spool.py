@@ -25,7 +25,6 @@ from typing import NoReturn
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.backoff import Backoff
-from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import UploadReply
 
@@ -72,15 +71,20 @@ class Spool:
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self._entries)
 
-    async def put(self, parcel: bytes) -> None:
-        """Keep a bundle. Durable when it returns; waits while the spool is full. Raises LocalError."""
+    @property
+    def lease_ids(self) -> list[str]:
+        """Leases whose bundles wait, oldest first; it stands in the files' names."""
+        return [entry.path.stem.partition("-")[2] for entry in self._entries]
+
+    async def put(self, parcel: bytes, lease_id: str) -> None:
+        """Keep the bundle of a lease. Durable when it returns; waits while the spool is full. Raises LocalError."""
         async with self._changed:
             if self._is_full(len(parcel)):
                 log.warning(
                     "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
                 )
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
-            path = self._folder / f"{self._next:012d}-{digest_of(parcel)[:16]}.parcel"
+            path = self._folder / f"{self._next:012d}-{lease_id}.parcel"
             self._next += 1
             try:
                 await asyncio.to_thread(_write_durably, path, parcel)
