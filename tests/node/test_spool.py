@@ -21,7 +21,6 @@ from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.messages import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
-
 LEASE = digest_of(b"lease")
 
 

@@ -203,7 +203,7 @@ async def test_killed_while_it_was_ahead_of_the_publisher_it_announces_what_was_
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").iterdir())
+    return sorted(int(path.name.partition("-step-")[2]) for path in (folder / "checkpoints").glob("*-step-*"))
 
 
 RL = TrainerState(run="0" * 64, phase=Phase.RL)
@@ -241,6 +241,16 @@ def test_only_checkpoints_that_nobody_can_need_are_deleted(tmp_path: Path) -> No
     assert checkpoint_steps(tmp_path) == [3]
 
 
+def test_checkpoints_of_both_phases_are_found_in_the_order_of_training(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=9)
+    taught = RL.updated(phase=Phase.SFT, sft_step=20)
+    for state in (taught.updated(sft_step=10), taught, taught.updated(phase=Phase.RL)):
+        checkpoints.save(state, write, head=-1)
+        found = checkpoints.newest(head=-1)
+        assert found is not None
+        assert found[0] == state
+
+
 def test_a_coordinator_that_lost_its_policies_is_an_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=1)
     checkpoints.save(RL.updated(step=7), write, head=6)
@@ -257,6 +267,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
     checkpoints.save(RL, write, head=-1)
-    (tmp_path / "00000000-00000000" / "state.json").write_text("{")
+    (tmp_path / "00000000-step-00000000" / "state.json").write_text("{")
     with pytest.raises(LocalError, match="Delete it to go on from the one before"):
         checkpoints.newest(head=-1)

@@ -82,6 +82,7 @@ class CausalModel:
         """Other names of parameters, such as that of an output head that is the embedding: name -> parameter."""
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
+        self.positions_max: int | None = getattr(config, "max_position_embeddings", None)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize

@@ -77,10 +77,11 @@ class VllmEngine:
         """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together."""
         self._folder = folder
         self._dtype = ("fp32" if current_platform.is_cpu() else "bf16") if dtype == "auto" else dtype
-        self._context_tokens_max = context_tokens_max
         self._sequences_max = sequences_max
         self._cpu_cache_gib = cpu_cache_gib
         self._reference = CausalModel(folder, dtype="fp32", device="cpu")  # never loaded: its memory stays untouched
+        bounds = [bound for bound in (context_tokens_max, self._reference.positions_max) if bound is not None]
+        self._context_tokens_max = min(bounds, default=None)
         self._unties = current_platform.is_cpu() and bool(self._reference.tied)
         self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None

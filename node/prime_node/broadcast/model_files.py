@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from prime_node.ports.transport import CheckpointSource
@@ -12,15 +13,22 @@ from prime_protocol.run_spec import ModelFile, PinnedRun
 
 async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
     """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError."""
-    folder.mkdir(parents=True, exist_ok=True)
     for file in run.spec.model_files:
         path = folder / file.name
-        if not path.exists() or digest_of(path.read_bytes()) != file.digest:
-            data = await _fetch(source, file, run)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_bytes(data)
-            partial.replace(path)
+        if not await asyncio.to_thread(_is_there, path, file):
+            await asyncio.to_thread(_write, path, await _fetch(source, file, run))
     return folder
+
+
+def _is_there(path: Path, file: ModelFile) -> bool:
+    return path.exists() and digest_of(path.read_bytes()) == file.digest
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> bytes:

@@ -93,7 +93,7 @@ async def _join(
             run = await fetch_run(client, link.run, clock=clock, rng=rng)  # waits for a coordinator that is away
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, folder / "model")
-            engine = wire.engine(settings, model, cheat=cheat)
+            engine = wire.engine(settings, model, run, cheat=cheat)
             try:
                 async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
                     worker = Worker(

@@ -1,7 +1,9 @@
 """The trainer's own checkpoints: one folder each, whole or not there.
 
-    checkpoints/SFTSTEP-STEP/state.json    TrainerState
-    checkpoints/SFTSTEP-STEP/...           whatever the backend saves
+    checkpoints/00000140-sft/              within the supervised phase, after 140 of its steps
+    checkpoints/00000210-step-00000040/    that phase took 210 steps; holds policy 40
+        state.json                         TrainerState
+        ...                                whatever the backend saves
 
 A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
 synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prime_node.trainer.state import TrainerState
+from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError
 
 _STATE_FILE = "state.json"
@@ -39,7 +41,7 @@ class Checkpoints:
 
     def save(self, state: TrainerState, write: Callable[[Path], None], *, head: int) -> None:
         """Durable when it returns. `write` fills an empty folder. Raises LocalError; the older checkpoints stay whole."""
-        target = self._folder / f"{state.sft_step:08d}-{state.step:08d}"
+        target = self._folder / _name_of(state)
         if target.exists():
             return
         partial = target.with_suffix(_PARTIAL)
@@ -98,8 +100,17 @@ class Checkpoints:
         return [path for path in self._complete() if _step_of(path) <= head + 1]
 
 
+def _name_of(state: TrainerState) -> str:
+    """Names sort in the order of training."""
+    if state.phase is Phase.SFT:
+        return f"{state.sft_step:08d}-sft"
+    return f"{state.sft_step:08d}-step-{state.step:08d}"
+
+
 def _step_of(path: Path) -> int:
-    return int(path.name.partition("-")[2])
+    """The step that it resumes at; 0 within the supervised phase."""
+    _, _, step = path.name.partition("-step-")
+    return int(step or 0)
 
 
 def _sync(path: Path) -> None:

@@ -5,9 +5,9 @@ unpublished, for the publisher; the publisher's failure ends both waits. The fee
 policy n while the backend's thread works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and
 published. Where the coordinator is away just then, `leave_seconds` end the wait for it: the next start announces what is left.
 
-Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of what was announced is
-found again, the steps after it are computed again from the same batches, and the publisher compares each with what it has
-already announced.
+Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of the announced
+policies is found again, the steps after it are computed again from the same batches, and the publisher compares each with what
+it has announced already.
 """
 
 from __future__ import annotations
