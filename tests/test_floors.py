@@ -27,7 +27,7 @@ FLOORS = (
     {"worker", "coordinator", "validator", "trainer", "adapters"},
     {"broadcast"},
     {"replay", "algo", "envs"},
-    {"config", "observe"},
+    {"config", "observe", "files", "keyfile", "patience"},
     {"ports"},
     {"prime_node"},
     {"prime_protocol"},

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import TrainerPort
-from prime_node.replay.patience import ask_until_answered
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
 from prime_protocol.errors import LocalError

@@ -108,7 +108,7 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
 async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
     """The run's configuration and tokenizer, verified."""
-    from prime_node.broadcast.model_files import fetch_model_files
+    from prime_node.broadcast.pinned import fetch_model_files
 
     return await fetch_model_files(source, run, folder)
 

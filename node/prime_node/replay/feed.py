@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 
+from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
 from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
-from prime_node.replay.patience import SAY_AGAIN_S, ask_until_answered
 from prime_protocol.envelope import Envelope
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
 from prime_protocol.run_spec import PinnedRun

@@ -16,13 +16,13 @@ decides which is taken up and which may be deleted.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from prime_node.files import sync
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError
 
@@ -50,9 +50,9 @@ class Checkpoints:
             write(partial)
             (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
             partial.rename(target)
-            _sync(self._folder)
+            sync(self._folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise LocalError(f"checkpoint {target} cannot be written: {error}. The one before it is whole") from None
@@ -111,11 +111,3 @@ def _step_of(path: Path) -> int:
     """The step that it resumes at; 0 within the supervised phase."""
     _, _, step = path.name.partition("-step-")
     return int(step or 0)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from prime_node.files import write_durably
+from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
-from prime_node.worker.backoff import Backoff
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import UploadReply
 
@@ -87,7 +87,7 @@ class Spool:
             path = self._folder / f"{self._next:012d}-{lease_id}.parcel"
             self._next += 1
             try:
-                await asyncio.to_thread(_write_durably, path, parcel)
+                await asyncio.to_thread(write_durably, path, parcel)
             except OSError as error:
                 raise self._disk_fault(error) from None
             self._entries.append(_Entry(path, len(parcel)))
@@ -149,18 +149,3 @@ class Spool:
 
     def _disk_fault(self, error: OSError) -> LocalError:
         return LocalError(f"spool {self._folder}: {error.strerror or error}; free some space or choose another folder")
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Whole and on the disk, or not there."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,14 +1,22 @@
-"""A run's model files: configuration and tokenizer, fetched by digest and written to a folder."""
+"""What a join link pins: the RunSpec, and through it configuration and tokenizer. Fetched by digest, from anywhere."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+from prime_node.patience import ask_until_answered
+from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
-from prime_protocol.run_spec import ModelFile, PinnedRun
+from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
+
+
+async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock) -> PinnedRun:
+    """The RunSpec of that digest, waiting for a source that is away. Raises PeerError for a wrong one."""
+    envelope = await ask_until_answered(source.run_spec, what="the run's description", clock=clock)
+    return open_run_spec(envelope, pinned=pinned)
 
 
 async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:

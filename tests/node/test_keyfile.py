@@ -1,4 +1,4 @@
-"""The worker's key file."""
+"""Key files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.worker.identity import load_or_create
+from prime_node.keyfile import load_or_create
 from prime_node.worker.lock import FolderLock
 from prime_protocol.errors import LocalError
 
