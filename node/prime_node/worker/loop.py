@@ -200,9 +200,7 @@ async def _next_lease(worker: Worker) -> Lease:
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
         except PeerError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
-        if reason != worker.waiting_for:
-            log.info("waiting: %s", reason)
-        worker.waiting_for = reason
+        worker.waiting_for = reason  # the status line shows it
         await worker.clock.sleep(pause_s)
 
 
