@@ -70,12 +70,12 @@ class AuditReport:
     num_bytes: int
     """Bytes of parts that were hashed."""
 
-    checks_due: int = len(TITLES)
-    """How many had to be made; the proof of a single tensor leaves two out."""
+    due: tuple[int, ...] = tuple(TITLES)
+    """The checks that had to be made; the proof of a single tensor leaves two out."""
 
     @property
     def passed(self) -> bool:
-        return len(self.checks) == self.checks_due and all(check.passed for check in self.checks)
+        return tuple(check.number for check in self.checks if check.passed) == self.due
 
     @property
     def failure(self) -> Check | None:
@@ -100,6 +100,7 @@ async def audit(
     policy_version: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
+    on_total: Callable[[int], None] = lambda _: None,
     on_verified: Callable[[Verified], None] | None = None,
 ) -> AuditReport:
     """Check the head, or policy `policy_version` and how the head follows from it, or with `chain` everything
@@ -107,10 +108,10 @@ async def audit(
 
     `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so.
     Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no
-    forgery. `on_bytes` hears of each part that was hashed; `on_verified` gets the policy asked for, once every check
-    has passed. Never raises for what a source does.
+    forgery. `on_total` hears how many bytes there are, `on_bytes` of each part that was hashed, and
+    `on_verified` gets the policy asked for, once every check has passed. Never raises for what a source does.
     """
-    work = Audit(source, on_check, on_bytes, keep_weights=on_verified is not None)
+    work = Audit(source, on_check, on_bytes, on_total, keep_weights=on_verified is not None)
     try:
         await work.all_checks(run, chain=chain, policy_version=policy_version)
     except (PeerError, Unreachable) as error:
@@ -128,6 +129,8 @@ class Audit:
     source: CheckpointSource
     on_check: Callable[[Check], None]
     on_bytes: Callable[[int], None]
+    on_total: Callable[[int], None] = lambda _: None
+    due: tuple[int, ...] = tuple(TITLES)
     keep_weights: bool = False
     """Whether the wanted policy's weights and the model files outlive their check."""
     checks: list[Check] = field(default_factory=list)
@@ -143,6 +146,8 @@ class Audit:
     """Of the manifests that were opened."""
     bases: dict[int, int | None] = field(default_factory=dict)
     """What each of them is a delta of."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each one's parts."""
     num_parts: int = 0
     num_chunks: int = 0
     num_tensors: int = 0
@@ -155,6 +160,7 @@ class Audit:
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
         assert self.pinned is not None
         assert self.head is not None
+        self.on_total(sum(self.sizes.values() if chain else (manifest.sent_bytes for manifest in path)))
         await (self._all_bytes(self.head) if chain else self._bytes_of(path))
         self._about_bytes()
         await self._model_files()
@@ -227,6 +233,7 @@ class Audit:
             raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
         self.digests[version] = signed.digest
         self.bases[version] = None if base is None else base.policy_version
+        self.sizes[version] = signed.manifest.sent_bytes
 
     async def _wanted(self, head: SignedManifest, policy_version: int | None) -> SignedManifest:
         newest = head.manifest.policy_version
@@ -386,7 +393,7 @@ class Audit:
             self.established(2, f"{len(self.digests)} signed by the run's trainer")
         if len(self.checks) < 3 and at > 3:
             self.established(3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots")
-        if len(self.checks) < 5 and at > 5:
+        if 5 in self.due and len(self.checks) < 5 and at > 5:
             self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
         if len(self.checks) < 6 and at > 6:
             self.established(6, f"{self.num_chunks} with their digests so far")
@@ -403,6 +410,7 @@ class Audit:
             num_manifests=len(self.digests),
             num_policies=self.num_policies,
             num_bytes=self.num_bytes,
+            due=self.due,
         )
 
 

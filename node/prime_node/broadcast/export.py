@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from prime_node.broadcast.attestation import sign_statement, statement
@@ -38,15 +38,15 @@ def export(
     software: str,
     key: SigningKey | None = None,
     shard_bytes: int = SHARD_BYTES,
-    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, str]:
     """Write the directory. Returns file name -> SHA-256. Raises LocalError, and leaves nothing behind then."""
     check_free(folder)
+    _check_names(verified)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "provenance").mkdir(parents=True)
-        files = _write(verified, partial, shard_bytes=shard_bytes, on_bytes=on_bytes)
+        files = _write(verified, partial, shard_bytes=shard_bytes)
         said = statement(files, verified.run, verified.signed, software=software)
         (partial / PROVENANCE_FILE).write_bytes(said)
         if key is not None:
@@ -68,6 +68,13 @@ def check_free(folder: Path) -> None:
         raise LocalError(f"{folder} is not empty; export to a new folder")
 
 
+def _check_names(verified: Verified) -> None:
+    """A model file of the run may not pass for one that the export writes. Raises LocalError."""
+    for name in map(str.casefold, verified.model_files):
+        if name.startswith("provenance") or ".safetensors" in name:
+            raise LocalError(f"the run has a model file {name}; an export writes a file of that name itself")
+
+
 def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
     """The tensors in their own order, as many to a file as fit; one that is larger has a file to itself."""
     shards: list[list[str]] = [[]]
@@ -82,9 +89,7 @@ def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
         yield {name: weights[name] for name in names}
 
 
-def _write(
-    verified: Verified, folder: Path, *, shard_bytes: int, on_bytes: Callable[[int], None]
-) -> dict[str, str]:
+def _write(verified: Verified, folder: Path, *, shard_bytes: int) -> dict[str, str]:
     files: dict[str, str] = {}
     small = {
         **verified.model_files,
@@ -97,13 +102,10 @@ def _write(
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         files[name] = write_safetensors(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
-        on_bytes(num_bytes(shard))
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes(verified.weights)}, "weight_map": weight_map}
         small[INDEX_FILE] = (json.dumps(index, indent=1) + "\n").encode()
     for name, data in small.items():
-        if (folder / name).exists():
-            raise LocalError(f"the run's model file {name} has the name of another file of the export")
         (folder / name).write_bytes(data)
         files[name] = hashlib.sha256(data).hexdigest()
     return files
