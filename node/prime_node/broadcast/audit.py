@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from prime_node.broadcast.audit_report import TITLES, AuditReport, Check
 from prime_node.broadcast.verified_parts import CheckFailed, feed_parts
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
@@ -29,57 +30,7 @@ from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.weights import Weights
 
-TITLES = {
-    1: "run",
-    2: "signatures",
-    3: "manifests",
-    4: "chain",
-    5: "parts",
-    6: "chunks",
-    7: "tensors",
-    8: "model files",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check's outcome. Example: Check(5, passed=True, detail="3 parts, 4,096 bytes")."""
-
-    number: int
-    passed: bool
-    detail: str
-    """What was established, or why it does not hold."""
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.number]
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """What an audit found."""
-
-    checks: tuple[Check, ...]
-    run: str | None
-    """Digest of the RunSpec, once it was verified."""
-    policy_version: int
-    """The head; -1 where none was verified."""
-    num_manifests: int
-    num_policies: int
-    """Policies whose every byte was verified."""
-    num_bytes: int
-    """Bytes of parts that were hashed."""
-
-    due: tuple[int, ...] = tuple(TITLES)
-    """The checks that had to be made; the proof of a single tensor leaves two out."""
-
-    @property
-    def passed(self) -> bool:
-        return tuple(check.number for check in self.checks if check.passed) == self.due
-
-    @property
-    def failure(self) -> Check | None:
-        return next((check for check in self.checks if not check.passed), None)
+__all__ = ["TITLES", "Audit", "AuditReport", "Check", "Verified", "audit"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def read_weights(path: Path) -> dict[str, WeightTensor]:
     for file in _files_of(path):
         try:
             found = _read_file(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise LocalError(f"{file} is no safetensors file: {error}") from None
         if twice := weights.keys() & found.keys():
             raise LocalError(f"{path}: tensor {min(twice)} is in two files")
@@ -102,7 +102,7 @@ def _files_of(path: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LocalError(f"{index} is no index of safetensors files: {error!r:.200}") from None
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise LocalError(f"{index} names files outside of its folder")
@@ -124,19 +124,14 @@ def _read_file(path: Path) -> dict[str, WeightTensor]:
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     header.pop("__metadata__", None)
+    whole = np.asarray(np.memmap(path, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
     start_of_data, covered, weights = 8 + header_bytes, [(0, 0)], {}
     for name, entry in header.items():
         dtype, shape, start, end = _entry(name, entry)
         if end - start != prod(shape) * DTYPES[dtype] or start_of_data + end > size:
             raise ValueError(f"{name} does not have the bytes of its shape")
         covered.append((start, end))
-        storage = np.dtype(f"<u{DTYPES[dtype]}")
-        shape_N = (prod(shape),)
-        data = (
-            np.memmap(path, dtype=storage, mode="r", offset=start_of_data + start, shape=shape_N)
-            if start < end
-            else np.empty(0, storage)
-        )
+        data = whole[start_of_data + start : start_of_data + end].view(f"<u{DTYPES[dtype]}")
         weights[name] = WeightTensor(dtype, shape, data)
     covered.sort()
     if covered[-1][1] != size - start_of_data or any(before[1] != after[0] for before, after in pairwise(covered)):
@@ -148,7 +143,7 @@ def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape, start and end of one header entry."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} needs exactly dtype, shape and data_offsets")
-    if entry["dtype"] not in DTYPE_OF:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF:
         raise ValueError(f"{name} has the unknown type {entry['dtype']!r:.40}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
