@@ -43,9 +43,7 @@ def tiny_run(tmp_path: Path, *, files: dict[str, bytes] = FILES) -> tuple[Memory
     for name, data in files.items():
         (tmp_path / "model" / name).write_bytes(data)
     run = make_run(
-        model_files=tuple(
-            ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in files.items()
-        )
+        model_files=tuple(ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in files.items())
     )
     source = MemorySource(run)
     source.blobs |= {digest_of(data): data for data in files.values()}
