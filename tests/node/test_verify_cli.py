@@ -19,6 +19,7 @@ from prime_node.broadcast.safetensors_file import read_weights, write_safetensor
 from prime_node.cli import main
 from prime_node.cli.run_dir import write_key
 from prime_protocol.digest import digest_of
+from prime_protocol.manifest import SignedManifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
 
 RUN = make_run()
@@ -34,7 +35,7 @@ def weights_of(seed: int) -> Weights:
 def published(*, policies: int = 4) -> MemorySource:
     """An anchor, two deltas on it one after another, an anchor, ..."""
     source = MemorySource(RUN)
-    last = None
+    last: SignedManifest | None = None
     for version in range(policies):
         base = None if last is None or version % 3 == 0 else (last, weights_of(version - 1))
         last = source.publish(weights_of(version), base=base, part_bytes=400_000)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from prime_node.ports.transport import CheckpointSource, Unreachable
-from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
@@ -20,6 +20,14 @@ from prime_protocol.manifest import Manifest
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
 """One more than the cores, so that a disk or a server works while every core hashes; four hold 64 MiB."""
+
+
+class TakesParts(Protocol):
+    """What a CheckpointDecoder is here."""
+
+    def feed_part(self, index: int, data: bytes | memoryview) -> None:
+        """Called from several threads, never twice for a part. Raises PeerError."""
+        ...
 
 
 class CheckFailed(Exception):
@@ -34,7 +42,7 @@ class CheckFailed(Exception):
 async def feed_parts(
     source: CheckpointSource,
     manifest: Manifest,
-    decoder: CheckpointDecoder,
+    decoder: TakesParts,
     *,
     on_part: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -55,7 +63,7 @@ async def feed_parts(
 async def _feed(
     source: CheckpointSource,
     manifest: Manifest,
-    decoder: CheckpointDecoder,
+    decoder: TakesParts,
     numbers: Iterator[int],
     on_part: Callable[[int], None],
 ) -> None:
