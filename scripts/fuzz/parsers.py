@@ -12,6 +12,7 @@ that needs more than MEMORY_BYTES_MAX or SECONDS_MAX. A finding ends the run wit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import resource
 import sys
@@ -94,10 +95,8 @@ def targets() -> dict[str, tuple[Target, list[bytes]]]:
 
     def guarded(call: Callable[[bytes], Any]) -> Target:
         def target(data: bytes) -> None:
-            try:
+            with contextlib.suppress(PeerError):
                 call(data)
-            except PeerError:
-                pass
 
         return target
 
@@ -153,7 +152,7 @@ def bound_memory() -> None:
     """MemoryError for what would take more."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES_MAX
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def with_atheris(name: str, seconds: float) -> None:

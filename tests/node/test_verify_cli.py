@@ -75,7 +75,7 @@ def world(tmp_path: Path) -> World:
 def test_every_check_is_printed_with_what_it_established(world: World) -> None:
     said = world.verify()
     assert [line[:8] for line in said.splitlines()[:8]] == [f"ok   ({number})" for number in range(1, 9)]
-    assert "verified: policy 3, 1 policies" in said
+    assert "verified: policy 3 of 1970-01-01 00:00 UTC, 1 policies" in said
     assert "GB/s" in said
 
 
@@ -88,6 +88,7 @@ def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -
         "state_root": signed.manifest.state_root,
         "kind": "anchor",
         "step": 2,
+        "created_at_ms": 0,
         "signers": [TRAINER.key_id],
     }
     assert said["run"] == RUN.digest

@@ -258,7 +258,7 @@ class Audit:
         bases = self.bases
         assert self.wanted is not None
         needed = _path(head.manifest.policy_version, bases) | _path(self.wanted.manifest.policy_version, bases)
-        last_use = {base: version for version, base in bases.items() if base is not None}
+        last_use = {base: version for version, base in sorted(bases.items()) if base is not None}
         held: dict[int, Weights] = {}
         for version, base_version in sorted(bases.items()):
             manifest = await self._known(version)

@@ -46,7 +46,7 @@ async def feed_parts(
     *,
     on_part: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """All of a manifest's parts into its decoder; `on_part` hears the size of each one that was hashed. Raises CheckFailed."""
+    """All of a manifest's parts into its decoder; `on_part` hears the size of each one that has passed. Raises CheckFailed."""
     numbers = iter(range(len(manifest.parts)))
     readers = [
         asyncio.create_task(_feed(source, manifest, decoder, numbers, on_part))
@@ -74,13 +74,19 @@ async def _feed(
             data = await source.blob(entry.digest, start=0, end=entry.size)
         except (PeerError, Unreachable) as error:
             raise CheckFailed(5, error) from None
-        if len(data) != entry.size or await asyncio.to_thread(digest_of, data) != entry.digest:
-            detail = f"policy {manifest.policy_version}: part {number} does not have its digest {entry.digest[:12]}"
-            raise CheckFailed(5, PeerError(ErrorCode.DIGEST_MISMATCH, detail))
-        on_part(len(data))
-        try:
-            await asyncio.to_thread(decoder.feed_part, number, data)
-        except CodecError as error:
-            raise CheckFailed(7, error) from None
-        except PeerError as error:
-            raise CheckFailed(6, error) from None
+        await asyncio.to_thread(_take, manifest, decoder, number, data)
+        on_part(entry.size)
+
+
+def _take(manifest: Manifest, decoder: TakesParts, number: int, data: bytes) -> None:
+    """Check one part and decode it."""
+    entry = manifest.parts[number]
+    if len(data) != entry.size or digest_of(data) != entry.digest:
+        detail = f"policy {manifest.policy_version}: part {number} does not have its digest {entry.digest[:12]}"
+        raise CheckFailed(5, PeerError(ErrorCode.DIGEST_MISMATCH, detail))
+    try:
+        decoder.feed_part(number, data)
+    except CodecError as error:
+        raise CheckFailed(7, error) from None
+    except PeerError as error:
+        raise CheckFailed(6, error) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def about(verified: Verified) -> dict[str, Any]:
         "state_root": manifest.state_root,
         "kind": manifest.kind.value,
         "step": manifest.produced_by.step,
+        "created_at_ms": manifest.created_at_ms,
         "signers": [item.key_id for item in verified.signed.envelope.signatures if item.key_id in trainers],
     }
 
@@ -101,9 +103,10 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         )
         return
     assert found.policy is not None
+    signed_at = datetime.fromtimestamp(found.policy["created_at_ms"] / 1000, UTC)
     rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
     yield (
-        f"verified: policy {found.policy['policy_version']}, {report.num_policies} policies, "
+        f"verified: policy {found.policy['policy_version']} of {signed_at:%Y-%m-%d %H:%M} UTC, {report.num_policies} policies, "
         f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
     )
     if comparison is not None and comparison.equal:
