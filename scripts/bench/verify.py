@@ -62,7 +62,7 @@ KEY = SigningKey(bytes(32))
 CONFIG = b'{"model_type": "bench"}'
 TENSORS = 24
 HASHING_SHARE_MIN = 0.75
-"""Of raw hashing with as many threads. Starting an event loop and handing over parts costs some milliseconds, whatever the size."""
+"""Of raw hashing with as many threads. An event loop's start and handing over parts cost some milliseconds at any size."""
 EXTRA_BYTES_MAX = 256 * 2**20
 """Memory of an audit beyond the weights themselves and what the interpreter holds."""
 

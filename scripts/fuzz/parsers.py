@@ -2,7 +2,7 @@
 
     python scripts/fuzz/parsers.py --seconds 300 [--only open_envelope]
 
-Targets: open_envelope, open_parcel, unpack_tensors, parse_body, decompress, decode_chunk. With `atheris` installed (Linux, x86-64)
+Targets: open_envelope, open_parcel, unpack_tensors, parse_body, decompress, decode_chunk. With `atheris` (Linux, x86-64) and --only,
 coverage guides the mutation; without it, hypothesis mutates valid messages. Anything but a PeerError is a finding, as is an input
 that needs more than MEMORY_BYTES_MAX or SECONDS_MAX. A finding ends the run with the input printed as hex.
 
@@ -205,7 +205,7 @@ def with_hypothesis(name: str, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="for each target")
-    parser.add_argument("--only", help="one target; with atheris, which needs a process each, give it")
+    parser.add_argument("--only", help="one target; atheris takes one a process")
     options = parser.parse_args()
     if importlib.util.find_spec("atheris") and options.only:
         with_atheris(options.only, options.seconds)

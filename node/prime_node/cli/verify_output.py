@@ -103,10 +103,9 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         )
         return
     assert found.policy is not None
-    signed_at = datetime.fromtimestamp(found.policy["created_at_ms"] / 1000, UTC)
     rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
     yield (
-        f"verified: policy {found.policy['policy_version']} of {signed_at:%Y-%m-%d %H:%M} UTC, {report.num_policies} policies, "
+        f"verified: policy {found.policy['policy_version']} of {_date(found.policy['created_at_ms'])}, {report.num_policies} policies, "
         f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
     )
     if comparison is not None and comparison.equal:
@@ -119,3 +118,11 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         yield f"exported: {len(found.files)} files and PROVENANCE.json in {wanted.export}"
     elif wanted.export is not None:
         yield "exported: nothing"
+
+
+def _date(at_ms: int) -> str:
+    """When the trainer says that it signed. A number that is no date is shown as it is."""
+    try:
+        return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{at_ms} ms"
