@@ -2,9 +2,9 @@
 
     python scripts/fuzz/parsers.py --seconds 300 [--only open_envelope]
 
-Targets: open_envelope, open_parcel, unpack_tensors, parse_body, decompress, decode_chunk. With `atheris` (Linux, x86-64) and --only,
-coverage guides the mutation; without it, hypothesis mutates valid messages. Anything but a PeerError is a finding, as is an input
-that needs more than MEMORY_BYTES_MAX or SECONDS_MAX. A finding ends the run with the input printed as hex.
+Targets: open_envelope, open_parcel, unpack_tensors, parse_body, decompress, decode_chunk. With `atheris` and --only, coverage
+guides the mutation (Linux, x86-64); otherwise hypothesis mutates valid messages. Anything but a PeerError is a finding, and so is
+an input that needs more than MEMORY_BYTES_MAX or SECONDS_MAX. A finding ends the run with the input printed as hex.
 
 `scripts/bench/fuzz_codec.py` goes deeper into the chunk decoders: it compares them with each other.
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,55 @@ def test_the_help_documents_every_exit_code() -> None:
     assert "Exit codes:" in said
     for code in ("0 ", "1 ", "2 ", "3 ", "130 "):
         assert f"\n   {code}" in said or f"\n    {code}" in said
+
+
+class Mirror(BaseHTTPRequestHandler):
+    """The published folder `folder` under a coordinator's addresses, byte ranges included."""
+
+    folder: Path
+
+    def do_GET(self) -> None:
+        match self.path.partition("?")[0].split("/")[1:]:
+            case ["v1", "run"]:
+                data = (self.folder / "run.json").read_bytes()
+            case ["v1", "head"]:
+                data = (self.folder / "head.json").read_bytes()
+            case ["v1", "manifests", version]:
+                data = (self.folder / f"manifests/{int(version):08d}.json").read_bytes()
+            case ["v1", "blobs", digest]:
+                data = (self.folder / "blobs" / digest[:2] / digest).read_bytes()
+            case _:
+                raise AssertionError(self.path)
+        first, _, last = self.headers.get("Range", "bytes=-").removeprefix("bytes=").partition("-")
+        piece = data[int(first) : int(last) + 1] if last else data
+        self.send_response(206 if last else 200)
+        self.send_header("Content-Length", str(len(piece)))
+        self.end_headers()
+        self.wfile.write(piece)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--chain"], ["--policy", "1"], ["--tensor", "large", "--policy", "2"]], ids=" ".join
+)
+def test_a_join_link_is_verified_over_the_network(world: World, arguments: list[str]) -> None:
+    handler = type("Handler", (Mirror,), {"folder": world.folder})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            link = f"http://127.0.0.1:{server.server_port}/#{RUN.digest}"
+            result = typer.testing.CliRunner().invoke(main.app, ["verify", link, "--json", *arguments])
+            other = typer.testing.CliRunner().invoke(main.app, ["verify", link[:-4] + "0000", "--json", *arguments])
+        finally:
+            server.shutdown()
+            serving.join()
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["pinned"]
+    assert other.exit_code == 1
+    assert json.loads(other.output)["checks"][-1]["number"] == 1
 
 
 WITHOUT_TORCH = """

@@ -104,8 +104,9 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         return
     assert found.policy is not None
     rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
+    version, date = found.policy["policy_version"], _date(found.policy["created_at_ms"])
     yield (
-        f"verified: policy {found.policy['policy_version']} of {_date(found.policy['created_at_ms'])}, {report.num_policies} policies, "
+        f"verified: policy {version} of {date}, {report.num_policies} policies, "
         f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
     )
     if comparison is not None and comparison.equal:
