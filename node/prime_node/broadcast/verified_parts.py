@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from prime_node.ports.transport import CheckpointSource, Unreachable
@@ -20,6 +21,11 @@ from prime_protocol.manifest import Manifest
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
 """One more than the cores, so that a disk or a server works while every core hashes; four hold 64 MiB."""
+
+
+def bound_threads() -> None:
+    """No more helper threads for the running loop than parts: the allocator keeps a part's memory for each thread that had one."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARTS_AT_ONCE))
 
 
 class TakesParts(Protocol):

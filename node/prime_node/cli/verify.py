@@ -140,12 +140,14 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
     from prime_node.broadcast.export import check_free, export
     from prime_node.broadcast.one_tensor import prove_tensor
     from prime_node.broadcast.safetensors_file import read_weights
+    from prime_node.broadcast.verified_parts import bound_threads
     from prime_node.cli.verify_output import Found, about, as_line
 
     def show(check: Check) -> None:
         if console is not None:
             console.print(as_line(check), markup=False)
 
+    bound_threads()
     # What only this machine can get wrong is found out before minutes are spent on the rest.
     other = None if wanted.against is None else read_weights(wanted.against)
     key = None if wanted.sign is None else load_key(wanted.sign)
