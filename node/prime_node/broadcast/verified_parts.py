@@ -24,7 +24,7 @@ PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
 
 
 def bound_threads() -> None:
-    """No more helper threads for the running loop than parts: the allocator keeps a part's memory for each thread that had one."""
+    """No more helper threads for the loop than parts: the allocator keeps a part's memory for each thread that had one."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARTS_AT_ONCE))
 
 
