@@ -15,13 +15,14 @@ The audit stops at the first thing that does not hold. Each check says what it e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from prime_node.broadcast.audit_report import TITLES, AuditReport, Check
+from prime_node.broadcast.verified_parts import CheckFailed, feed_parts
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.checkpoint import CheckpointDecoder
-from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, PeerError
@@ -29,54 +30,17 @@ from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.weights import Weights
 
-TITLES = {
-    1: "run",
-    2: "signatures",
-    3: "manifests",
-    4: "chain",
-    5: "parts",
-    6: "chunks",
-    7: "tensors",
-    8: "model files",
-}
+__all__ = ["TITLES", "Audit", "AuditReport", "Check", "Verified", "audit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One check's outcome. Example: Check(5, passed=True, detail="3 parts, 4,096 bytes")."""
+class Verified:
+    """What an audit has found to hold, for whoever goes on with it: an export, a comparison."""
 
-    number: int
-    passed: bool
-    detail: str
-    """What was established, or why it does not hold."""
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.number]
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """What an audit found."""
-
-    checks: tuple[Check, ...]
-    run: str | None
-    """Digest of the RunSpec, once it was verified."""
-    policy_version: int
-    """The head; -1 where none was verified."""
-    num_manifests: int
-    num_policies: int
-    """Policies whose every byte was verified."""
-    num_bytes: int
-    """Bytes of parts that were hashed."""
-
-    @property
-    def passed(self) -> bool:
-        return len(self.checks) == len(TITLES) and all(check.passed for check in self.checks)
-
-    @property
-    def failure(self) -> Check | None:
-        return next((check for check in self.checks if not check.passed), None)
+    run: PinnedRun
+    signed: SignedManifest
+    weights: Weights
+    model_files: Mapping[str, bytes]
 
 
 async def audit(
@@ -84,37 +48,57 @@ async def audit(
     run: str | None,
     *,
     chain: bool = False,
+    policy_version: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
+    on_total: Callable[[int], None] = lambda _: None,
+    on_verified: Callable[[Verified], None] | None = None,
 ) -> AuditReport:
-    """Check the head, or with `chain` everything from policy 0 to the head.
+    """Check the head, or policy `policy_version` and how the head follows from it, or with `chain` everything
+    from policy 0 to the head.
 
     `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so.
     Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no
-    forgery. `on_bytes` hears of each part that was hashed. Never raises for what a source does.
+    forgery. `on_total` hears how many bytes there are, `on_bytes` of each part that was hashed, and
+    `on_verified` gets the policy asked for, once every check has passed. Never raises for what a source does.
     """
-    work = _Audit(source, on_check, on_bytes)
+    work = Audit(source, on_check, on_bytes, on_total, keep_weights=on_verified is not None)
     try:
-        await work.all_checks(run, chain=chain)
+        await work.all_checks(run, chain=chain, policy_version=policy_version)
     except (PeerError, Unreachable) as error:
         work.stop(error)
+        return work.report()
+    if on_verified is not None:
+        on_verified(work.verified())
     return work.report()
 
 
 @dataclass
-class _Audit:
+class Audit:
+    """One audit under way."""
+
     source: CheckpointSource
     on_check: Callable[[Check], None]
     on_bytes: Callable[[int], None]
+    on_total: Callable[[int], None] = lambda _: None
+    due: tuple[int, ...] = tuple(TITLES)
+    keep_weights: bool = False
+    """Whether the wanted policy's weights and the model files outlive their check."""
     checks: list[Check] = field(default_factory=list)
     at: int = 1
     """Number of the check under way."""
     pinned: PinnedRun | None = None
     head: SignedManifest | None = None
+    wanted: SignedManifest | None = None
+    """The policy that was asked for: the head, or an earlier one."""
+    weights: Weights | None = None
+    model_files: dict[str, bytes] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     """Of the manifests that were opened."""
     bases: dict[int, int | None] = field(default_factory=dict)
     """What each of them is a delta of."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each one's parts."""
     num_parts: int = 0
     num_chunks: int = 0
     num_tensors: int = 0
@@ -123,19 +107,36 @@ class _Audit:
     """Policies before the head whose bytes are no longer kept."""
     num_bytes: int = 0
 
-    async def all_checks(self, run: str | None, *, chain: bool) -> None:
-        self.pinned = await self._run_spec(run)
-        self._established(1, self._about_run(run))
-        self.head = await self._head()
-        if chain:
-            await self._walk_chain(self.head)
-        path = [] if chain else await self._path_to(self.head)
-        await self._same_under_its_number(self.head)
-        self._about_manifests(chain=chain)
+    async def all_checks(self, run: str | None, *, chain: bool, policy_version: int | None) -> None:
+        path = await self.manifests(run, chain=chain, policy_version=policy_version)
+        assert self.pinned is not None
+        assert self.head is not None
+        self.on_total(sum(self.sizes.values() if chain else (manifest.sent_bytes for manifest in path)))
         await (self._all_bytes(self.head) if chain else self._bytes_of(path))
         self._about_bytes()
         await self._model_files()
-        self._established(8, f"{len(self.pinned.spec.model_files)} files have the digests of the RunSpec")
+        self.established(8, f"{len(self.pinned.spec.model_files)} files have the digests of the RunSpec")
+
+    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Manifest]:
+        """(1) to (4). Returns what the wanted policy is built on, itself last; nothing with `chain`, which takes all."""
+        self.pinned = await self._run_spec(run)
+        self.established(1, self._about_run(run))
+        self.head = await self._head()
+        self.wanted = await self._wanted(self.head, policy_version)
+        if chain:
+            await self._walk_chain(0, self.head)
+        elif policy_version is not None:
+            await self._walk_chain(self.wanted.manifest.policy_version, self.head)
+        path = [] if chain else await self._path_to(self.wanted)
+        await self._same_under_its_number(self.head)
+        self._about_manifests(chain=chain, walked=policy_version is not None)
+        return path
+
+    def verified(self) -> Verified:
+        assert self.pinned is not None
+        assert self.wanted is not None
+        assert self.weights is not None
+        return Verified(self.pinned, self.wanted, self.weights, self.model_files)
 
     # (1)
 
@@ -178,19 +179,36 @@ class _Audit:
 
     def _note(self, signed: SignedManifest) -> None:
         version, base = signed.manifest.policy_version, signed.manifest.base
+        if self.digests.get(version, signed.digest) != signed.digest:
+            self.at = 4
+            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
         self.digests[version] = signed.digest
         self.bases[version] = None if base is None else base.policy_version
+        self.sizes[version] = signed.manifest.sent_bytes
 
-    async def _walk_chain(self, head: SignedManifest) -> None:
+    async def _wanted(self, head: SignedManifest, policy_version: int | None) -> SignedManifest:
+        newest = head.manifest.policy_version
+        if policy_version is None or policy_version == newest:
+            return head
+        if policy_version > newest:
+            raise PeerError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published yet; the head is {newest}")
+        wanted = await self._manifest(policy_version)
+        self._note(wanted)
+        return wanted
+
+    async def _walk_chain(self, first: int, head: SignedManifest) -> None:
+        """Link by link from policy `first` to the head."""
         previous: SignedManifest | None = None
-        for version in range(head.manifest.policy_version):
+        for version in range(first, head.manifest.policy_version):
             signed = await self._manifest(version)
             self.at = 4
-            check_link(signed.manifest, previous)
+            if version == 0 or previous is not None:
+                check_link(signed.manifest, previous)
             self._note(signed)
             previous = signed
         self.at = 4
-        check_link(head.manifest, previous)
+        if head.manifest.policy_version == 0 or previous is not None:
+            check_link(head.manifest, previous)
 
     async def _path_to(self, head: SignedManifest) -> list[Manifest]:
         """What the head is built on, in the order in which it is applied: an anchor first, the head last."""
@@ -213,15 +231,17 @@ class _Audit:
         self.at = 4
         check_not_a_fork(numbered, head)
 
-    def _about_manifests(self, *, chain: bool) -> None:
+    def _about_manifests(self, *, chain: bool, walked: bool) -> None:
         assert self.head is not None
-        count, version = len(self.digests), self.head.manifest.policy_version
-        self._established(2, f"{count} signed by the run's trainer")
-        self._established(3, f"{count} within the limits; tensor tables hash to their state roots")
-        walked = f"unbroken from policy 0 to policy {version} ({self.head.digest[:12]})"
-        self._established(
-            4, walked if chain else f"head is policy {version} ({self.head.digest[:12]}); history not walked"
-        )
+        assert self.wanted is not None
+        count, head = len(self.digests), f"policy {self.head.manifest.policy_version} ({self.head.digest[:12]})"
+        self.established(2, f"{count} signed by the run's trainer")
+        self.established(3, f"{count} within the limits; tensor tables hash to their state roots")
+        if chain or walked:
+            first = 0 if chain else self.wanted.manifest.policy_version
+            self.established(4, f"unbroken from policy {first} to {head}")
+        else:
+            self.established(4, f"head is {head}; history not walked")
 
     # (5) to (7)
 
@@ -236,8 +256,9 @@ class _Audit:
         """Every policy from 0 to the head, each decoded once; weights are held while a later delta needs
         them."""
         bases = self.bases
-        needed_by_head = _path(head.manifest.policy_version, bases)
-        last_use = {base: version for version, base in bases.items() if base is not None}
+        assert self.wanted is not None
+        needed = _path(head.manifest.policy_version, bases) | _path(self.wanted.manifest.policy_version, bases)
+        last_use = {base: version for version, base in sorted(bases.items()) if base is not None}
         held: dict[int, Weights] = {}
         for version, base_version in sorted(bases.items()):
             manifest = await self._known(version)
@@ -247,7 +268,7 @@ class _Audit:
                     raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: its base {base_version} is not kept")
                 weights = await self._decode(manifest, base_weights)
             except PeerError as error:
-                if error.code is not ErrorCode.NOT_FOUND or version in needed_by_head:
+                if error.code is not ErrorCode.NOT_FOUND or version in needed:
                     raise
                 self.num_absent += 1
                 continue
@@ -271,34 +292,28 @@ class _Audit:
         if manifest.base is None:
             base = None
         decoder = await asyncio.to_thread(CheckpointDecoder, manifest, base)
-        for number, entry in enumerate(manifest.parts):
-            self.at = 5
-            data = await self.source.blob(entry.digest, start=0, end=entry.size)
-            if len(data) != entry.size or await asyncio.to_thread(digest_of, data) != entry.digest:
-                raise PeerError(
-                    ErrorCode.DIGEST_MISMATCH,
-                    f"policy {manifest.policy_version}: part {number} does not have its digest {entry.digest[:12]}",
-                )
-            self.num_parts += 1
-            self.num_bytes += len(data)
-            self.at = 6
-            try:
-                await asyncio.to_thread(decoder.feed_part, number, data)
-            except CodecError:
-                self.at = 7
-                raise
-            self.on_bytes(len(data))
-        self.at = 7
+        try:
+            await feed_parts(self.source, manifest, decoder, on_part=self._hashed)
+        except CheckFailed as failed:
+            self.at = failed.at
+            raise failed.error from None
         weights = await asyncio.to_thread(decoder.finish)
+        if self.keep_weights and self.wanted and manifest.policy_version == self.wanted.manifest.policy_version:
+            self.weights = weights
         self.num_chunks += len(manifest.chunks)
         self.num_tensors += len(manifest.tensors)
         return weights
 
+    def _hashed(self, num_bytes: int) -> None:
+        self.num_parts += 1
+        self.num_bytes += num_bytes
+        self.on_bytes(num_bytes)
+
     def _about_bytes(self) -> None:
         absent = f"; {self.num_absent} earlier policies are no longer kept" if self.num_absent else ""
-        self._established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes{absent}")
-        self._established(6, f"{self.num_chunks} with their digests")
-        self._established(
+        self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes{absent}")
+        self.established(6, f"{self.num_chunks} with their digests")
+        self.established(
             7,
             f"{self.num_tensors} tensors of {self.num_policies} policies decode to their digests and state roots",
         )
@@ -312,10 +327,12 @@ class _Audit:
             data = await self.source.blob(file.digest, start=0, end=file.size)
             if len(data) != file.size or digest_of(data) != file.digest:
                 raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} is not the file that the RunSpec names")
+            if self.keep_weights:
+                self.model_files[file.name] = data
 
     # What was found
 
-    def _established(self, number: int, detail: str) -> None:
+    def established(self, number: int, detail: str) -> None:
         check = Check(number, True, detail)
         self.checks.append(check)
         self.on_check(check)
@@ -324,13 +341,13 @@ class _Audit:
         """Report what the checks before the failing one established, then the failure."""
         at = self.at
         if len(self.checks) < 2 and at > 2:
-            self._established(2, f"{len(self.digests)} signed by the run's trainer")
+            self.established(2, f"{len(self.digests)} signed by the run's trainer")
         if len(self.checks) < 3 and at > 3:
-            self._established(3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots")
-        if len(self.checks) < 5 and at > 5:
-            self._established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
+            self.established(3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots")
+        if 5 in self.due and len(self.checks) < 5 and at > 5:
+            self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
         if len(self.checks) < 6 and at > 6:
-            self._established(6, f"{self.num_chunks} with their digests so far")
+            self.established(6, f"{self.num_chunks} with their digests so far")
         detail = error.detail if isinstance(error, PeerError) else f"the source does not answer: {error}"
         check = Check(at, False, detail)
         self.checks.append(check)
@@ -344,6 +361,7 @@ class _Audit:
             num_manifests=len(self.digests),
             num_policies=self.num_policies,
             num_bytes=self.num_bytes,
+            due=self.due,
         )
 
 
