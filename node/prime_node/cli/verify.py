@@ -19,7 +19,8 @@ import typer
 from rich.console import Console
 
 from prime_node import __version__
-from prime_node.cli.run_dir import RunDir, load_key
+from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
