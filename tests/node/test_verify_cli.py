@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import typer.testing
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import STRANGER, TRAINER, MemorySource, make_run
+from tests.node.worker_world import TRAINER, MemorySource, make_run
 
 from prime_node.broadcast.safetensors_file import read_weights, write_safetensors
 from prime_node.cli import main
-from prime_node.cli.run_dir import write_key
+from prime_node.keyfile import create_key
 from prime_protocol.digest import digest_of
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
@@ -220,10 +220,10 @@ def test_an_export_is_verified_against_its_run(world: World, tmp_path: Path) -> 
 
 
 def test_an_export_is_signed_with_a_key_file(world: World, tmp_path: Path) -> None:
-    write_key(tmp_path / "mine.key", STRANGER)
+    signer = create_key(tmp_path / "mine.key")
     world.verify("--export", tmp_path / "out", "--sign", tmp_path / "mine.key")
     envelope = json.loads((tmp_path / "out" / "PROVENANCE.dsse.json").read_bytes())
-    assert [item["keyid"] for item in envelope["signatures"]] == [STRANGER.key_id]
+    assert [item["keyid"] for item in envelope["signatures"]] == [signer.key_id]
 
 
 def test_nothing_is_exported_from_a_publication_that_does_not_hold(world: World, tmp_path: Path) -> None:
