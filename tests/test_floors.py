@@ -28,7 +28,7 @@ FLOORS = (
     {"broadcast"},
     {"replay", "algo", "envs"},
     {"config", "observe", "keyfile", "patience"},
-    {"files"},
+    {"files", "folder_lock"},
     {"ports"},
     {"prime_node"},
     {"prime_protocol"},

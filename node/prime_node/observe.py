@@ -45,13 +45,30 @@ class JsonLines:
         self._file.close()
 
 
+class JsonLinesReader:
+    """Follows a JSONL file that somebody else appends to: each line is read once. A broken line is skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines so far; none where there is no file."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            for line in whole.splitlines():
+                try:
+                    self.rows.append(json.loads(line))
+                except ValueError:
+                    continue
+        return self.rows
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a JSONL file; none where there is no file."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-    return rows
+    return JsonLinesReader(path).read()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_or_create
-from prime_node.worker.lock import FolderLock
 from prime_protocol.errors import LocalError
 
 

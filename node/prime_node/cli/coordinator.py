@@ -11,6 +11,7 @@ import typer
 from prime_node.cli.new import write_join_link
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.run_dir import RunDir
+from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
     from prime_node.cli import wire
     from prime_node.coordinator.daemon import serve
 
+    lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
     pinned = run_dir.load_run()
     parts = await wire.coordinator_parts(
         pinned,
@@ -58,4 +60,5 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
     if not run_dir.join_link_file.exists():
         write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port}")
     await serve(parts, stop)
+    lock.release()
     return 0

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, Row, recent
 from prime_node.cli.supervisor import ChildState
-from prime_node.observe import read_json_lines
 from prime_protocol.run_spec import PinnedRun
 
 
 def progress_of(
     run_dir: RunDir,
     run: PinnedRun,
+    rows: list[dict[str, Any]],
     status: Mapping[str, Any],
     processes: Mapping[str, ChildState],
     *,
     elapsed_s: float,
 ) -> Progress:
-    """`status` is the coordinator's; empty before it has answered."""
-    rows = read_json_lines(run_dir.trainer_metrics)
+    """`rows` are the trainer's metrics, `status` is the coordinator's; empty before it has answered."""
     trained = [row for row in rows if "reward_mean" in row]
-    workers = {worker["name"]: worker for worker in status.get("workers", ())}
+    workers = {worker["worker"]: worker for worker in status.get("workers", ())}
     return Progress(
         phase=_phase(status, rows, run),
         step=int(status.get("step", 0)),
@@ -33,10 +34,20 @@ def progress_of(
         lag_mean=recent(trained, "lag_mean"),
         evaluation=_evaluation(rows),
         sent_bytes=int(status.get("bytes_published", 0)),
-        rows=[_row(name, state, workers.get(name), trained) for name, state in processes.items()],
+        rows=[
+            _row(name, state, workers.get(_key_id(run_dir.path / name)), trained) for name, state in processes.items()
+        ],
         waiting_for=next(iter(status.get("waiting_for", ())), ""),
         refused=status.get("rollouts", {}).get("refused", {}),
     )
+
+
+def _key_id(folder: Path) -> str:
+    """Of the worker in this folder, by its own status file. Names prove nothing: a stranger may call himself worker-1."""
+    try:
+        return str(json.loads((folder / "status.json").read_bytes())["worker"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _phase(status: Mapping[str, Any], rows: list[dict[str, Any]], run: PinnedRun) -> str:

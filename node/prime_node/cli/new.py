@@ -57,6 +57,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
     )
+    wire.environments(run.spec)  # a mistake in their options is said before anything is signed for good
     if config_file is not None:
         write_durably(run_dir.config, config_file.read_bytes())
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -29,6 +30,8 @@ class Place:
     link: JoinLink
     key: SigningKey
     folder: Path
+    lock: FolderLock
+    """Held as long as the process lives."""
 
 
 def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) -> Place:
@@ -36,14 +39,15 @@ def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) ->
     if run.startswith(("http://", "https://")):
         if key is None or folder is None:
             raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
-        return Place(parse_link(run), load_key(key), folder)
+        return Place(parse_link(run), load_key(key), folder, FolderLock(folder))
     run_dir = RunDir(Path(run))
     run_dir.load_run()
     if not run_dir.join_link_file.exists():
         raise LocalError(
             f"{run_dir.path} has no join link yet; `prime-node coordinator {run_dir.path}` or `up` writes it"
         )
-    return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), folder or run_dir.path / role)
+    place = folder or run_dir.path / role
+    return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), place, FolderLock(place))
 
 
 def parse_link(text: str) -> JoinLink:

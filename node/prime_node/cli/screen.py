@@ -69,9 +69,8 @@ def render(progress: Progress) -> RenderableType:
         table.add_column(column, justify="right" if column in ("policy", "accepted", "refused") else "left")
     for row in progress.rows:
         style = "red" if row.note.startswith("banned") else ""
-        table.add_row(
-            row.name, row.process, row.doing, row.policy, str(row.accepted), str(row.refused), row.note, style=style
-        )
+        cells = (row.name, row.process, row.doing, row.policy, str(row.accepted), str(row.refused), row.note)
+        table.add_row(*map(Text, cells), style=style)
     return Group(head, numbers, detail, table)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from prime_node.cli import wire
 from prime_node.cli.plot import curve_of, save_png, terminal_plot
@@ -72,6 +73,10 @@ def _idle_share(rows: list[dict[str, Any]]) -> float | None:
 
 def _show(summary: Mapping[str, Any], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
+
+    def row(label: str, value: str) -> None:
+        table.add_row(Text(label), Text(value))  # names come from strangers and are no markup
+
     evaluation = summary["evaluation"]
     if evaluation:
         for label, name in (
@@ -81,19 +86,19 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
         ):
             if name in evaluation["before"]:
                 before, after = evaluation["before"][name], evaluation["after"][name]
-                table.add_row(f"held-out {label}", f"{before:.2f} -> {after:.2f}")
+                row(f"held-out {label}", f"{before:.2f} -> {after:.2f}")
     rollouts = summary["rollouts"]
-    table.add_row("rollouts accepted", f"{rollouts.get('accepted', 0):,}")
+    row("rollouts accepted", f"{rollouts.get('accepted', 0):,}")
     for reason, count in sorted(rollouts.get("refused", {}).items()):
-        table.add_row(f"  refused: {reason}", f"{count:,}")
+        row(f"  refused: {reason}", f"{count:,}")
     for ban in summary["bans"]:
-        table.add_row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
-    table.add_row("broadcast", f"{size(summary['bytes_published'])} of checkpoints")
+        row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
+    row("broadcast", f"{size(summary['bytes_published'])} of checkpoints")
     if summary["trainer_idle_share"] is not None:
-        table.add_row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
+        row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
     verification = summary["verification"]
     for check in verification["checks"]:
-        table.add_row("verified", check)
-    table.add_row("whole chain", "verified" if verification["ok"] else f"DOES NOT HOLD: {verification['reason']}")
+        row("verified", check)
+    row("whole chain", "verified" if verification["ok"] else f"DOES NOT HOLD: {verification['reason']}")
     console.print()
     console.print(table)

@@ -115,6 +115,9 @@ class Supervisor:
             now = time.monotonic()
             child.ends = [end for end in child.ends if now - end < RESTART_WINDOW_S] + [now]
             if len(child.ends) > RESTARTS_MAX:
+                log.error(
+                    "%s ended %d times within %.0f s and is given up", child.name, len(child.ends), RESTART_WINDOW_S
+                )
                 child.state = ChildState.FAILED
                 return
             log.warning("%s ended with code %s and is started again", child.name, child.exit_code)

@@ -27,14 +27,17 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
+from prime_node.folder_lock import FolderLock
+from prime_node.observe import JsonLinesReader
+from prime_node.patience import unless
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 log = logging.getLogger(__name__)
 
 COORDINATOR, TRAINER, VALIDATOR = "coordinator", "trainer", "validator"
-BANNED = 4
-"""Exit code of a worker that was refused for good; it is not started again."""
+FINAL_CODES = frozenset({0, 2, 3, 4})
+"""Exit codes after which a child is not started again: done, wrong usage, this machine or its settings, refused for good."""
 REFRESH_S = 0.5
 LINE_S = 5.0
 """Without a terminal: one line this often."""
@@ -55,9 +58,11 @@ def up(
     from prime_node.observe import setup_logging
 
     run_dir = RunDir(directory)
+    lock = FolderLock(run_dir.path)
     setup_logging("up", file=run_dir.log("up"))
     options = _options(run_dir, config, assignments)
     code = asyncio.run(_up(run_dir, options, config_file=config or _shipped_demo(), engine=engine))
+    lock.release()
     raise typer.Exit(code)
 
 
@@ -80,8 +85,8 @@ async def _up(run_dir: RunDir, options: Options, *, config_file: Path, engine: s
         loop.add_signal_handler(number, stop.set)
     session = Session(run_dir, run, link, options, settings, engine)
     try:
-        await session.start()
-        finished = await session.watch(console, stop)
+        await unless(stop.wait(), session.start())
+        finished = not stop.is_set() and await session.watch(console, stop)
     finally:
         await session.stop()
     if not finished:
@@ -101,6 +106,7 @@ class Session:
         self._run_dir, self._run, self._link = run_dir, run, link
         self._settings, self._engine = settings, engine
         self._supervisor = Supervisor()
+        self._metrics = JsonLinesReader(run_dir.trainer_metrics)
         self._began = time.monotonic()
         self._workers = [f"worker-{number}" for number in range(1, settings.num_workers + 1)]
         self.status: dict[str, Any] = {}
@@ -142,7 +148,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             live = stack.enter_context(Live(console=console, refresh_per_second=4)) if console.is_terminal else None
             line_at = 0.0
-            while not (trainer.done() or stopping.done()):
+            while not (trainer.done() or stopping.done() or self._given_up()):
                 await self._refresh()
                 if live is not None:
                     live.update(render(self.progress))
@@ -154,16 +160,25 @@ class Session:
             if live is not None:
                 live.update(render(self.progress))
         stopping.cancel()
-        if not trainer.done():
-            trainer.cancel()
-            return False
-        ended = trainer.result()
-        if ended.state is ChildState.DONE:
-            return True
-        console.print(
-            f"the trainer failed; the end of {ended.log_file}:\n{last_lines(ended.log_file, 15)}", markup=False
-        )
-        return False
+        trainer.cancel()
+        failed = self._given_up()
+        if failed is not None:
+            log.error("%s ended with code %s and is given up", failed.name, failed.exit_code)
+            console.print(
+                f"the {failed.name} failed; the end of {failed.log_file}:\n{last_lines(failed.log_file, 15)}",
+                markup=False,
+            )
+        return trainer.done() and failed is None
+
+    def _given_up(self) -> Child | None:
+        """A role without which nothing goes on, and which is not started again."""
+        for name in (COORDINATOR, TRAINER, VALIDATOR):
+            child = self._supervisor.children.get(name)
+            if child is not None and (
+                child.state is ChildState.FAILED or (child.state is ChildState.DONE and child.exit_code != 0)
+            ):
+                return child
+        return None
 
     async def stop(self) -> None:
         """In the order that loses nothing."""
@@ -182,7 +197,7 @@ class Session:
                 ["-m", "prime_node", command or name, *where, *arguments, *stored, "--stop-with-parent"],
                 self._run_dir.log(name),
                 environment=_environment(self._settings.threads),
-                final_codes=frozenset({0, BANNED}) if command == "join" else frozenset({0}),
+                final_codes=FINAL_CODES,
             )
         )
 
@@ -191,7 +206,7 @@ class Session:
         child = self._supervisor.children[COORDINATOR]
         deadline = time.monotonic() + START_S_MAX
         while (status := await self._get("/v1/status")) is None:
-            if child.state is ChildState.FAILED or time.monotonic() > deadline:
+            if self._given_up() is not None or time.monotonic() > deadline:
                 raise LocalError(
                     f"the coordinator did not start; the end of {child.log_file}:\n{last_lines(child.log_file, 15)}"
                 )
@@ -206,6 +221,7 @@ class Session:
             progress_of,
             self._run_dir,
             self._run,
+            await asyncio.to_thread(self._metrics.read),
             self.status,
             {child.name: child.state for child in self._supervisor.children.values()},
             elapsed_s=time.monotonic() - self._began,

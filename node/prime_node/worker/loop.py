@@ -24,13 +24,13 @@ from typing import NoReturn, TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.follower import Follower, Policy
+from prime_node.folder_lock import FolderLock
 from prime_node.patience import first_of, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, EngineMismatch
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import Pace, bundle_for, open_lease, requests_for
-from prime_node.worker.lock import FolderLock
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.session import Banned, Session
 from prime_node.worker.spool import Spool

@@ -1,4 +1,4 @@
-"""One process per folder: two workers on one spool and one identity would fight over both."""
+"""One process per folder: two coordinators on one store, or two workers on one spool, would destroy what the other has."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class FolderLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
             raise LocalError(
-                f"folder {folder}: another worker runs in it; give each worker a folder of its own"
+                f"folder {folder}: process {holder} works in it already; stop that one, or choose another folder"
             ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Idempotent."""

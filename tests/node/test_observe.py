@@ -1,0 +1,33 @@
+"""Metrics on disk, and who reads them while they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_node.observe import JsonLines, JsonLinesReader, read_json_lines
+
+
+def test_what_was_recorded_is_read_back_with_its_time(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "new" / "metrics.jsonl")
+    metrics.record(step=1, reward=0.5)
+    metrics.close()
+    [row] = read_json_lines(tmp_path / "new" / "metrics.jsonl")
+    assert (row["step"], row["reward"]) == (1, 0.5)
+    assert row["time"] > 0
+
+
+def test_a_reader_takes_each_line_once_and_waits_for_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = JsonLinesReader(path)
+    assert reader.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert reader.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert reader.read() == [{"step": 1}, {"step": 2}]
+
+
+def test_a_line_that_a_crash_cut_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    assert [row["step"] for row in read_json_lines(path)] == [1, 3]

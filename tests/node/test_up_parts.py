@@ -1,0 +1,72 @@
+"""The parts of `prime-node up` that need no processes of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.node.worker_world import make_run
+
+from prime_node.cli.gather import progress_of
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.screen import Progress, Row, one_line, render, size, sparkline
+from prime_node.cli.supervisor import ChildState
+from prime_node.folder_lock import FolderLock
+from prime_protocol.errors import LocalError
+
+RUN = make_run()
+
+
+def test_a_second_process_in_a_folder_is_told_who_works_there(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path / "run")
+    with pytest.raises(LocalError, match=r"process \d+ works in it already"):
+        FolderLock(tmp_path / "run")
+    held.release()
+    FolderLock(tmp_path / "run").release()
+
+
+def test_a_folder_that_is_a_file_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LocalError, match="choose another folder"):
+        FolderLock(tmp_path / "file")
+
+
+def test_a_stranger_with_a_local_workers_name_does_not_take_its_row(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.worker(1).mkdir()
+    (run_dir.worker(1) / "status.json").write_text(json.dumps({"worker": "ours"}))
+    ours = {"worker": "ours", "name": "worker-1", "state": "generating", "policy_version": 3, "accepted": 8}
+    stranger = {**ours, "worker": "stranger", "banned": {"step": 3, "reason": "forged"}, "accepted": 0}
+    progress = progress_of(
+        run_dir, RUN, [], {"workers": [ours, stranger]}, {"worker-1": ChildState.RUNNING}, elapsed_s=1.0
+    )
+    assert progress.rows == [Row("worker-1", "running", "generating", "3", 8)]
+
+
+def test_names_are_shown_as_they_are_and_never_as_markup() -> None:
+    row = Row("[/evil]", "running", "[red]", note="banned at step 3: [/]")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(Progress("learning", 1, 2, 3.0, rewards=[0.5], rows=[row])))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[/evil]" in shown
+    assert "[red]" in shown
+
+
+def test_one_line_says_what_counts() -> None:
+    line = one_line(Progress("learning", 7, 400, 12.3, rewards=[0.25, 0.75], lag_mean=1.9, refused={"stale": 2}))
+    assert "step 7/400" in line
+    assert "reward 0.50" in line
+    assert "refused 2 stale" in line
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1_536, "1.5 kB"), (2_500_000_000, "2.5 GB")])
+def test_sizes_are_for_people(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_a_sparkline_has_a_bar_for_each_column() -> None:
+    assert sparkline([0.0, 1.0], width=10) == "▁█"
+    assert len(sparkline([0.5] * 100, width=40)) == 40
