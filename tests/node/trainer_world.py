@@ -32,6 +32,7 @@ from prime_node.trainer.trainer import Trainer, record_published
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -202,11 +203,16 @@ class BatchCoordinator:
         self.fuse.passes("after publish")
 
     def decode(self, signed: SignedManifest) -> Weights:
-        """The weights behind a manifest, every byte checked."""
-        decoder = CheckpointDecoder(signed.manifest)
-        for index, part in enumerate(signed.manifest.parts):
-            decoder.feed_part(index, self.blobs[part.digest])
-        return decoder.finish()
+        """The weights behind a manifest, every byte of every encoding checked."""
+        manifest = signed.manifest
+        for encoding in manifest.encodings:
+            base = None if encoding.base is None else self.decode(self.manifests[encoding.base.policy_version])
+            index = open_index(self.blobs[encoding.index.digest], encoding, manifest.tensors)
+            decoder = CheckpointDecoder(manifest, encoding, index, base)
+            for number, part in enumerate(encoding.parts):
+                decoder.feed_part(number, self.blobs[part.digest])
+            weights = decoder.finish()
+        return weights
 
     @property
     def roots(self) -> list[str]:

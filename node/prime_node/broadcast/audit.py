@@ -2,12 +2,15 @@
 
     (1) the RunSpec has the pinned digest, and its root keys signed it
     (2) the trainer that the RunSpec names signed every manifest
-    (3) every manifest's content holds: schema, limits, tensor table, parts and chunks
+    (3) every manifest's content holds: schema, limits, tensor table, encodings
     (4) the manifests form one chain up to the head, and the source shows no second one
-    (5) every part has its digest
+    (5) every part and index has its digest, and each index fills its parts and covers its tensors
     (6) every chunk has its digest
     (7) every tensor decodes to its digest, and all of them to the state root
     (8) the model files are the ones that the RunSpec names
+
+A policy may have several encodings. Of the head the cheapest way is taken; with `chain` all of every policy are decoded, and
+each must give the same tensors.
 
 The audit stops at the first thing that does not hold. Each check says what it established and nothing more.
 """
@@ -18,14 +21,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from prime_node.broadcast.paths import Path, Route, routes_of, search
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
 from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
+from prime_protocol.manifest import Encoding, Manifest, PartEntry, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.weights import Weights
 
@@ -39,6 +44,10 @@ TITLES = {
     7: "tensors",
     8: "model files",
 }
+
+
+MANIFESTS_MAX = 256
+"""Manifests read for the head's cheapest way, once some way is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,11 @@ class _Audit:
     head: SignedManifest | None = None
     digests: dict[int, str] = field(default_factory=dict)
     """Of the manifests that were opened."""
-    bases: dict[int, int | None] = field(default_factory=dict)
-    """What each of them is a delta of."""
+    routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)
+    """Their encodings."""
+    roots: dict[int, str] = field(default_factory=dict)
+    base_roots: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By policy and base: the root that the policy's manifest says its base has."""
     num_parts: int = 0
     num_chunks: int = 0
     num_tensors: int = 0
@@ -129,10 +141,15 @@ class _Audit:
         self.head = await self._head()
         if chain:
             await self._walk_chain(self.head)
-        path = [] if chain else await self._path_to(self.head)
+        closed: set[tuple[int, int | None]] = set()
+        path = None if chain else await self._path_to(self.head, closed)
+        self._check_bases()
         await self._same_under_its_number(self.head)
         self._about_manifests(chain=chain)
-        await (self._all_bytes(self.head) if chain else self._bytes_of(path))
+        if path is None:
+            await self._all_bytes(self.head)
+        else:
+            await self._bytes_of_head(self.head, path, closed)
         self._about_bytes()
         await self._model_files()
         self._established(8, f"{len(self.pinned.spec.model_files)} files have the digests of the RunSpec")
@@ -177,9 +194,13 @@ class _Audit:
         return signed
 
     def _note(self, signed: SignedManifest) -> None:
-        version, base = signed.manifest.policy_version, signed.manifest.base
+        version = signed.manifest.policy_version
         self.digests[version] = signed.digest
-        self.bases[version] = None if base is None else base.policy_version
+        self.routes[version] = routes_of(signed.manifest)
+        self.roots[version] = signed.manifest.state_root
+        for encoding in signed.manifest.encodings:
+            if encoding.base is not None:
+                self.base_roots[version, encoding.base.policy_version] = encoding.base.state_root
 
     async def _walk_chain(self, head: SignedManifest) -> None:
         previous: SignedManifest | None = None
@@ -192,20 +213,27 @@ class _Audit:
         self.at = 4
         check_link(head.manifest, previous)
 
-    async def _path_to(self, head: SignedManifest) -> list[Manifest]:
-        """What the head is built on, in the order in which it is applied: an anchor first, the head last."""
-        path = [head.manifest]
-        while (base := path[-1].base) is not None:
-            below = await self._manifest(base.policy_version)
-            self.at = 4
-            if below.manifest.state_root != base.state_root:
-                raise PeerError(
-                    ErrorCode.CHAIN_BROKEN,
-                    f"manifest {path[-1].policy_version}: its base has another state root",
-                )
-            self._note(below)
-            path.append(below.manifest)
-        return path[::-1]
+    async def _path_to(self, head: SignedManifest, closed: set[tuple[int, int | None]]) -> Path:
+        """The cheapest way from nothing to the head. Raises PeerError(NOT_FOUND) where none is open."""
+        while True:
+            routes = {
+                version: [route for route in known if (version, route.base_version) not in closed]
+                for version, known in self.routes.items()
+            }
+            found = search(head.manifest.policy_version, routes)
+            if not found.unread or (found.path is not None and len(self.routes) > MANIFESTS_MAX):
+                break
+            self._note(await self._manifest(found.unread[0]))
+        if found.path is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {head.manifest.policy_version} any more")
+        return found.path
+
+    def _check_bases(self) -> None:
+        """Every delta's base is the policy of that number, as far as manifests were read."""
+        self.at = 4
+        for (version, base), root in self.base_roots.items():
+            if self.roots.get(base, root) != root:
+                raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
 
     async def _same_under_its_number(self, head: SignedManifest) -> None:
         """The head as such and the manifest under its number are one: else the source shows a fork."""
@@ -225,37 +253,66 @@ class _Audit:
 
     # (5) to (7)
 
-    async def _bytes_of(self, path: list[Manifest]) -> None:
-        """The head's bytes, and those of what it is a delta of."""
-        weights: Weights | None = None
-        for manifest in path:
-            weights = await self._decode(manifest, weights)
-            self.num_policies += 1
+    async def _bytes_of_head(
+        self, head: SignedManifest, path: Path, closed: set[tuple[int, int | None]]
+    ) -> None:
+        """The bytes of the cheapest way to the head that is still kept."""
+        while True:
+            weights: Weights | None = None
+            num_policies = 0
+            for hop in path.hops:
+                name = hop.policy_version, hop.route.base_version
+                manifest = head.manifest if name[0] == head.manifest.policy_version else await self._known(name[0])
+                encoding = manifest.encoding(name[1])
+                assert encoding is not None
+                try:
+                    weights = await self._decode(manifest, encoding, weights)
+                except PeerError as error:
+                    if error.code is not ErrorCode.NOT_FOUND:
+                        raise
+                    closed.add(name)
+                    missing = error
+                    break
+                num_policies += 1
+            else:
+                self.num_policies += num_policies
+                return
+            try:
+                path = await self._path_to(head, closed)
+            except PeerError:
+                self.at = 5
+                raise missing from None
 
     async def _all_bytes(self, head: SignedManifest) -> None:
-        """Every policy from 0 to the head, each decoded once; weights are held while a later delta needs
-        them."""
-        bases = self.bases
-        needed_by_head = _path(head.manifest.policy_version, bases)
-        last_use = {base: version for version, base in bases.items() if base is not None}
+        """Every encoding of every policy from 0 to the head; weights are held while a later delta needs them."""
+        last_use = {route.base_version: version for version, routes in sorted(self.routes.items()) for route in routes}
         held: dict[int, Weights] = {}
-        for version, base_version in sorted(bases.items()):
-            manifest = await self._known(version)
-            base_weights = None if base_version is None else held.get(base_version)
-            try:
-                if base_version is not None and base_weights is None:
-                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: its base {base_version} is not kept")
-                weights = await self._decode(manifest, base_weights)
-            except PeerError as error:
-                if error.code is not ErrorCode.NOT_FOUND or version in needed_by_head:
-                    raise
+        for version in sorted(self.routes):
+            manifest = head.manifest if version == head.manifest.policy_version else await self._known(version)
+            weights = await self._every_encoding(manifest, held)
+            if weights is None:
+                if version == head.manifest.policy_version:
+                    self.at = 5
+                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: what it is built on is not kept")
                 self.num_absent += 1
                 continue
             self.num_policies += 1
-            if last_use.get(version, -1) > version:
-                held[version] = weights
-            for old in [old for old in held if last_use[old] <= version]:
-                del held[old]
+            held[version] = weights
+            held = {base: kept for base, kept in held.items() if last_use.get(base, -1) > version}
+
+    async def _every_encoding(self, manifest: Manifest, held: dict[int, Weights]) -> Weights | None:
+        """One policy's weights; None where no encoding of it is kept with its base."""
+        weights = None
+        for encoding in manifest.encodings:
+            base = None if encoding.base is None else held.get(encoding.base.policy_version)
+            if encoding.base is not None and base is None:
+                continue
+            try:
+                weights = await self._decode(manifest, encoding, base)
+            except PeerError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+        return weights
 
     async def _known(self, policy_version: int) -> Manifest:
         """A manifest of the walked chain again; they are not all held in memory."""
@@ -265,34 +322,36 @@ class _Audit:
             raise PeerError(ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit")
         return parse_json(envelope.payload, Manifest)
 
-    async def _decode(self, manifest: Manifest, base: Weights | None) -> Weights:
-        """(5) to (7) of one policy."""
+    async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None) -> Weights:
+        """(5) to (7) of one encoding."""
+        what = f"policy {manifest.policy_version}"
+        index = open_index(await self._blob(encoding.index, f"{what}: index"), encoding, manifest.tensors)
         self.at = 7
-        if manifest.base is None:
-            base = None
-        decoder = await asyncio.to_thread(CheckpointDecoder, manifest, base)
-        for number, entry in enumerate(manifest.parts):
-            self.at = 5
-            data = await self.source.blob(entry.digest, start=0, end=entry.size)
-            if len(data) != entry.size or await asyncio.to_thread(digest_of, data) != entry.digest:
-                raise PeerError(
-                    ErrorCode.DIGEST_MISMATCH,
-                    f"policy {manifest.policy_version}: part {number} does not have its digest {entry.digest[:12]}",
-                )
+        decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, base)
+        for number, entry in enumerate(encoding.parts):
+            data = await self._blob(entry, f"{what}: part {number}")
             self.num_parts += 1
-            self.num_bytes += len(data)
             self.at = 6
             try:
                 await asyncio.to_thread(decoder.feed_part, number, data)
             except CodecError:
                 self.at = 7
                 raise
-            self.on_bytes(len(data))
         self.at = 7
         weights = await asyncio.to_thread(decoder.finish)
-        self.num_chunks += len(manifest.chunks)
+        self.num_chunks += len(index)
         self.num_tensors += len(manifest.tensors)
         return weights
+
+    async def _blob(self, entry: PartEntry, what: str) -> bytes:
+        """(5) of one blob."""
+        self.at = 5
+        data = await self.source.blob(entry.digest, start=0, end=entry.size)
+        if len(data) != entry.size or await asyncio.to_thread(digest_of, data) != entry.digest:
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{what} does not have its digest {entry.digest[:12]}")
+        self.num_bytes += len(data)
+        self.on_bytes(len(data))
+        return data
 
     def _about_bytes(self) -> None:
         absent = f"; {self.num_absent} earlier policies are no longer kept" if self.num_absent else ""
@@ -345,13 +404,3 @@ class _Audit:
             num_policies=self.num_policies,
             num_bytes=self.num_bytes,
         )
-
-
-def _path(version: int, bases: dict[int, int | None]) -> set[int]:
-    """A policy and everything that it is built on."""
-    path = set()
-    at: int | None = version
-    while at is not None:
-        path.add(at)
-        at = bases[at]
-    return path
