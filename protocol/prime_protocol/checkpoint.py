@@ -73,9 +73,7 @@ def _entry(blob: bytes) -> PartEntry:
 class CheckpointDecoder:
     """Builds one policy's weights from the chunks of one encoding. Never touches `base`."""
 
-    def __init__(
-        self, manifest: Manifest, encoding: Encoding, index: ChunkIndex, base: Weights | None = None
-    ) -> None:
+    def __init__(self, manifest: Manifest, encoding: Encoding, index: ChunkIndex, base: Weights | None = None) -> None:
         """`manifest` has passed chain.check_manifest and `index` was opened for it.
 
         Raises PeerError(CHAIN_BROKEN) where `base` is not the encoding's base.

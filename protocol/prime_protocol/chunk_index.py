@@ -91,7 +91,9 @@ def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) 
     larger than the codec's; (4) every part, and the last chunk, ends where the other one ends; (5) so does every tensor.
     """
     if len(data) != encoding.index.size or digest_of(data) != encoding.index.digest:  # (1)
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} has other bytes than its digest says")
+        raise PeerError(
+            ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} has other bytes than its digest says"
+        )
     if len(data) < HEAD_BYTES or data[: len(MAGIC)] != MAGIC:  # (2)
         raise PeerError(ErrorCode.CHAIN_BROKEN, "an index begins with PRX1 and its number of rows")
     if len(data) - HEAD_BYTES != int.from_bytes(data[len(MAGIC) : HEAD_BYTES], "little") * ROW.itemsize:  # (2)

@@ -125,7 +125,7 @@ CONTENT_FAULTS: dict[str, dict[str, object]] = {
     "another architecture": {"model_config_digest": digest_of(b"other")},
     "a root that is not the table's": {"state_root": digest_of(b"other")},
     "a version beyond the run": {"policy_version": 5_000},
-    "no encoding against the same base twice": {"encodings": 2 * (encode_checkpoint(table_weights(9)).encoding,)},
+    "two encodings with one base": {"encodings": 2 * (encode_checkpoint(table_weights(9)).encoding,)},
 }
 
 

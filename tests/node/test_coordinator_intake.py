@@ -25,13 +25,13 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.memory_blobs import MemoryBlobs
 from prime_node.adapters.memory_store import MemoryStore
+from prime_node.broadcast.paths import Route
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.limiter import Buckets
 from prime_node.coordinator.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.records import Publication, State, rules_of
-from prime_node.broadcast.paths import Route
 from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.routes import parse_range
 from prime_node.ports.store import LoggedEvent, StoredReceipt

@@ -253,13 +253,10 @@ class _Audit:
 
     # (5) to (7)
 
-    async def _bytes_of_head(
-        self, head: SignedManifest, path: Path, closed: set[tuple[int, int | None]]
-    ) -> None:
+    async def _bytes_of_head(self, head: SignedManifest, path: Path, closed: set[tuple[int, int | None]]) -> None:
         """The bytes of the cheapest way to the head that is still kept."""
         while True:
             weights: Weights | None = None
-            num_policies = 0
             for hop in path.hops:
                 name = hop.policy_version, hop.route.base_version
                 manifest = head.manifest if name[0] == head.manifest.policy_version else await self._known(name[0])
@@ -273,9 +270,8 @@ class _Audit:
                     closed.add(name)
                     missing = error
                     break
-                num_policies += 1
             else:
-                self.num_policies += num_policies
+                self.num_policies += len(path.hops)
                 return
             try:
                 path = await self._path_to(head, closed)

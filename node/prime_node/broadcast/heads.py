@@ -135,7 +135,9 @@ class Heads:
                 if signed.manifest.policy_version != policy_version:
                     raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another")
                 if wanted is not None and not _is(signed, wanted):
-                    raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is another one than the base that is meant")
+                    raise PeerError(
+                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is another one than the base that is meant"
+                    )
                 self._news(signed)
                 if policy_version >= self.chain.lowest:
                     self.chain.confirm(signed)

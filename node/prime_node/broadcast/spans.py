@@ -42,7 +42,9 @@ def needed_later(policy_version: int, rules: SpanRules) -> frozenset[int]:
     return frozenset(bases | {0} if rules.root_every else bases)
 
 
-def paying_deltas(policy_version: int, deltas: Mapping[int, int], published: Routes, *, anchor_bytes: int | None) -> list[int]:
+def paying_deltas(
+    policy_version: int, deltas: Mapping[int, int], published: Routes, *, anchor_bytes: int | None
+) -> list[int]:
     """The bases worth publishing of `deltas` (base -> bytes).
 
     `published` are the encodings of earlier policies, as far as they matter; `anchor_bytes` is what an anchor takes, where
@@ -58,7 +60,9 @@ def paying_deltas(policy_version: int, deltas: Mapping[int, int], published: Rou
     return [route.base_version for route in chosen if route.base_version is not None]
 
 
-def anchor_is_due(policy_version: int, deltas: Mapping[int, int], published: Routes, rules: SpanRules, *, anchor_bytes: int | None) -> bool:
+def anchor_is_due(
+    policy_version: int, deltas: Mapping[int, int], published: Routes, rules: SpanRules, *, anchor_bytes: int | None
+) -> bool:
     """Does an anchor pay beside the deltas that were chosen? Always where nothing else leads to the policy from nothing."""
     routes = [Route(base, sent_bytes) for base, sent_bytes in deltas.items()]
     way = search(policy_version, {**published, policy_version: routes}).path

@@ -68,7 +68,7 @@ class Ways:
                 version: [route for route in known if (version, route.base_version) not in closed]
                 for version, known in self._routes.items()
             }
-            found = search(target, routes | dict.fromkeys(dead_ends, []), held)
+            found = search(target, routes | {version: [] for version in dead_ends}, held)
             if not found.unread or (found.path is not None and num_read >= READS_MAX):
                 break
             wanted = found.unread[:MANIFESTS_AT_ONCE]

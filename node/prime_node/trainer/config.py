@@ -81,7 +81,7 @@ class PublishConfig(BaseModel):
     root_every: int = Field(default=16, ge=0)
     """Policies between two deltas against policy 0, which the trainer then holds too; 0 makes none."""
     anchor_pays: float = Field(default=2.0, ge=1.0)
-    """An anchor is made where a newcomer would otherwise download more than this many times as much; 1 makes one nearly always."""
+    """An anchor is made where a newcomer would otherwise download more than this many times as much."""
 
     def rules(self) -> SpanRules:
         return SpanRules(spans=self.spans, root_every=self.root_every, anchor_pays=self.anchor_pays)
