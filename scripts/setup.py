@@ -19,9 +19,7 @@ import platform
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (said here, before an import of something newer fails)
-    sys.exit(
-        f"Python {platform.python_version()} is too old, 3.11 is needed. Name one: PYTHON=/path/to/python3.11"
-    )
+    sys.exit(f"Python {platform.python_version()} is too old, 3.11 is needed. Name one: PYTHON=/path/to/python3.11")
 
 import argparse
 import csv
@@ -154,9 +152,7 @@ def make_venv(machine: Machine) -> Stamp:
     if VENV.exists():
         say(f"{VENV} was made for another Python, place or GPU, or never finished: making it anew")
         shutil.rmtree(VENV)
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False
-    )
+    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         shutil.rmtree(VENV, ignore_errors=True)
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
@@ -189,9 +185,7 @@ def install(machine: Machine, extras: list[str]) -> None:
         pin = next(line for line in optional["train"] if package_name(line) == "torch")
         torch = torch_arguments(machine, pin.removeprefix("torch=="))
         if machine.torch == "torch-cpu" and not torch[-1].endswith("+cpu"):
-            say(
-                "No CPU build of torch is within reach. The CUDA build is taken: it runs here, and is larger."
-            )
+            say("No CPU build of torch is within reach. The CUDA build is taken: it runs here, and is larger.")
             names = ["torch-cuda" if name == "torch-cpu" else name for name in names]
     announce(machine, names)
     stamp.state, stamp.extras = "incomplete", extras
@@ -239,15 +233,11 @@ def read_arguments() -> argparse.Namespace:
     def names(text: str) -> list[str]:
         chosen = [name for name in text.split(",") if name]
         if unknown := sorted(set(chosen) - set(known)):
-            raise argparse.ArgumentTypeError(
-                f"no such part: {', '.join(unknown)}; there are {', '.join(known)}"
-            )
+            raise argparse.ArgumentTypeError(f"no such part: {', '.join(unknown)}; there are {', '.join(known)}")
         return chosen
 
     known = sorted(read_pyproject()["project"]["optional-dependencies"])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=names, default=[], help=f"of {', '.join(known)}")
     parser.add_argument("--gpu-parts", type=names, default=[], help="only where there is an NVIDIA GPU")
     parser.add_argument("--plan", action="store_true", help="say what would be installed, and stop")
@@ -258,9 +248,7 @@ def main() -> None:
     arguments = read_arguments()
     machine = detect_machine()
     if machine.system not in {"Linux", "Darwin"}:
-        raise SetupError(
-            f"{machine.system} is not supported: use Linux, macOS, or Linux inside Windows (WSL)."
-        )
+        raise SetupError(f"{machine.system} is not supported: use Linux, macOS, or Linux inside Windows (WSL).")
     extras, remarks = choose_parts(machine, arguments.parts, arguments.gpu_parts)
     if arguments.plan:
         announce(machine, parts_to_add(machine, extras, []))
@@ -270,9 +258,7 @@ def main() -> None:
         say(remark)
     if arguments.plan:
         return
-    with Path(
-        __file__
-    ).open() as lock:  # of two commands started together, the second waits and finds the work done
+    with Path(__file__).open() as lock:  # of two commands started together, the second waits and finds the work done
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -58,9 +58,7 @@ def detect_gpu() -> tuple[str | None, str]:
         return None, "no NVIDIA GPU"
     query = [nvidia_smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=GPU_QUERY_TIMEOUT_S, check=True
-        )
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=GPU_QUERY_TIMEOUT_S, check=True)
         name, driver = (field.strip() for field in answer.stdout.splitlines()[0].split(","))
         driver_major = int(driver.split(".")[0])
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
@@ -70,9 +68,7 @@ def detect_gpu() -> tuple[str | None, str]:
     return f"{name}, driver {driver}", ""
 
 
-def choose_parts(
-    machine: Machine, parts: Iterable[str], gpu_parts: Iterable[str]
-) -> tuple[list[str], list[str]]:
+def choose_parts(machine: Machine, parts: Iterable[str], gpu_parts: Iterable[str]) -> tuple[list[str], list[str]]:
     """The extras that fit, and remarks for the user. `vllm` becomes the build for this machine."""
     chosen = {*parts, *(gpu_parts if machine.gpu else ())}
     if "vllm" in chosen and not machine.gpu:

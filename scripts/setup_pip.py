@@ -98,9 +98,7 @@ def advice(tail: list[str]) -> str:
     text = "\n".join(tail)
     if re.search(r"No space left|Errno 28", text):
         return "The disk is full: free some space (TMPDIR may be elsewhere), then run the same command again."
-    if re.search(
-        r"Max retries|NewConnectionError|Name or service|ConnectionError|timed out|from versions: none", text
-    ):
+    if re.search(r"Max retries|NewConnectionError|Name or service|ConnectionError|timed out|from versions: none", text):
         return "The package index does not answer: check network and proxy, then run the same command again."
     return "Run the same command again to go on from here; if it fails the same way, the log says why."
 
@@ -136,9 +134,7 @@ def lean_requirements(package: str, requirement: str) -> tuple[Path, list[str]]:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = archive.read(metadata).decode().split("\n\n", 1)[0]
     asked = re.findall(r"^Requires-Dist: (.+)$", headers, re.MULTILINE)
-    return wheel, [
-        line for line in asked if "extra ==" not in line and package_name(line) not in LEFT_OUT[package]
-    ]
+    return wheel, [line for line in asked if "extra ==" not in line and package_name(line) not in LEFT_OUT[package]]
 
 
 def package_name(requirement: str) -> str:

@@ -27,7 +27,8 @@ FLOORS = (
     {"worker", "coordinator", "validator", "trainer", "adapters"},
     {"broadcast"},
     {"replay", "algo", "envs"},
-    {"config", "observe"},
+    {"config", "observe", "keyfile", "patience"},
+    {"files"},
     {"ports"},
     {"prime_node"},
     {"prime_protocol"},
@@ -106,9 +107,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         return [f"{module}:1: {unit} stands on no floor"]
     found: list[tuple[int, str]] = []
     systems: set[str] = set()
-    allowed = WIRE_LIBRARIES.union(
-        *(more for package, more in ALSO_ALLOWED.items() if within(module, package))
-    )
+    allowed = WIRE_LIBRARIES.union(*(more for package, more in ALSO_ALLOWED.items() if within(module, package)))
     for line, name in imports_of(module, tree, is_package=is_package):
         top = name.split(".")[0]
         if top in PACKAGES:
@@ -127,9 +126,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         elif unit == "adapters":
             systems |= {COMES_WITH.get(top, top)} - allowed - TENSORS
         elif top not in allowed:
-            found.append(
-                (line, f"{unit} may not import {top}: third-party systems live in prime_node.adapters")
-            )
+            found.append((line, f"{unit} may not import {top}: third-party systems live in prime_node.adapters"))
     if len(systems) > 1:
         found.append((1, f"an adapter holds one system, and this one holds {', '.join(sorted(systems))}"))
     if module not in READS_ENVIRONMENT | PASSES_ENVIRONMENT:
@@ -140,11 +137,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
 def environment_reads(tree: ast.AST) -> Iterator[int]:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module == "os"
-            and names & {alias.name for alias in node.names}
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names}:
             yield node.lineno
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
             yield node.lineno
@@ -232,7 +225,5 @@ def test_the_whole_protocol_imports_without_torch_and_without_anything_that_acts
         f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
         f"print(*[name for name in {heavy!r} if name in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=50, check=True
-    )
+    ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=50, check=True)
     assert ran.stdout.split() == []

@@ -95,7 +95,7 @@ class Up:
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 with contextlib.suppress(OSError):
                     line = (entry / "cmdline").read_bytes().decode(errors="replace")
-                    if str(self.directory) in line and "pytest" not in line:
+                    if str(self.directory) in line:
                         found.append(int(entry.name))
         return found
 

@@ -160,8 +160,8 @@ async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
 ) -> None:
     monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
     first, empty, second = MemorySource(RUN), MemorySource(RUN), MemorySource(RUN)
-    for source in (first, empty, second):
-        size = source.publish(table_weights(0)).manifest.encodings[0].parts[0].size
+    published = [source.publish(table_weights(0)) for source in (first, empty, second)]
+    size = published[0].manifest.encodings[0].parts[0].size
     empty.blobs.clear()
 
     def cut_after_two(_: str) -> None:

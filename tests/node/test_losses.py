@@ -143,6 +143,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         find_loss("apio")
 
 
+def test_a_setting_that_the_loss_does_not_take_is_refused_before_the_run() -> None:
+    with pytest.raises(LocalError, match="loss aipo: got an unexpected keyword argument 'dleta'"):
+        find_loss("aipo", kwargs={"dleta": 4.0})
+
+
 def test_the_advantage_is_the_reward_minus_the_mean_without_a_deviation() -> None:
     advantage = find_advantage("group_mean")
     assert advantage(AdvantageInputs((1.0, 0.0, 0.5), (3, 1, 8))) == [0.5, -0.5, 0.0]

@@ -21,6 +21,8 @@ from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.messages import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
+LEASE = digest_of(b"lease")
+
 
 def make_spool(folder: Path, *, bytes_max: int = 2**20) -> Spool:
     return Spool(folder, bytes_max=bytes_max, clock=JumpClock(), rng=random.Random(1))
@@ -55,7 +57,7 @@ class Receiver:
 async def test_bundles_go_out_in_the_order_in_which_they_came(tmp_path: Path) -> None:
     spool, receiver = make_spool(tmp_path), Receiver()
     for number in range(20):
-        await spool.put(b"bundle %d" % number)
+        await spool.put(b"bundle %d" % number, LEASE)
     await flush_all(spool, receiver)
     assert receiver.taken == [b"bundle %d" % number for number in range(20)]
     assert spool.num_bundles == 0
@@ -65,9 +67,9 @@ async def test_bundles_go_out_in_the_order_in_which_they_came(tmp_path: Path) ->
 async def test_a_new_process_uploads_what_the_last_one_left_in_the_same_order(tmp_path: Path) -> None:
     first = make_spool(tmp_path)
     for number in range(12):
-        await first.put(b"%d" % number)
+        await first.put(b"%d" % number, LEASE)
     second = make_spool(tmp_path)
-    await second.put(b"new")
+    await second.put(b"new", LEASE)
     receiver = Receiver()
     await flush_all(second, receiver)
     assert receiver.taken == [*(b"%d" % number for number in range(12)), b"new"]
@@ -77,8 +79,8 @@ async def test_a_coordinator_that_is_away_loses_nothing(tmp_path: Path) -> None:
     spool = make_spool(tmp_path)
     faults = [Unreachable("refused")] * 50 + [PeerError(ErrorCode.UNAVAILABLE, "starting")] * 3
     receiver = Receiver(*faults)
-    await spool.put(b"a")
-    await spool.put(b"b")
+    await spool.put(b"a", LEASE)
+    await spool.put(b"b", LEASE)
     await flush_all(spool, receiver)
     assert receiver.taken == [b"a", b"b"]
 
@@ -86,7 +88,7 @@ async def test_a_coordinator_that_is_away_loses_nothing(tmp_path: Path) -> None:
 async def test_the_server_says_for_how_long_to_wait(tmp_path: Path) -> None:
     clock = JumpClock()
     spool = Spool(tmp_path, bytes_max=100, clock=clock, rng=random.Random(1))
-    await spool.put(b"a")
+    await spool.put(b"a", LEASE)
     began = clock.monotonic_s()
     await flush_all(spool, Receiver(PeerError(ErrorCode.TOO_MANY_REQUESTS, "slower", retry_after_s=20.0)))
     assert clock.monotonic_s() - began >= 20.0
@@ -94,13 +96,13 @@ async def test_the_server_says_for_how_long_to_wait(tmp_path: Path) -> None:
 
 async def test_a_refused_bundle_is_dropped_with_its_reason_and_the_next_one_goes_out(tmp_path: Path) -> None:
     spool, receiver = make_spool(tmp_path), Receiver(PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease"))
-    await spool.put(b"bad")
-    await spool.put(b"good")
+    await spool.put(b"bad", LEASE)
+    await spool.put(b"good", LEASE)
     await flush_all(spool, receiver)
     assert receiver.taken == [b"good"]
     [line] = (tmp_path / "refused.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "lease_unknown"
-    assert digest_of(b"bad")[:16] in json.loads(line)["bundle"]
+    assert LEASE in json.loads(line)["bundle"]
 
 
 async def test_a_verdict_in_the_answer_is_noted(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ async def test_a_verdict_in_the_answer_is_noted(tmp_path: Path) -> None:
         return UploadReply(bundle=digest_of(parcel), verdict=Verdict.refuse(RejectReason.STALE, "step 3 is trained"))
 
     spool = make_spool(tmp_path)
-    await spool.put(b"late")
+    await spool.put(b"late", LEASE)
     await flush_all(spool, upload)
     assert '"stale"' in (tmp_path / "refused.jsonl").read_text()
 
@@ -117,7 +119,7 @@ async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
     notes = tmp_path / "refused.jsonl"
     notes.write_text("".join(f'{{"old": {number}}}\n' for number in range(REFUSED_LINES_MAX)))
     spool = make_spool(tmp_path)
-    await spool.put(b"bad")
+    await spool.put(b"bad", LEASE)
     await flush_all(spool, Receiver(PeerError(ErrorCode.WRONG_RUN, "another run")))
     lines = notes.read_text().splitlines()
     assert len(lines) == REFUSED_LINES_MAX
@@ -127,8 +129,8 @@ async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
 
 async def test_a_full_spool_makes_the_generator_wait(tmp_path: Path) -> None:
     spool = make_spool(tmp_path, bytes_max=100)
-    await spool.put(b"x" * 80)
-    waiting = asyncio.create_task(spool.put(b"y" * 80))
+    await spool.put(b"x" * 80, LEASE)
+    waiting = asyncio.create_task(spool.put(b"y" * 80, LEASE))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not waiting.done()
@@ -140,7 +142,7 @@ async def test_a_full_spool_makes_the_generator_wait(tmp_path: Path) -> None:
 
 async def test_a_bundle_larger_than_the_bound_still_goes_into_an_empty_spool(tmp_path: Path) -> None:
     spool = make_spool(tmp_path, bytes_max=10)
-    await spool.put(b"z" * 1_000)
+    await spool.put(b"z" * 1_000, LEASE)
     assert spool.num_bytes == 1_000
 
 
@@ -156,7 +158,7 @@ async def test_other_errors_end_the_flush_and_keep_the_bundle(tmp_path: Path) ->
         pass
 
     spool = make_spool(tmp_path)
-    await spool.put(b"kept")
+    await spool.put(b"kept", LEASE)
     with pytest.raises(FaultError):
         await flush_all(spool, Receiver(FaultError()))
     assert make_spool(tmp_path).num_bundles == 1
@@ -177,7 +179,7 @@ from prime_node.worker.spool import Spool
 async def main():
     spool = Spool(Path(sys.argv[1]), bytes_max=2**30, clock=SystemClock(), rng=random.Random(1))
     for number in range(1_000_000):
-        await spool.put(b"%d" % number)
+        await spool.put(b"%d" % number, "0" * 64)
         print(number, flush=True)
 
 asyncio.run(main())
@@ -201,3 +203,11 @@ def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
     uploaded = [int(parcel) for parcel in receiver.taken]
     assert uploaded[: len(promised)] == promised
     assert uploaded == sorted(set(uploaded))
+
+
+async def test_the_leases_that_wait_are_known_even_after_a_restart(tmp_path: Path) -> None:
+    leases = [digest_of(b"%d" % number) for number in range(3)]
+    spool = make_spool(tmp_path)
+    for lease in leases:
+        await spool.put(b"bundle of " + lease.encode(), lease)
+    assert make_spool(tmp_path).lease_ids == leases

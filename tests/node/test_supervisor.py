@@ -34,6 +34,17 @@ async def test_a_child_that_ends_well_is_done(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "child.log", 1) == "hello"
 
 
+async def test_who_gives_up_waiting_for_a_child_does_not_disturb_the_watch(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    started = child(tmp_path, WAITS_FOR_EOF)
+    await supervisor.start(started)
+    waiting = asyncio.create_task(supervisor.wait("child"))
+    await until_log_holds(tmp_path / "child.log", "up")
+    waiting.cancel()
+    await supervisor.stop("child", grace_s=10)
+    assert (started.state, started.exit_code) == (ChildState.STOPPED, -signal.SIGTERM)
+
+
 async def test_a_child_that_is_killed_is_started_again(tmp_path: Path) -> None:
     marker = tmp_path / "second"
     code = f"""

@@ -166,6 +166,15 @@ async def test_a_trainer_that_computes_other_weights_is_told_so(tmp_path: Path, 
         await run(make_trainer(tmp_path, whole, config=other), asyncio.Event())
 
 
+async def test_a_misspelt_algorithm_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=1))
+    config = CONFIG.model_copy(update={"filters": ("zero",)})
+    with pytest.raises(LocalError, match="no filter is called 'zero'"):
+        await run(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
+    assert not rows(tmp_path, "sft_step")
+    assert not coordinator.manifests
+
+
 async def test_without_a_supervised_phase_the_first_policy_is_the_initial_model(tmp_path: Path) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=1))
     config = CONFIG.model_copy(update={"sft": CONFIG.sft.model_copy(update={"steps_max": 0})})
@@ -175,41 +184,89 @@ async def test_without_a_supervised_phase_the_first_policy_is_the_initial_model(
     assert coordinator.roots[0] == initial
 
 
+async def test_killed_while_it_was_ahead_of_the_publisher_it_announces_what_was_on_its_way(
+    tmp_path: Path, whole: BatchCoordinator
+) -> None:
+    """Checkpoints 2 and 3 are written while policies 2 and 3 are not announced: it must resume where it can make policy 2."""
+    coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+    coordinator.takes_in_max = 2
+    config = CONFIG.model_copy(update={"checkpoint_every": 1, "checkpoints_kept": 1})
+    with pytest.raises(KilledError):
+        await run(make_trainer(tmp_path, coordinator, fuse=Fuse("snapshot", 7), config=config), asyncio.Event())
+    assert checkpoint_steps(tmp_path)[-2:] == [2, 3]
+    assert len(coordinator.manifests) == 2
+    coordinator.takes_in_max = 10**9
+    resumed = make_trainer(tmp_path, coordinator, config=config)
+    assert await run(resumed, asyncio.Event())
+    assert coordinator.roots == whole.roots
+    assert checkpoint_steps(tmp_path)[-1] == STEPS
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-step-")[2]) for path in (folder / "checkpoints").glob("*-step-*"))
+
+
+RL = TrainerState(run="0" * 64, phase=Phase.RL)
+
+
+def write(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"1234")
+
+
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, run="0" * 64, kept=2)
-    state = TrainerState(run="0" * 64, phase=Phase.RL)
-
-    def write(folder: Path) -> None:
-        (folder / "weights").write_bytes(b"1234")
-
     def fail(folder: Path) -> None:
         (folder / "weights").write_bytes(b"12")
         raise OSError(28, "No space left on device")
 
-    assert checkpoints.newest() is None
-    checkpoints.save(state, write)
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
+    assert checkpoints.newest(head=-1) is None
+    checkpoints.save(RL, write, head=-1)
     with pytest.raises(LocalError, match="No space left on device"):
-        checkpoints.save(state.updated(step=1), fail)
-    found = checkpoints.newest()
+        checkpoints.save(RL.updated(step=1), fail, head=0)
+    found = checkpoints.newest(head=0)
     assert found is not None
-    assert found[0] == state
+    assert found[0] == RL
     assert (found[1] / "weights").read_bytes() == b"1234"
-    for step in (1, 2, 3):
-        checkpoints.save(state.updated(step=step), write)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000-00000002", "00000000-00000003"]
+
+
+def test_only_checkpoints_that_nobody_can_need_are_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run=RL.run, kept=1)
+    for step, head, kept in ((0, -1, [0]), (1, 0, [1]), (2, 0, [1, 2]), (3, 0, [1, 2, 3]), (4, 2, [3, 4])):
+        checkpoints.save(RL.updated(step=step), write, head=head)
+        assert checkpoint_steps(tmp_path) == kept
+        assert checkpoints.durable_step(head) == min(step, head + 1)
+    found = checkpoints.newest(head=2)
+    assert found is not None
+    assert found[0].step == 3
+    assert checkpoint_steps(tmp_path) == [3]
+
+
+def test_checkpoints_of_both_phases_are_found_in_the_order_of_training(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=9)
+    taught = RL.updated(phase=Phase.SFT, sft_step=20)
+    for state in (taught.updated(sft_step=10), taught, taught.updated(phase=Phase.RL)):
+        checkpoints.save(state, write, head=-1)
+        found = checkpoints.newest(head=-1)
+        assert found is not None
+        assert found[0] == state
+
+
+def test_a_coordinator_that_lost_its_policies_is_an_error(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=1)
+    checkpoints.save(RL.updated(step=7), write, head=6)
+    with pytest.raises(LocalError, match="begin at step 7, but the coordinator's newest policy is 3"):
+        checkpoints.newest(head=3)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, run="0" * 64, kept=2).save(TrainerState(run="0" * 64), lambda folder: None)
+    Checkpoints(tmp_path, run="0" * 64, kept=2).save(RL, write, head=-1)
     with pytest.raises(LocalError, match="belongs to run 000000000000, not 111111111111"):
-        Checkpoints(tmp_path, run="1" * 64, kept=2).newest()
+        Checkpoints(tmp_path, run="1" * 64, kept=2).newest(head=-1)
 
 
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, run="0" * 64, kept=2)
-    checkpoints.save(TrainerState(run="0" * 64), lambda folder: None)
-    (tmp_path / "00000000-00000000" / "state.json").write_text("{")
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
+    checkpoints.save(RL, write, head=-1)
+    (tmp_path / "00000000-step-00000000" / "state.json").write_text("{")
     with pytest.raises(LocalError, match="Delete it to go on from the one before"):
-        checkpoints.newest()
-    shutil.rmtree(tmp_path / "00000000-00000000")
-    assert checkpoints.newest() is None
+        checkpoints.newest(head=-1)

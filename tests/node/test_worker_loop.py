@@ -22,12 +22,12 @@ from tests.node.worker_world import (
 )
 
 from prime_node.broadcast.follower import Follower
+from prime_node.broadcast.pinned import fetch_run
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.sim.dishonest import Cheat, DishonestEngine
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import Pace, open_lease
 from prime_node.worker.loop import Ending, Worker, run
-from prime_node.worker.session import fetch_run
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
@@ -444,14 +444,14 @@ def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
 async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:
     coordinator = MemoryCoordinator(make_run(name="other"), JumpClock())
     with pytest.raises(PeerError) as caught:
-        await fetch_run(coordinator, RUN.digest, clock=JumpClock(), rng=random.Random(1))
+        await fetch_run(coordinator, RUN.digest, clock=JumpClock())
     assert caught.value.code is ErrorCode.WRONG_RUN
 
 
 async def test_the_run_is_waited_for_while_the_coordinator_starts() -> None:
     coordinator = MemoryCoordinator(RUN, JumpClock())
     coordinator.away = True
-    task = asyncio.create_task(fetch_run(coordinator, RUN.digest, clock=JumpClock(), rng=random.Random(1)))
+    task = asyncio.create_task(fetch_run(coordinator, RUN.digest, clock=JumpClock()))
     await asyncio.sleep(0.005)
     assert not task.done()
     coordinator.away = False

@@ -14,9 +14,9 @@ from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, M
 from prime_node.adapters.http_client import HttpClient
 from prime_node.broadcast.audit import audit
 from prime_node.broadcast.follower import Follower
+from prime_node.broadcast.pinned import fetch_run
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import Ending, Worker, run
-from prime_node.worker.session import fetch_run
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.messages import BatchRequest, BundleRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
 from prime_protocol.parcel import open_parcel
@@ -93,7 +93,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
     stop = asyncio.Event()
     async with running(parts) as world:
         client, rng = world.client(WORKER), random.Random(1)
-        pinned = await fetch_run(client, RUN.digest, clock=parts.clock, rng=rng)
+        pinned = await fetch_run(client, RUN.digest, clock=parts.clock)
         worker = Worker(
             run=pinned,
             config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 0.05}),

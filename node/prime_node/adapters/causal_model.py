@@ -73,8 +73,16 @@ class CausalModel:
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        by_place = {tensor.data_ptr(): name for name, tensor in self._parameters.items()}
+        self.tied: dict[str, str] = {
+            name: by_place[tensor.data_ptr()]
+            for name, tensor in self._model.state_dict().items()
+            if name not in self._parameters and tensor.data_ptr() in by_place
+        }
+        """Other names of parameters, such as that of an output head that is the embedding: name -> parameter."""
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
+        self.positions_max: int | None = getattr(config, "max_position_embeddings", None)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize

@@ -12,12 +12,11 @@ to S3.)
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from prime_node.files import sync, write_durably
 from prime_protocol.digest import digest_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -71,8 +70,8 @@ class FolderBlobs:
         if not path.exists():
             if not path.parent.exists():
                 path.parent.mkdir(exist_ok=True)
-                _sync_folder(self._folder)
-            _write_durably(path, data, partial=self._partial)
+                sync(self._folder)
+            write_durably(path, data, partial_folder=self._partial)
         return digest
 
     def _get(self, digest: str, start: int, end: int | None) -> bytes:
@@ -104,8 +103,8 @@ class FolderDocuments:
         path = self._folder / name
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _sync_folder(self._folder)
-        _write_durably(path, data, partial=self._partial)
+            sync(self._folder)
+        write_durably(path, data, partial_folder=self._partial)
 
 
 def _open_folder(folder: Path) -> Path:
@@ -115,25 +114,3 @@ def _open_folder(folder: Path) -> Path:
     for left_over in partial.iterdir():
         left_over.unlink(missing_ok=True)
     return partial
-
-
-def _write_durably(path: Path, data: bytes, *, partial: Path) -> None:
-    temporary = partial / secrets.token_hex(16)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

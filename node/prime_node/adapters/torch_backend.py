@@ -2,7 +2,7 @@
 
 Weights are fp32 and stay so: AdamW, gradient clipping and the forward pass work on them, and `snapshot` rounds a copy to bf16.
 Workers sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for
-the same policy (about 1e-3 nats at bf16's 8 bits). That is what the importance ratio is for; where it must not be, compute
+the same policy (0.003 nats on average in the demo). That is what the importance ratio is for; where it must not be, compute
 on the snapshot. Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where
 that is 0), without the noise.
 

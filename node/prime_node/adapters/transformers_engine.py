@@ -190,13 +190,16 @@ class TransformersEngine:
     def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:
         """Indices of (prompt, completion length) pairs that are worked on together: equal prompts, then like lengths."""
         batch: list[int] = []
+        longest = 0
         for i in sorted(range(len(sizes)), key=lambda i: (len(sizes[i][0]), sizes[i])):
-            tokens = max(len(sizes[j][0]) for j in [*batch[-1:], i]) + max(sizes[j][1] for j in [*batch, i])
+            prompt, length = sizes[i]
+            tokens = len(prompt) + max(longest, length)  # of the widest row: prompts come in order of their length
             row_bytes = tokens * (self._model.cache_bytes_per_token + MASK_BYTES * tokens)
             if batch and (len(batch) + 1) * row_bytes > self._cache_bytes_max:
                 yield batch
-                batch = []
+                batch, longest = [], 0
             batch.append(i)
+            longest = max(longest, length)
         if batch:
             yield batch
 

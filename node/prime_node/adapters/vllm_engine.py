@@ -18,7 +18,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from prime_node.adapters.vllm_seeded_sampler import OWNER_SETTING, SEED_ARGUMENT
 from prime_node.adapters.vllm_worker_extension import TensorPlace, WorkerExtension
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
 from prime_protocol.weights import Weights, num_bytes, root_of
 
@@ -76,10 +77,13 @@ class VllmEngine:
         """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together."""
         self._folder = folder
         self._dtype = ("fp32" if current_platform.is_cpu() else "bf16") if dtype == "auto" else dtype
-        self._context_tokens_max = context_tokens_max
         self._sequences_max = sequences_max
         self._cpu_cache_gib = cpu_cache_gib
         self._reference = CausalModel(folder, dtype="fp32", device="cpu")  # never loaded: its memory stays untouched
+        bounds = [bound for bound in (context_tokens_max, self._reference.positions_max) if bound is not None]
+        self._context_tokens_max = min(bounds, default=None)
+        self._unties = current_platform.is_cpu() and bool(self._reference.tied)
+        self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None
         self._temperature: float | None = None
         self._last_probe: tuple[str, list[Completion]] | None = None
@@ -92,6 +96,8 @@ class VllmEngine:
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         self._reference.require_fit(weights)
+        if self._llm is not None and self._llm.errored:
+            await self.close()  # its processes have died; start others
         if self._llm is None:
             await self._start()
         self._loaded = False
@@ -104,12 +110,18 @@ class VllmEngine:
         return await self._sample(requests, sampling)
 
     async def close(self) -> None:
-        llm, self._llm, self._loaded = self._llm, None, False
-        if llm is not None:
-            if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it reports the end of the engine as a failure
-            await asyncio.to_thread(llm.shutdown, timeout=CLOSE_SECONDS)
-            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets and leaves their context
+        starting, self._starting = self._starting, None
+        self._llm, self._loaded, self._last_probe, self._temperature = None, False, None, None
+        if starting is None:
+            return
+        try:
+            llm = await starting  # a start cannot be stopped half way: the `load` that began it may have been cancelled
+        except (RuntimeError, ValueError):
+            return
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # or it reports the end of the engine as a failure
+        await asyncio.to_thread(llm.shutdown, timeout=CLOSE_SECONDS)
+        llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets and leaves their context
 
     async def _start(self) -> None:
         for name, value in ENVIRONMENT.items():
@@ -124,6 +136,8 @@ class VllmEngine:
             dtype=VLLM_DTYPES[self._dtype],
             max_model_len=self._context_tokens_max,
             max_num_seqs=self._sequences_max,
+            # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
+            hf_overrides={"tie_word_embeddings": False} if self._unties else {},
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
             async_scheduling=False,  # the sampler counts a request's tokens, so they must be there
@@ -133,16 +147,24 @@ class VllmEngine:
             disable_log_stats=True,
         )
         log.info("starting vLLM %s; this takes tens of seconds", vllm.__version__)
-        self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        self._starting = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
+        try:
+            self._llm = await asyncio.shield(self._starting)
+        except (RuntimeError, ValueError) as error:
+            self._starting = None
+            raise LocalError(
+                f"vLLM did not start ({error}); its own messages are above. --engine transformers does without it"
+            ) from error
 
     async def _swap(self, weights: Weights) -> None:
-        memory, places = _share(weights)
+        memory, places = _share(weights, aliases=self._reference.tied if self._unties else {})
         try:
             path = f"/proc/{os.getpid()}/fd/{memory}"
             await self._llm.collective_rpc("prime_load", args=(path, places))
         finally:
             os.close(memory)
-        await self._llm.reset_prefix_cache()
+        if not await self._llm.reset_prefix_cache():
+            raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
 
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
         requests = _probe_requests(self._reference.vocab_size)
@@ -174,10 +196,8 @@ class VllmEngine:
         if temperature != self._temperature:
             await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
             self._temperature = temperature
-        # A cancelled or failed request takes the others with it, and each tells vLLM to abort as it ends.
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._complete(request, sampling)) for request in requests]
-        return [task.result() for task in tasks]
+        # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
+        return list(await asyncio.gather(*(self._complete(request, sampling) for request in requests)))
 
     async def _complete(self, request: GenerateRequest, sampling: Sampling) -> Completion:
         params = SamplingParams(
@@ -199,8 +219,11 @@ class VllmEngine:
         return Completion(token_ids, logprobs, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
-def _share(weights: Weights) -> tuple[int, list[TensorPlace]]:
-    """Weights in anonymous shared memory: its file descriptor, and what is where. It vanishes with the last who has it open."""
+def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:
+    """Weights in anonymous shared memory: its file descriptor, and what is where. It vanishes with the last who has it open.
+
+    `aliases`: further names under which tensors are listed, name -> tensor.
+    """
     memory = os.memfd_create("prime-node weights")
     os.ftruncate(memory, num_bytes(weights))
     places: list[TensorPlace] = []
@@ -210,7 +233,8 @@ def _share(weights: Weights) -> tuple[int, list[TensorPlace]]:
             tensor.data.tofile(file)
             places.append((name, tensor.dtype, list(tensor.shape), offset))
             offset += tensor.data.nbytes
-    return memory, places
+    place_of = {place[0]: place for place in places}
+    return memory, [*places, *((alias, *place_of[name][1:]) for alias, name in aliases.items())]
 
 
 def _probe_requests(vocab_size: int) -> list[GenerateRequest]:

@@ -25,9 +25,9 @@ from typing import NoReturn
 from prime_node.broadcast.encoder import SpanEncoder
 from prime_node.broadcast.paths import Route, routes_of
 from prime_node.broadcast.spans import SpanRules
+from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import TrainerPort
-from prime_node.replay.patience import ask_until_answered
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, root_of_table, tensor_table
 from prime_protocol.chunk_index import open_index

@@ -10,7 +10,8 @@ import typer
 
 from prime_node.cli.new import write_join_link
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.run_dir import RunDir, load_key
+from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import load_key
 
 if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig

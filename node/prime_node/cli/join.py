@@ -80,20 +80,20 @@ async def _join(
     cheat: tuple[str, int] | None,
     stop: asyncio.Event,
 ) -> int:
+    from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
-    from prime_node.worker.identity import load_or_create
+    from prime_node.keyfile import load_or_create
     from prime_node.worker.loop import Worker
     from prime_node.worker.loop import run as run_worker
-    from prime_node.worker.session import fetch_run
 
     clock, rng = wire.clock(), random.Random()
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await fetch_run(client, link.run, clock=clock, rng=rng)  # waits for a coordinator that is away
+            run = await fetch_run(client, link.run, clock=clock)  # waits for a coordinator that is away
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, folder / "model")
-            engine = wire.engine(settings, model, cheat=cheat)
+            engine = wire.engine(settings, model, run, cheat=cheat)
             try:
                 async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
                     worker = Worker(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Annotated
 import typer
 
 from prime_node.cli.options import ConfigFile, Options, Set
-from prime_node.cli.run_dir import RunDir, write_atomically, write_key
+from prime_node.cli.run_dir import RunDir
+from prime_node.files import write_durably
+from prime_node.keyfile import create_key
 from prime_protocol.errors import LocalError
-from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 
@@ -47,9 +47,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     for leftover in (run_dir.path / "keys", run_dir.model):
         if leftover.exists():
             shutil.rmtree(leftover)
-    keys = {role: SigningKey(secrets.token_bytes(32)) for role in ROLES}
-    for role, key in keys.items():
-        write_key(run_dir.key(role), key)
+    keys = {role: create_key(run_dir.key(role)) for role in ROLES}
     model = wire.make_model_files(settings.model, run_dir.model)
     run = build_run_spec(
         settings,
@@ -60,14 +58,14 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         now_ms=time.time_ns() // 1_000_000,
     )
     if config_file is not None:
-        write_atomically(run_dir.config, config_file.read_bytes())
-    write_atomically(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
-    write_atomically(run_dir.run_spec, run.envelope.to_bytes())
+        write_durably(run_dir.config, config_file.read_bytes())
+    write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
+    write_durably(run_dir.run_spec, run.envelope.to_bytes())
     return run
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:
     """The link for contributors. It changes with the address; the digest in it never does."""
     link = JoinLink.parse(f"{url.rstrip('/')}/#{run.digest}")
-    write_atomically(run_dir.join_link_file, f"{link}\n".encode())
+    write_durably(run_dir.join_link_file, f"{link}\n".encode())
     return link

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from prime_node.cli.run_dir import RunDir, load_key
+from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink

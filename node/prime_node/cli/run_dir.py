@@ -14,13 +14,11 @@ curve.png summary.json
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_protocol.envelope import open_envelope
 from prime_protocol.errors import LocalError
-from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
 
@@ -98,41 +96,3 @@ class RunDir:
             raise LocalError(f"{self.path} holds no run: no run.json. `prime-node new {self.path}` makes one")
         envelope = open_envelope(self.run_spec.read_bytes())
         return open_run_spec(envelope, pinned=envelope.digest)
-
-
-def load_key(path: Path) -> SigningKey:
-    """A private key of 32 raw bytes in hexadecimal. Raises LocalError."""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise LocalError(f"key {path} can be read by others; run: chmod 600 {path}")
-        return SigningKey(bytes.fromhex(path.read_text(encoding="ascii").strip()))
-    except FileNotFoundError:
-        raise LocalError(f"key {path}: no such file") from None
-    except (ValueError, OSError) as error:
-        raise LocalError(f"key {path}: {error}") from None
-
-
-def write_key(path: Path, key: SigningKey) -> None:
-    """Write a new key file, mode 0600, durably; never over an existing one."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(key.to_bytes().hex() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the new one; after a crash, too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from prime_node.cli import wire
 from prime_node.cli.plot import curve_of, save_png, terminal_plot
-from prime_node.cli.run_dir import RunDir, write_atomically
+from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import size
+from prime_node.files import write_durably
 from prime_node.observe import read_json_lines
 from prime_protocol.run_spec import PinnedRun
 
@@ -46,7 +47,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
         console.print(terminal_plot(curve), markup=False, highlight=False)
         save_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
         console.print(f"curve: {run_dir.path / 'curve.png'}", highlight=False)
-    write_atomically(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
+    write_durably(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
     return 0 if report.passed else 1
 
 

@@ -67,8 +67,8 @@ class Supervisor:
         self._watchers[child.name] = asyncio.create_task(self._watch(child))
 
     async def wait(self, name: str) -> Child:
-        """Until the child has ended for good."""
-        await self._watchers[name]
+        """Until the child has ended for good. Who gives up waiting does not disturb the watch."""
+        await asyncio.shield(self._watchers[name])
         return self.children[name]
 
     async def stop(self, name: str, *, grace_s: float) -> None:

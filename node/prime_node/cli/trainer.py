@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import typer
 
@@ -38,14 +37,14 @@ def trainer(
 
 
 async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
+    from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.loop import run as run_trainer
-    from prime_node.worker.session import fetch_run
 
     settings = options.load(TrainerConfig)
     async with wire.client(place.link, place.key) as client:
-        pinned = await fetch_run(client, place.link.run, clock=wire.clock(), rng=random.Random())
+        pinned = await fetch_run(client, place.link.run, clock=wire.clock())
         client.bounds = pinned.spec.limits
         model = await wire.model_folder(client, pinned, place.folder / "model")
         parts = await asyncio.to_thread(

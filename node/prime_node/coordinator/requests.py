@@ -28,9 +28,6 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import Request, Stamped
 from prime_protocol.run_spec import PinnedRun
 
-REQUEST_BYTES_MAX = 512 * 2**10
-"""The largest request is a verdict with 4,096 rewards: about 100 kB."""
-
 
 class Caller(StrEnum):
     """Who may call an endpoint."""
@@ -67,7 +64,7 @@ class Gate:
     ) -> tuple[str, Request]:
         """The verified signer and his request. Raises PeerError."""
         with self.blame(address, now_s):  # (1)
-            envelope = open_envelope(body, bytes_max=REQUEST_BYTES_MAX)  # (2)
+            envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (2)
             signer = envelope.sole_signer()  # (3)
             require_role(signer, caller, run=self.run, state=state)
             if signer not in state.workers and caller is Caller.ANYONE:

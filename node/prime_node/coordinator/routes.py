@@ -18,7 +18,7 @@ from prime_node.coordinator import intake, judging, leasing, operating, publishi
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import Publisher
 from prime_node.coordinator.records import Topic
-from prime_node.coordinator.requests import REQUEST_BYTES_MAX, Caller, Gate
+from prime_node.coordinator.requests import Caller, Gate
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.envelope import Envelope
@@ -69,7 +69,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         return _respond(None)
 
     posts = [
-        (f"/v1/{name}", _signed(core, gate, kind, caller, handler), REQUEST_BYTES_MAX)
+        (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
         for name, caller, kind, handler in _ACTIONS
     ]
     posts += [

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 
+from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
 from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
-from prime_node.replay.patience import SAY_AGAIN_S, ask_until_answered
 from prime_protocol.envelope import Envelope
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
 from prime_protocol.run_spec import PinnedRun
@@ -53,11 +53,14 @@ class Feed:
         self._wait_seconds = wait_seconds
         self._fetches = asyncio.Semaphore(fetches_max)
         self._ahead: dict[int, asyncio.Task[StepBatch]] = {}
-        self.durable_step = 0
-        """The step that the trainer's newest durable checkpoint resumes at; told to the coordinator with each request."""
+        self._durable_step = 0
 
-    async def take(self, step: int) -> StepBatch:
-        """The batch of `step`. Asking again for the same step gives the same batch. Raises PeerError."""
+    async def take(self, step: int, *, durable_step: int = 0) -> StepBatch:
+        """The batch of `step`. Asking again for the same step gives the same batch. Raises PeerError.
+
+        `durable_step`: where the trainer would resume if it were killed now; the coordinator may forget older batches.
+        """
+        self._durable_step = durable_step
         fetching = self._ahead.pop(step, None) or asyncio.create_task(self._fetch(step))
         try:
             batch = await fetching
@@ -96,7 +99,7 @@ class Feed:
             await self._clock.sleep(answer.retry_after_s)
 
     def _ask_for(self, step: int) -> Awaitable[Envelope | NotYet]:
-        request = BatchRequest(step=step, durable_step=self.durable_step, wait_s=self._wait_seconds)
+        request = BatchRequest(step=step, durable_step=self._durable_step, wait_s=self._wait_seconds)
         return self._coordinator.batch(request)
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:

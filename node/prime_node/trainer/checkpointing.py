@@ -1,22 +1,29 @@
 """The trainer's own checkpoints: one folder each, whole or not there.
 
-    checkpoints/SFTSTEP-STEP/state.json    TrainerState
-    checkpoints/SFTSTEP-STEP/...           whatever the backend saves
+    checkpoints/00000140-sft/              within the supervised phase, after 140 of its steps
+    checkpoints/00000210-step-00000040/    that phase took 210 steps; holds policy 40
+        state.json                         TrainerState
+        ...                                whatever the backend saves
 
 A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
 synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
+
+Invariant: there is always one from which every unannounced policy can be made again. The trainer runs ahead of the publisher, so
+the newest checkpoint may hold policy 7 while policy 5 was still on its way when the process died; whoever resumed at 7 could
+never announce 5 and 6. A checkpoint at step n is of use once policy n - 1 is announced: `head`, the newest announced policy,
+decides which is taken up and which may be deleted.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from prime_node.trainer.state import TrainerState
+from prime_node.files import sync
+from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError
 
 _STATE_FILE = "state.json"
@@ -32,9 +39,9 @@ class Checkpoints:
         self._run = run
         self._kept = kept
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainerState, write: Callable[[Path], None], *, head: int) -> None:
         """Durable when it returns. `write` fills an empty folder. Raises LocalError; the older checkpoints stay whole."""
-        target = self._folder / f"{state.sft_step:08d}-{state.step:08d}"
+        target = self._folder / _name_of(state)
         if target.exists():
             return
         partial = target.with_suffix(_PARTIAL)
@@ -43,23 +50,38 @@ class Checkpoints:
             write(partial)
             (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
             partial.rename(target)
-            _sync(self._folder)
+            sync(self._folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise LocalError(f"checkpoint {target} cannot be written: {error}. The one before it is whole") from None
-        for old in self._complete()[: -self._kept]:
+        for old in self._usable(head)[: -self._kept]:
             shutil.rmtree(old)
 
-    def newest(self) -> tuple[TrainerState, Path] | None:
-        """The newest complete checkpoint, after removing what a crash left half written. Raises LocalError."""
+    def durable_step(self, head: int) -> int:
+        """The step that a trainer killed now would resume at."""
+        usable = self._usable(head)
+        return _step_of(usable[-1]) if usable else 0
+
+    def newest(self, *, head: int) -> tuple[TrainerState, Path] | None:
+        """The one to resume from; None where there is none at all. Raises LocalError.
+
+        What a crash left half written is removed, and so is what is ahead of it: those steps will be computed again.
+        """
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
-        complete = self._complete()
+        complete, usable = self._complete(), self._usable(head)
         if not complete:
             return None
-        path = complete[-1]
+        if not usable:
+            raise LocalError(
+                f"the checkpoints in {self._folder} begin at step {_step_of(complete[0])}, but the coordinator's newest policy is"
+                f" {head}: it lost what it had, or this is another run's folder"
+            )
+        for ahead in complete[len(usable) :]:
+            shutil.rmtree(ahead)
+        path = usable[-1]
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
@@ -71,12 +93,21 @@ class Checkpoints:
         return state, path
 
     def _complete(self) -> list[Path]:
+        """Oldest first."""
         return sorted(path for path in self._folder.glob("*-*") if path.suffix != _PARTIAL)
 
+    def _usable(self, head: int) -> list[Path]:
+        return [path for path in self._complete() if _step_of(path) <= head + 1]
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+
+def _name_of(state: TrainerState) -> str:
+    """Names sort in the order of training."""
+    if state.phase is Phase.SFT:
+        return f"{state.sft_step:08d}-sft"
+    return f"{state.sft_step:08d}-step-{state.step:08d}"
+
+
+def _step_of(path: Path) -> int:
+    """The step that it resumes at; 0 within the supervised phase."""
+    _, _, step = path.name.partition("-step-")
+    return int(step or 0)

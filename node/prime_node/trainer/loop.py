@@ -5,8 +5,9 @@ unpublished, for the publisher; the publisher's failure ends both waits. The fee
 policy n while the backend's thread works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and
 published. Where the coordinator is away just then, `leave_seconds` end the wait for it: the next start announces what is left.
 
-Order within a step: train, save, publish. Killed between any two, the newest checkpoint is found again, the steps after it are
-computed again from the same batches, and the publisher compares each with what it has already published.
+Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of the announced
+policies is found again, the steps after it are computed again from the same batches, and the publisher compares each with what
+it has announced already.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from prime_node.algo.advantages import find_advantage
-from prime_node.algo.filters import find_filters
-from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import Damping, LinearSchedule
 from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import prepare
+from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.trainer import Trainer
@@ -32,48 +30,44 @@ log = logging.getLogger(__name__)
 async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
     """Train until the run's last policy is published (True) or until `stop` is set (False)."""
     try:
+        recipe = Recipe.of(trainer.config, max_steps=trainer.run.spec.max_steps)
+        if not await _unless_left(trainer, stop, trainer.publisher.start()):
+            return False
         await trainer.resume()
         if trainer.state.phase is Phase.SFT:
             await teach(trainer, stop)
-        if trainer.state.phase is Phase.RL and await _unless_left(trainer, stop, trainer.publisher.start()):
-            await reinforce(trainer, stop)
+        if trainer.state.phase is Phase.RL:
+            await reinforce(trainer, recipe, stop)
             await _unless_left(trainer, stop, trainer.publisher.flush())
     finally:
         await trainer.close()
     return trainer.publisher.head == trainer.run.spec.max_steps
 
 
-async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
+async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> None:
     """Steps of reinforcement learning: step n makes policy n + 1."""
-    config, max_steps = trainer.config, trainer.run.spec.max_steps
-    loss = find_loss(config.loss.type, import_path=config.loss.import_path, kwargs=config.loss.kwargs)
-    advantage = find_advantage(config.advantage, import_path=config.advantage_import_path)
-    filters = find_filters(config.filters)
-    schedule = LinearSchedule(config.optimizer.lr, config.optimizer.warmup_steps, max_steps, config.lr_final_share)
-    damping = None if config.lr_damping_nats is None else Damping(config.lr_damping_nats)
-
+    now_s = trainer.clock.monotonic_s
     await trainer.save()
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
-    while trainer.state.step < max_steps and not stop.is_set():
-        step = trainer.state.step
-        began_s = trainer.clock.monotonic_s()
+    while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
+        step, multiplier = trainer.state.step, trainer.state.lr_multiplier
+        began_s = now_s()
         batch = await _next_batch(trainer, stop)
         if batch is None:
             break
-        fed_s = trainer.clock.monotonic_s()
-        prepared = prepare(batch.groups, step=step, advantage=advantage, filters=filters)
-        lr = schedule.at(step) * trainer.state.lr_multiplier
-        stats = await trainer.train(prepared.samples, loss, lr=lr)
-        trained_s = trainer.clock.monotonic_s()
-        if damping is not None and stats.num_tokens:
-            multiplier = damping.after(trainer.state.lr_multiplier, stats.log_ratio_abs)
-            trainer.state = trainer.state.updated(lr_multiplier=multiplier)
-        trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest)
+        fed_s = now_s()
+        prepared = prepare(batch.groups, step=step, advantage=recipe.advantage, filters=recipe.filters)
+        lr = recipe.schedule.at(step) * multiplier
+        stats = await trainer.train(prepared.samples, recipe.loss, lr=lr)
+        if stats.num_tokens:
+            multiplier = recipe.next_multiplier(multiplier, stats.log_ratio_abs)
+        trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest, lr_multiplier=multiplier)
+        trained_s = now_s()
         await trainer.save_if_due()
-        saved_s = trainer.clock.monotonic_s()
+        saved_s = now_s()
         await _unless_left(trainer, stop, trainer.publish())
-        published_s = trainer.clock.monotonic_s()
+        ended_s = now_s()
         trainer.metrics.record(
             step=step,
             **prepared.metrics,
@@ -86,9 +80,9 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
             idle_seconds=fed_s - began_s,
             train_seconds=trained_s - fed_s,
             save_seconds=saved_s - trained_s,
-            submit_seconds=published_s - saved_s,
-            step_seconds=published_s - began_s,
-            idle_share=(fed_s - began_s) / max(published_s - began_s, 1e-9),
+            submit_seconds=ended_s - saved_s,
+            step_seconds=ended_s - began_s,
+            idle_share=(fed_s - began_s) / max(ended_s - began_s, 1e-9),
         )
         await trainer.evaluate_if_due()
     await trainer.save()
@@ -96,7 +90,7 @@ async def reinforce(trainer: Trainer, stop: asyncio.Event) -> None:
 
 async def _next_batch(trainer: Trainer, stop: asyncio.Event) -> StepBatch | None:
     """The next step's batch, or None where `stop` came first. Raises what ended the publisher: then no batch would ever come."""
-    taking = asyncio.create_task(trainer.feed.take(trainer.state.step))
+    taking = asyncio.create_task(trainer.next_batch())
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(trainer.publisher.failed())
     tasks = (taking, stopping, failing)

@@ -13,7 +13,7 @@ from prime_node.broadcast.publisher import Published, Publisher
 from prime_node.observe import JsonLines
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Loss, StepStats, TrainBackend, TrainSample
-from prime_node.replay.feed import Feed
+from prime_node.replay.feed import Feed, StepBatch
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator
@@ -50,15 +50,18 @@ class Trainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
 
     async def resume(self) -> None:
-        """Go on from the newest checkpoint, or begin."""
-        found = await self.in_thread(self.checkpoints.newest)
+        """Go on from a checkpoint, or begin. The publisher has started: its head decides from which."""
+        found = await self.in_thread(self.checkpoints.newest, head=self.publisher.head)
         if found is not None:
             self.state, folder = found
             await self.in_thread(self.backend.load, folder)
-            self.feed.durable_step = self.state.step
         else:
             self.state = TrainerState(run=self.run.digest)
             await self.in_thread(self.backend.new_optimizer, self.config.sft.optimizer.settings())
+
+    async def next_batch(self) -> StepBatch:
+        durable_step = self.checkpoints.durable_step(self.publisher.head)
+        return await self.feed.take(self.state.step, durable_step=durable_step)
 
     async def train(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
@@ -68,8 +71,7 @@ class Trainer:
 
     async def save(self) -> None:
         """Durable when it returns. Once per state; saving again does nothing."""
-        await self.in_thread(self.checkpoints.save, self.state, self.backend.save)
-        self.feed.durable_step = self.state.step
+        await self.in_thread(self.checkpoints.save, self.state, self.backend.save, head=self.publisher.head)
 
     async def save_if_due(self) -> None:
         done = self.state.sft_step if self.state.phase is Phase.SFT else self.state.step

@@ -26,6 +26,8 @@ class Judgement:
     """What goes back to the coordinator."""
 
     verdict: Verdict
+    num_tokens: int = 0
+    """Completion tokens of an accepted bundle, for the worker's credit."""
     rewards: tuple[float, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ async def judge_bundle(
     if not verdict.accepted:
         return Judgement(verdict, measured=asdict(measured))
     rewards = score_rollouts(bundle, environments, tokenizer)  # (6)
-    return Judgement(verdict, rewards=tuple(rewards), measured=asdict(measured))
+    return Judgement(verdict, rollouts.num_tokens, tuple(rewards), asdict(measured))
 
 
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:

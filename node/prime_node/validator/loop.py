@@ -106,6 +106,7 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
         result = CheckResultRequest(
             bundle=task.bundle,
             verdict=judgement.verdict,
+            num_tokens=judgement.num_tokens,
             rewards=judgement.rewards,
             measured=dict(judgement.measured),
         )

@@ -21,6 +21,8 @@ class WorkerConfig(Settings):
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. Processes that share a machine must not have more threads than cores in
     all."""
+    cpu_cache_gib: int = Field(default=1, ge=1)
+    """Memory for vLLM's key-value cache on a CPU, in GiB. On a GPU it takes what is left."""
     rollouts_max: int = Field(default=128, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """Completions asked for in one lease. A machine that measures itself as slow asks for fewer by itself."""
     leases_ahead: int = Field(default=1, ge=0, le=8)

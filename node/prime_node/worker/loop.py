@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
 """After a question for a lease that went wrong; and the longest pause that a coordinator may ask for."""
+HOLDING_MAX = 1_024
+"""Leases that a request may name."""
 LOADS_MAX = 2
 """Tries to make the engine compute what its weights say, before we give up on it."""
 
@@ -88,6 +90,8 @@ class Worker:
     rng: random.Random = field(default_factory=random.Random)
     say: Callable[[str], None] = log.info
     """Where the line for the owner goes."""
+    in_hand: set[str] = field(default_factory=set)
+    """Leases that wait, are being generated or are being written to the spool."""
     held: int = -1
     """The policy that the engine holds."""
     state: WorkerState = WorkerState.FETCHING
@@ -183,12 +187,14 @@ async def _next_lease(worker: Worker) -> Lease:
             policy_version=policy.version,
             policy_digest=policy.signed.digest,
             rollouts_max=worker.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
+            holding=_holding(worker),
             wait_s=worker.config.wait_seconds,
         )
         try:
             reply = await worker.session.ask(functools.partial(worker.coordinator.lease, asked))
             if not isinstance(reply, NotYet):
                 lease = open_lease(reply, asked, run=worker.run, worker=worker.key.key_id)
+                worker.in_hand.add(lease.lease_id)
                 worker.waiting_for = ""
                 return lease
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
@@ -198,6 +204,12 @@ async def _next_lease(worker: Worker) -> Lease:
             log.info("waiting: %s", reason)
         worker.waiting_for = reason
         await worker.clock.sleep(pause_s)
+
+
+def _holding(worker: Worker) -> tuple[str, ...] | None:
+    """Every lease that we know of: one whose answer was lost on the way need not wait until it expires."""
+    held = (*worker.in_hand, *worker.spool.lease_ids)
+    return held if len(held) <= HOLDING_MAX else None
 
 
 async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
@@ -244,7 +256,8 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
     )
-    await _unless(worker.grace_over.wait(), worker.spool.put(parcel))
+    await _unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
+    worker.in_hand.discard(lease.lease_id)
 
 
 async def _load(worker: Worker, policy: Policy) -> None:
@@ -268,6 +281,7 @@ async def _hand_back(worker: Worker, lease: Lease) -> None:
     """Give a lease to others. One that has expired is theirs already: after a laptop's sleep that is
     nothing special."""
     worker.leases_dropped += 1
+    worker.in_hand.discard(lease.lease_id)
     if _seconds_left(worker, lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return

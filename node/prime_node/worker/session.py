@@ -13,12 +13,12 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
+from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource, Unreachable, WorkerPort
-from prime_node.worker.backoff import Backoff
+from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import HeartbeatRequest, JoinRequest, LeaveRequest
-from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
@@ -31,21 +31,6 @@ _ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED})
 
 class Banned(Exception):
     """The coordinator has banned this key from the run. The text is its reason."""
-
-
-async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock, rng: random.Random) -> PinnedRun:
-    """The RunSpec that the join link pins, waiting for a coordinator that is away. Raises PeerError for a
-    wrong one."""
-    backoff = Backoff(rng)
-    while True:
-        try:
-            return open_run_spec(await source.run_spec(), pinned=pinned)
-        except (Unreachable, PeerError) as error:
-            if isinstance(error, PeerError) and not error.is_transient:
-                raise
-            pause_s = backoff.next_s(error)
-            log.warning("the coordinator does not answer (%s); trying again in %.1f s", error, pause_s)
-        await clock.sleep(pause_s)
 
 
 class Session:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from prime_node.files import write_durably
+from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
-from prime_node.worker.backoff import Backoff
-from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import UploadReply
 
@@ -72,18 +71,23 @@ class Spool:
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self._entries)
 
-    async def put(self, parcel: bytes) -> None:
-        """Keep a bundle. Durable when it returns; waits while the spool is full. Raises LocalError."""
+    @property
+    def lease_ids(self) -> list[str]:
+        """Leases whose bundles wait, oldest first; it stands in the files' names."""
+        return [entry.path.stem.partition("-")[2] for entry in self._entries]
+
+    async def put(self, parcel: bytes, lease_id: str) -> None:
+        """Keep the bundle of a lease. Durable when it returns; waits while the spool is full. Raises LocalError."""
         async with self._changed:
             if self._is_full(len(parcel)):
                 log.warning(
                     "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
                 )
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
-            path = self._folder / f"{self._next:012d}-{digest_of(parcel)[:16]}.parcel"
+            path = self._folder / f"{self._next:012d}-{lease_id}.parcel"
             self._next += 1
             try:
-                await asyncio.to_thread(_write_durably, path, parcel)
+                await asyncio.to_thread(write_durably, path, parcel)
             except OSError as error:
                 raise self._disk_fault(error) from None
             self._entries.append(_Entry(path, len(parcel)))
@@ -145,18 +149,3 @@ class Spool:
 
     def _disk_fault(self, error: OSError) -> LocalError:
         return LocalError(f"spool {self._folder}: {error.strerror or error}; free some space or choose another folder")
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Whole and on the disk, or not there."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -176,12 +176,10 @@ def load_kernels() -> Kernels | None:
 
 def warm_up() -> None:
     """Load or compile the kernels now, so that the first chunk does not wait for them. Optional."""
-    if kernels := load_kernels():
+    if load_kernels():
         base = np.full(KERNEL_ELEMENTS, 0x3C00, np.uint16)
         new = base.copy()
         new[::7] += 1
-        body = kernels.encode_classes(new, base, TYPES["bf16"])
-        assert body is not None
-        decode_chunk(
-            _chunk(Mode.CLASS, TYPES["bf16"], base.size, body), new, base, dtype="bf16", start=0, count=base.size
-        )
+        for old in (None, base):
+            for chunk in encode_tensor(new, old, dtype="bf16"):
+                decode_chunk(chunk.data, new.copy(), old, dtype="bf16", start=chunk.start, count=chunk.count)

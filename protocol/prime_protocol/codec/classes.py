@@ -49,7 +49,8 @@ def _buffers() -> Buffers:
 
 def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> bytes | None:
     """The body of a CLASS chunk, or None where nothing changed."""
-    new, base, b, shift = widen(new), widen(base), _buffers(), element.exponent_shift
+    b, shift = _buffers(), element.exponent_shift
+    new, base = _readonly(widen(new)), _readonly(widen(base))
     top, boundaries, num_classes, num_escapes, size = encode.encode_classes(
         new, base, shift, wide, b.lowest, b.fill, b.scattered, b.escapes, b.plan, b.positions, b.steps,
         b.quotients, b.octets,
@@ -74,7 +75,7 @@ def decode_classes(data: bytes, out: Array, base: Array, element: ElementType, *
 
 
 def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) -> None:
-    b = _buffers()
+    b, base = _buffers(), _readonly(base)
     if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     limits = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
@@ -112,7 +113,7 @@ def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int)
 def encode_full(new: Array) -> bytes:
     """The body of a FULL chunk of two-byte floats; the same bytes as portable.encode_full, faster."""
     low, high = np.empty(new.size, np.uint8), np.empty(new.size, np.uint8)
-    full.split_words(new, low, high)
+    full.split_words(_readonly(new), low, high)
     return write_plane(low) + write_plane(high)
 
 
@@ -122,4 +123,11 @@ def decode_full(data: bytes, out: Array) -> None:
     low, end = read_plane(view, HEAD_BYTES, out.size)
     high, end = read_plane(view, end, out.size)
     require_end(view, end)
-    full.merge_words(out, low, high)
+    full.merge_words(out, _readonly(low), _readonly(high))
+
+
+def _readonly(array: Array) -> Array:
+    """The same memory, not to be written: numba compiles once for arrays of files and of memory, not once for each."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

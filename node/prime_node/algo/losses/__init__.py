@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from prime_node.algo.losses.aipo import aipo
 from prime_node.algo.losses.base import BoundLoss, LossFunction, LossInputs, LossOutputs
 from prime_node.algo.losses.sft import sft
 from prime_node.algo.registry import choose, import_object
+from prime_protocol.errors import LocalError
 
 __all__ = ["LOSSES", "BoundLoss", "LossInputs", "LossOutputs", "find_loss"]
 
@@ -22,6 +24,9 @@ def find_loss(name: str, *, import_path: str | None = None, kwargs: Mapping[str,
     A loss of one's own is called for each sequence by itself. Raises LocalError.
     """
     settings = dict(kwargs or {})
-    if import_path is not None:
-        return BoundLoss(import_object(import_path), token_wise=False, **settings)
-    return BoundLoss(choose("loss", name, LOSSES), token_wise=True, **settings)
+    function: LossFunction = import_object(import_path) if import_path is not None else choose("loss", name, LOSSES)
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise LocalError(f"loss {import_path or name}: {error}") from None
+    return BoundLoss(function, token_wise=import_path is None, **settings)

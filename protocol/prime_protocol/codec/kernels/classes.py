@@ -90,42 +90,60 @@ def choose_classes(new, base, shift, lowest):
 
 
 @inline
-def class_of(bits, shift, lowest, num_classes):
-    exponent = (bits & 0x7FFF) >> shift
-    number = 0
-    while number < num_classes - 1 and exponent < lowest[number]:
-        number += 1
-    return number
+def class_table(lowest, num_classes):
+    """The class of every exponent."""
+    table = np.zeros(256, np.uint8)
+    for number in range(num_classes - 1):
+        for exponent in range(lowest[number]):
+            table[exponent] += 1
+    return table
+
+
+@inline
+def cursors(fill, num_classes, stride):
+    """Each class's place in the flattened planes. Unsigned, because numba makes room for negative indices otherwise."""
+    at = np.zeros(CLASSES_MAX, np.uint64)
+    for number in range(num_classes):
+        at[number] = uint64(number * stride + fill[number])
+    return at
 
 
 @kernel
 def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, escapes, num_escapes):
     """Append the steps of the elements from `begin` on to their classes' planes. Returns the number of escapes so far."""
-    for i in range(begin, new.size):
-        number = class_of(base[i], shift, lowest, num_classes)
+    table, flat, stride = class_table(lowest, num_classes), planes.reshape(-1), planes.shape[1]
+    at = cursors(fill, num_classes, stride)
+    for i in range(uint64(begin), uint64(new.size)):
+        number = table[((base[i] & uint16(0x7FFF)) >> uint16(shift)) & uint16(0xFF)]
         step = step_between(base[i], new[i])
         if step < -127 or step > 127:
             escapes[num_escapes] = uint16(step & 0xFFFF)
             num_escapes += 1
             step = int64(ESCAPE)
-        planes[number, fill[number]] = step
-        fill[number] += 1
+        flat[at[number]] = step
+        at[number] += uint64(1)
+    for number in range(num_classes):
+        fill[number] = int64(at[number]) - number * stride
     return num_escapes
 
 
 @kernel
 def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, escapes, limit, num_escapes):
     """Apply the planes' steps from `begin` on. Returns the escapes used so far, or -1 for one over `limit`."""
-    for i in range(begin, out.size):
-        number = class_of(base[i], shift, lowest, num_classes)
-        step = int64(planes[number, fill[number]])
-        fill[number] += 1
+    table, flat, stride = class_table(lowest, num_classes), planes.reshape(-1), planes.shape[1]
+    at = cursors(fill, num_classes, stride)
+    for i in range(uint64(begin), uint64(out.size)):
+        number = table[((base[i] & uint16(0x7FFF)) >> uint16(shift)) & uint16(0xFF)]
+        step = int64(flat[at[number]])
+        at[number] += uint64(1)
         if step == ESCAPE:
             if num_escapes >= limit:
                 return -1
             step = int64(escapes[num_escapes])
             num_escapes += 1
         out[i] = uint16((int64(base[i]) + step) & 0xFFFF)
+    for number in range(num_classes):
+        fill[number] = int64(at[number]) - number * stride
     return num_escapes
 
 

@@ -1,8 +1,9 @@
-"""Asking the coordinator until it answers: a trainer waits for days if it must, and says for what."""
+"""Asking until there is an answer: with growing pauses, for days if it must be, and saying for what."""
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,9 +14,24 @@ from prime_protocol.errors import PeerError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 15.0
+PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 30.0
 SAY_AGAIN_S = 30.0
 """While the reason stays the same, it is logged this often."""
+
+
+class Backoff:
+    """Growing pauses with jitter, so that many do not come back in the same second."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._pause_s = PAUSE_S_MIN
+
+    def next_s(self, error: Exception) -> float:
+        """How long to wait after this failure; a peer that says for how long is heard, within PAUSE_S_MAX."""
+        pause_s = self._pause_s * self._rng.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        asked_s = error.retry_after_s if isinstance(error, PeerError) else None
+        return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX))
 
 
 async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clock: Clock) -> T:
@@ -23,19 +39,16 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
 
     Any other PeerError is an answer and is raised. There is no deadline: the caller is cancelled where it should end.
     """
-    pause_s = PAUSE_S_MIN
+    backoff = Backoff()
     since_s = clock.monotonic_s()
     said_s: float | None = None
     while True:
         try:
             answer = await call()
-        except Unreachable as error:
-            reason = f"coordinator unreachable: {error}"
-        except PeerError as error:
-            if not error.is_transient:
+        except (Unreachable, PeerError) as error:
+            if isinstance(error, PeerError) and not error.is_transient:
                 raise
-            reason = f"coordinator says {error}"
-            pause_s = max(pause_s, error.retry_after_s or 0.0)
+            pause_s, reason = backoff.next_s(error), str(error)
         else:
             if said_s is not None:
                 log.info("%s: answered after %.0f s", what, clock.monotonic_s() - since_s)
@@ -45,4 +58,3 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
             log.warning("%s: %s; trying for %.0f s, next in %.1f s", what, reason, now_s - since_s, pause_s)
             said_s = now_s
         await clock.sleep(pause_s)
-        pause_s = min(2 * pause_s, PAUSE_S_MAX)

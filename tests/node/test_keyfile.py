@@ -1,4 +1,4 @@
-"""The worker's key file."""
+"""Key files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.worker.identity import load_or_create
+from prime_node.keyfile import load_or_create
 from prime_node.worker.lock import FolderLock
 from prime_protocol.errors import LocalError
 
@@ -51,7 +51,7 @@ def test_a_damaged_key_is_never_replaced(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_in_place_of_the_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LocalError, match="identity"):
+    with pytest.raises(LocalError, match="cannot be read"):
         load_or_create(tmp_path)
 
 

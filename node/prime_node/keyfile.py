@@ -1,4 +1,4 @@
-"""The worker's key file: 64 hexadecimal digits, one line, mode 0600.
+"""Key files: 64 hexadecimal digits, one line, mode 0600. Every role's private key is kept so.
 
 Invariant: the file appears whole or not at all, and is never overwritten, because a lost key is a lost name
 and with it the credit that the name has earned.
@@ -13,15 +13,30 @@ import secrets
 import stat
 from pathlib import Path
 
+from prime_node.files import sync
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 
 log = logging.getLogger(__name__)
 
 
+def load_key(path: Path) -> SigningKey:
+    """The key in `path`. Raises LocalError where it is missing, not safe or not a key."""
+    try:
+        return _load(path)
+    except FileNotFoundError:
+        raise LocalError(f"key {path}: no such file") from None
+
+
+def create_key(path: Path) -> SigningKey:
+    """A new key in a new file. Raises LocalError where the file exists or cannot be written."""
+    if path.exists():
+        raise LocalError(f"key {path}: exists already, and is never overwritten")
+    return load_or_create(path)
+
+
 def load_or_create(path: Path) -> SigningKey:
-    """The key in `path`; on first use a new one. Raises LocalError where the file is not safe or not a
-    key."""
+    """The key in `path`; on first use a new one. Raises LocalError where the file is not safe or not a key."""
     try:
         return _load(path)
     except FileNotFoundError:
@@ -30,7 +45,7 @@ def load_or_create(path: Path) -> SigningKey:
         _create(path, SigningKey(secrets.token_bytes(32)))
         key = _load(path)
     except OSError as error:
-        raise LocalError(f"identity {path}: cannot be written ({error.strerror}); choose another folder") from None
+        raise LocalError(f"key {path}: cannot be written ({error.strerror}); choose another folder") from None
     log.info("made a new identity %s in %s; keep a copy of that file, nobody can restore it", key.key_id, path)
     return key
 
@@ -44,18 +59,18 @@ def _load(path: Path) -> SigningKey:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise LocalError(f"identity {path}: cannot be read ({error.strerror})") from None
+        raise LocalError(f"key {path}: cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(status.st_mode):
-        raise LocalError(f"identity {path}: not a regular file")
+        raise LocalError(f"key {path}: not a regular file")
     if status.st_uid != os.geteuid():
-        raise LocalError(f"identity {path}: belongs to another user; copy it to a file of your own")
+        raise LocalError(f"key {path}: belongs to another user; copy it to a file of your own")
     if status.st_mode & 0o077:
-        raise LocalError(f"identity {path}: others can read it; if nobody has, run: chmod 600 {path}")
+        raise LocalError(f"key {path}: others can read it; if nobody has, run: chmod 600 {path}")
     try:
         return SigningKey(bytes.fromhex(data.decode("ascii").strip()))
     except ValueError:
         raise LocalError(
-            f"identity {path}: not a key (64 hexadecimal digits). Put back your copy of it; "
+            f"key {path}: not a key (64 hexadecimal digits). Put back your copy of it; "
             "or move it away to begin with a new identity, which does not inherit the old one's credit"
         ) from None
 
@@ -74,8 +89,4 @@ def _create(path: Path, key: SigningKey) -> None:
             os.link(partial, path)  # unlike a rename, never replaces
     finally:
         partial.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)

@@ -1,0 +1,49 @@
+"""What a join link pins: the RunSpec, and through it configuration and tokenizer. Fetched by digest, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from prime_node.patience import ask_until_answered
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import CheckpointSource
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
+
+
+async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock) -> PinnedRun:
+    """The RunSpec of that digest, waiting for a source that is away. Raises PeerError for a wrong one."""
+    envelope = await ask_until_answered(source.run_spec, what="the run's description", clock=clock)
+    return open_run_spec(envelope, pinned=pinned)
+
+
+async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
+    """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError."""
+    for file in run.spec.model_files:
+        path = folder / file.name
+        if not await asyncio.to_thread(_is_there, path, file):
+            await asyncio.to_thread(_write, path, await _fetch(source, file, run))
+    return folder
+
+
+def _is_there(path: Path, file: ModelFile) -> bool:
+    return path.exists() and digest_of(path.read_bytes()) == file.digest
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> bytes:
+    bound = run.spec.limits.blob_bytes_max
+    if file.size > bound:
+        raise LimitExceeded("blob_bytes_max", file.size, bound)
+    data = await source.blob(file.digest, end=file.size)
+    if digest_of(data) != file.digest:
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"model file {file.name} is not the one that the RunSpec names")
+    return data

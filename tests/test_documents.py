@@ -1,0 +1,64 @@
+"""The documents say what is true: commands, options, settings, files and links that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from prime_node.cli.config import all_settings
+from prime_node.cli.main import app
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md")
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def invocations() -> list[tuple[str, str, str]]:
+    """(document, command, the rest of the line) for each `prime-node ...` in a document."""
+    pattern = re.compile(r"prime-node ([a-z]+)([^`#\n|]*)")
+    return [(name, match[1], match[2]) for name in DOCUMENTS for match in pattern.finditer(text_of(name))]
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    first_screen = text_of("README.md")[:2_000]
+    assert "./scripts/up" in first_screen
+    assert "./scripts/test" in first_screen
+
+
+@pytest.mark.parametrize(("document", "command", "rest"), invocations())
+def test_every_command_that_a_document_names_exists_with_its_options(document: str, command: str, rest: str) -> None:
+    assert command in COMMANDS, f"{document} names prime-node {command}"
+    known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
+    assert named <= known, f"{document}: prime-node {command} has no {', '.join(sorted(named - known))}"
+
+
+def test_every_command_explains_itself_and_its_options() -> None:
+    for name, command in COMMANDS.items():
+        assert command.help, name
+        silent = [p.name for p in command.params if not getattr(p, "hidden", False) and not getattr(p, "help", None)]
+        assert silent == [], name
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_path_and_link_of_a_document_exists(name: str) -> None:
+    text = text_of(name)
+    paths = set(re.findall(r"`((?:scripts|configs|protocol|node|tests)/[\w./-]+)`", text))
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    missing = [path for path in paths | links if not (ROOT / path).exists()]
+    assert missing == []
+
+
+def test_settings_that_the_readme_shows_exist() -> None:
+    text = text_of("README.md")
+    shown = re.findall(r"PRIME_([A-Z]+)_([A-Z_]+)=", text) + re.findall(r"--set ([a-z]+)\.([a-z_]+)=", text)
+    assert shown
+    known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
+    assert {(section.lower(), field.lower()) for section, field in shown} <= known
