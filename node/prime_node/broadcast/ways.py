@@ -44,8 +44,8 @@ class Ways:
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
         self._routes: dict[int, tuple[Route, ...]] = {}
-        self._bases: dict[int, BasePolicy] = {}
-        """Policies that some delta was taken against, as its manifest names them."""
+        self._roots: dict[int, BasePolicy] = {}
+        """Policies whose root is known: from their own manifest, or from one of a delta that was taken against them."""
         self._manifests: dict[int, SignedManifest] = {}
 
     async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[Step]:
@@ -86,7 +86,7 @@ class Ways:
     async def _manifest(self, version: int) -> SignedManifest:
         signed = self._manifests.get(version)
         if signed is None:
-            signed = await self._heads.base(self._bases[version])
+            signed = await self._heads.base(self._roots[version])
             self._note(signed)
         return signed
 
@@ -95,9 +95,10 @@ class Ways:
         self._routes[version] = routes_of(signed.manifest)
         self._manifests.pop(version, None)
         self._manifests[version] = signed
+        self._roots[version] = BasePolicy(policy_version=version, state_root=signed.manifest.state_root)
         for encoding in signed.manifest.encodings:
             if encoding.base is not None:
-                self._bases[encoding.base.policy_version] = encoding.base
+                self._roots[encoding.base.policy_version] = encoding.base
         while len(self._manifests) > MANIFESTS_MAX:
             del self._manifests[next(iter(self._manifests))]
         while len(self._routes) > ROUTES_MAX:
