@@ -48,7 +48,7 @@ from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.weights import WeightTensor
+from prime_protocol.weights import Weights, WeightTensor
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, ANNA, BEN = (SigningKey(bytes([number]) * 32) for number in range(11, 17))
 CONFIG_JSON = b'{"model_type": "toy"}'
@@ -111,12 +111,16 @@ def make_run(**changes: object) -> PinnedRun:
     return open_run_spec(envelope, pinned=envelope.digest)
 
 
+def make_policy(version: int) -> Weights:
+    return {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16) + np.uint16(version))}
+
+
 def make_manifest(
     run: PinnedRun, after: SignedManifest | None, /, *, batch: str | None = None, **changes: object
 ) -> tuple[SignedManifest, tuple[bytes, ...]]:
     """The policy after `after`, with its blobs."""
     version = 0 if after is None else after.manifest.policy_version + 1
-    weights = {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16) + np.uint16(version))}
+    weights = make_policy(version)
     encoded, tensors = encode_checkpoint(weights), tensor_table(weights)
     fields: dict[str, object] = {
         "run": run.digest,

@@ -134,6 +134,9 @@ class BatchCoordinator:
         """So many requests get no answer."""
         self.refused = 0
         """So many have got none."""
+        self.forgets = 0
+        """So many publications are told that a blob is not there."""
+        self._decoded: dict[str, Weights] = {}
         self.gate = asyncio.Event()
         """Publications wait for it."""
         self.gate.set()
@@ -163,6 +166,8 @@ class BatchCoordinator:
         return self.manifests[policy_version].envelope
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        if digest not in self.blobs:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest}")
         return self.blobs[digest][start:end]
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
@@ -198,6 +203,9 @@ class BatchCoordinator:
             await asyncio.Event().wait()
         self.fuse.passes("before publish")
         signed = open_manifest(manifest, self.run)
+        if self.forgets:
+            self.forgets -= 1
+            raise PeerError(ErrorCode.NOT_FOUND, "a blob is not here; upload it first")
         if signed.digest not in {known.digest for known in self.manifests}:
             check_manifest(signed.manifest, self.run)
             check_link(signed.manifest, self.manifests[-1] if self.manifests else None)
@@ -207,7 +215,9 @@ class BatchCoordinator:
         self.fuse.passes("after publish")
 
     def decode(self, signed: SignedManifest) -> Weights:
-        """The weights behind a manifest, every byte of every encoding checked."""
+        """The weights behind a manifest, every byte of every encoding checked, once."""
+        if signed.digest in self._decoded:
+            return self._decoded[signed.digest]
         manifest = signed.manifest
         for encoding in manifest.encodings:
             base = None if encoding.base is None else self.decode(self.manifests[encoding.base.policy_version])
@@ -215,8 +225,8 @@ class BatchCoordinator:
             decoder = CheckpointDecoder(manifest, encoding, index, base)
             for number, part in enumerate(encoding.parts):
                 decoder.feed_part(number, self.blobs[part.digest])
-            weights = decoder.finish()
-        return weights
+            self._decoded[signed.digest] = decoder.finish()
+        return self._decoded[signed.digest]
 
     @property
     def roots(self) -> list[str]:

@@ -34,6 +34,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
         "rollouts": status.get("rollouts", {}),
         "bans": bans,
         "bytes_published": status.get("bytes_published", 0),
+        "broadcast": _broadcast(rows),
         "trainer_idle_share": _idle_share(rows),
         "verification": {
             "ok": report.passed,
@@ -63,6 +64,15 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What a worker that kept up downloaded over the whole run, beside all policies raw."""
+    published = [row for row in rows if "raw_bytes" in row]
+    if not published:
+        return {}
+    raw, sent = (sum(row[name] for row in published) for name in ("raw_bytes", "sent_bytes"))
+    return {"raw_bytes": raw, "sent_bytes": sent, "ratio": raw / sent}
+
+
 def _idle_share(rows: list[dict[str, Any]]) -> float | None:
     """Share of the reinforcement learning's time in which the trainer waited for a batch."""
     idle = sum(row.get("idle_seconds", 0.0) for row in rows)
@@ -88,7 +98,11 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
         table.add_row(f"  refused: {reason}", f"{count:,}")
     for ban in summary["bans"]:
         table.add_row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
-    table.add_row("broadcast", f"{size(summary['bytes_published'])} of checkpoints")
+    table.add_row("published", f"{size(summary['bytes_published'])} of checkpoints")
+    if sent := summary["broadcast"]:
+        table.add_row(
+            "broadcast", f"{size(sent['sent_bytes'])} of {size(sent['raw_bytes'])} raw to each worker, {sent['ratio']:.1f}x"
+        )
     if summary["trainer_idle_share"] is not None:
         table.add_row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
     verification = summary["verification"]

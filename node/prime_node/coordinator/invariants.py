@@ -15,7 +15,7 @@ def check(state: State) -> None:
     _check_slots(state)
     _check_leases(state)
     _check_workers(state)
-    _check_ways(state)
+    check_ways(state)
     _check_progress(state)
 
 
@@ -77,7 +77,7 @@ def _check_workers(state: State) -> None:
         assert all(lease.end is not None for lease in worker.ended.values())
 
 
-def _check_ways(state: State) -> None:
+def check_ways(state: State) -> None:
     """A newcomer always finds a way to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
     for version in range(max(0, state.head - state.rules.async_level), state.head + 1):
