@@ -1,11 +1,12 @@
-"""Asking until there is an answer: with growing pauses, for days if it must be, and saying for what."""
+"""Asking until there is an answer, with growing pauses, for days if it must be; and ending a wait when something else happens."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -58,3 +59,28 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
             log.warning("%s: %s; trying for %.0f s, next in %.1f s", what, reason, now_s - since_s, pause_s)
             said_s = now_s
         await clock.sleep(pause_s)
+
+
+async def first_of(*waiting: Awaitable[object]) -> None:
+    """Until the first of them is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _cancelled(tasks)
+
+
+async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, and `work` cancelled, where `interrupt` is done first."""
+    doing, interrupted = asyncio.ensure_future(work), asyncio.ensure_future(interrupt)
+    try:
+        await asyncio.wait({doing, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        await _cancelled([doing, interrupted])
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -42,7 +42,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         raise LocalError(
             f"{run_dir.path} already holds a run; choose another folder, or `prime-node up` to go on with it"
         )
-    settings = options.load(RunConfig)
+    settings = wire.pin_datasets(options.load(RunConfig))
     run_dir.path.mkdir(parents=True, exist_ok=True)
     for leftover in (run_dir.path / "keys", run_dir.model):
         if leftover.exists():

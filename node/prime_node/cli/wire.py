@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, RunSpec
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.follower import Follower, Progress
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
-    from prime_node.coordinator.new_run import PretrainedModel, TinyModel
+    from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.transport import CheckpointSource
@@ -104,6 +105,25 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
         (folder / name).write_bytes(data)
     read = tokenizer(folder)
     return NewModel(files, read.vocab_size, (read.stop_token_id,))
+
+
+def pin_datasets(config: RunConfig) -> RunConfig:
+    """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
+
+    def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
+        if environment.id != "jsonl" or "digest" in environment.options:
+            return environment
+        path = Path(str(environment.options.get("path", ""))).expanduser().resolve()
+        try:
+            digest = digest_of(path.read_bytes())
+        except OSError as error:
+            raise LocalError(
+                f"environment {environment.name}: {path}: {error.strerror}; put the dataset there, or set options.path"
+            ) from None
+        options = {**environment.options, "path": str(path), "digest": digest}
+        return environment.model_copy(update={"options": options})
+
+    return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})
 
 
 async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:

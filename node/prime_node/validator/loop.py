@@ -9,16 +9,18 @@ is dropped, because the coordinator has given it to somebody else.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Scorer
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_node.ports.transport import Unreachable, ValidatorPort
+from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_protocol.errors import PeerError
@@ -30,7 +32,6 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RETRY_S_MIN, RETRY_S_MAX = 0.2, 15.0
 
 
 @dataclass
@@ -63,29 +64,26 @@ async def run(validator: Validator, stop: asyncio.Event) -> None:
 async def _fetch(
     validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None], stop: asyncio.Event
 ) -> None:
-    stopped = asyncio.create_task(stop.wait())
     while not stop.is_set():
-        work = asyncio.create_task(_next_task(validator))
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            break
-        found = work.result()
+        found = await unless(stop.wait(), _next_task(validator))
         if found is not None:
             await tasks.put(found)
-    stopped.cancel()
     await tasks.put(None)
 
 
 async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
     request = CheckRequest(policy_versions=validator.policy_versions(), wait_s=validator.config.wait_seconds)
-    task = await _persist(validator, lambda: validator.coordinator.check(request))
+    task = await _persist(validator, lambda: validator.coordinator.check(request), what="a bundle to judge")
     if task is None:
         return None
     if isinstance(task, NotYet):
         await validator.clock.sleep(task.retry_after_s)
         return None
-    bundle = await _persist(validator, lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)))
+    bundle = await _persist(
+        validator,
+        lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)),
+        what=f"bundle {task.bundle[:12]}",
+    )
     return None if bundle is None else (task, bundle)
 
 
@@ -110,7 +108,8 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
             rewards=judgement.rewards,
             measured=dict(judgement.measured),
         )
-        await _persist(validator, lambda result=result: validator.coordinator.check_result(result))  # type: ignore[misc]
+        send = functools.partial(validator.coordinator.check_result, result)
+        await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
 
 
 async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Judgement | None:
@@ -139,18 +138,11 @@ async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Ju
     )
 
 
-async def _persist(validator: Validator, call: Callable[[], Awaitable[T]]) -> T | None:
-    """Try until there is an answer. An answer that is an error is logged and gives None: the coordinator knows why."""
-    pause_s = RETRY_S_MIN
-    while True:
-        try:
-            return await call()
-        except Unreachable as error:
-            log.warning("coordinator unreachable (%s); trying again in %.1f s", error, pause_s)
-        except PeerError as error:
-            log.warning("coordinator refused: %s", error)
-            if not error.is_transient:
-                await validator.clock.sleep(RETRY_S_MIN)
-                return None
-        await validator.clock.sleep(pause_s)
-        pause_s = min(2 * pause_s, RETRY_S_MAX)
+async def _persist(validator: Validator, call: Callable[[], Awaitable[T]], *, what: str) -> T | None:
+    """The answer, however long it takes; None where the coordinator refuses, which it does for a reason of its own."""
+    try:
+        return await ask_until_answered(call, what=what, clock=validator.clock)
+    except PeerError as error:
+        log.warning("%s: refused: %s", what, error)
+        await validator.clock.sleep(PAUSE_S_MIN)
+        return None

@@ -16,14 +16,15 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.follower import Follower, Policy
+from prime_node.patience import first_of, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, EngineMismatch
 from prime_node.ports.transport import Unreachable, WorkerPort
@@ -150,7 +151,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
             tasks.create_task(_set_after(worker.grace_over, _grace(worker))),
             tasks.create_task(_show_status(worker)),
         ]
-        await _unless(worker.quit.wait(), session.join())
+        await unless(worker.quit.wait(), session.join())
         if not worker.quit.is_set():
             beside += [
                 tasks.create_task(_set_after(worker.quit, session.draining.wait())),
@@ -200,9 +201,7 @@ async def _next_lease(worker: Worker) -> Lease:
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
         except PeerError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
-        if reason != worker.waiting_for:
-            log.info("waiting: %s", reason)
-        worker.waiting_for = reason
+        worker.waiting_for = reason  # the status line shows it
         await worker.clock.sleep(pause_s)
 
 
@@ -216,7 +215,7 @@ async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
     """Take leases in turn until `quit`."""
     while not worker.quit.is_set():
         worker.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
-        lease = await _unless(worker.quit.wait(), leases.get())
+        lease = await unless(worker.quit.wait(), leases.get())
         if lease is not None:
             await _fulfil(worker, lease)
             worker.room.release()
@@ -224,8 +223,8 @@ async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
 
 async def _fulfil(worker: Worker, lease: Lease) -> None:
     """One lease: load its policy, generate, sign, spool. Or give it back, where it cannot be done in time."""
-    too_late = _first(worker.quit.wait(), worker.clock.sleep(_seconds_left(worker, lease)))
-    policy = await _unless(too_late, worker.follower.policy(lease.policy_version))
+    too_late = first_of(worker.quit.wait(), worker.clock.sleep(_seconds_left(worker, lease)))
+    policy = await unless(too_late, worker.follower.policy(lease.policy_version))
     if policy is None:
         await _hand_back(worker, lease)
         return
@@ -238,7 +237,7 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
     worker.state = WorkerState.GENERATING
     began_s = worker.clock.monotonic_s()
     work = worker.engine.generate(requests_for(lease), lease.sampling)
-    completions = await _unless(worker.grace_over.wait(), work)
+    completions = await unless(worker.grace_over.wait(), work)
     if completions is None:
         await _hand_back(worker, lease)
         return
@@ -256,7 +255,7 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
     )
-    await _unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
+    await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     worker.in_hand.discard(lease.lease_id)
 
 
@@ -297,13 +296,13 @@ async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
     """Hand back what was not begun, upload what is done, say goodbye; all within the grace period."""
     worker.state = WorkerState.DRAINING
     while not leases.empty():
-        await _unless(worker.grace_over.wait(), _hand_back(worker, leases.get_nowait()))
+        await unless(worker.grace_over.wait(), _hand_back(worker, leases.get_nowait()))
     if worker.spool.num_bundles:
         log.info("uploading %d bundles before leaving", worker.spool.num_bundles)
-    await _unless(worker.grace_over.wait(), worker.spool.drained())
+    await unless(worker.grace_over.wait(), worker.spool.drained())
     if worker.spool.num_bundles:
         log.warning("%d bundles stay in the spool and are uploaded next time", worker.spool.num_bundles)
-    await _unless(worker.grace_over.wait(), worker.session.leave())
+    await unless(worker.grace_over.wait(), worker.session.leave())
 
 
 def _seconds_left(worker: Worker, lease: Lease) -> float:
@@ -378,31 +377,6 @@ async def _grace(worker: Worker) -> None:
 async def _set_after(event: asyncio.Event, waiting: Awaitable[object]) -> None:
     await waiting
     event.set()
-
-
-async def _first(*waiting: Awaitable[object]) -> None:
-    """Until the first of them is done; the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in waiting]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await _cancelled(tasks)
-
-
-async def _unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and `work` cancelled, where `interrupt` is done first."""
-    doing, interrupted = asyncio.ensure_future(work), asyncio.ensure_future(interrupt)
-    try:
-        await asyncio.wait({doing, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
-    finally:
-        await _cancelled([doing, interrupted])
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -72,11 +72,14 @@ class Session:
 
     async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
         """Tell that we live, for ever, and note what the coordinator says. Raises Banned."""
+        said = ""
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head = reply.step, reply.head
-            if reply.notice and reply.notice != self.notice:
+            # One that is gone by the next heartbeat was about a moment; one that stays, the owner wants to know.
+            if reply.notice and reply.notice == self.notice != said:
                 log.warning("the coordinator says: %s", reply.notice)
+                said = reply.notice
             self.notice = reply.notice
             if reply.draining:
                 self.draining.set()

@@ -1,0 +1,77 @@
+"""`prime-node new`: a folder with keys, model files, a signed RunSpec and a join link."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from prime_node.cli.new import make_run, write_join_link
+from prime_node.cli.options import Options
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.shipped import config_path
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import open_run_spec
+
+DEMO = config_path("demo.toml")
+
+
+def test_a_new_run_verifies_against_its_own_link(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run = make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+    link = write_join_link(run_dir, run, url="http://127.0.0.1:8400")
+    assert open_run_spec(run_dir.load_run().envelope, pinned=link.run).spec == run.spec
+    assert run_dir.join_link() == link
+    for file in run.spec.model_files:
+        assert digest_of((run_dir.model / file.name).read_bytes()) == file.digest
+
+
+def test_private_keys_are_for_their_owner_only(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+    for role in ("root", "coordinator", "trainer", "validator"):
+        assert stat.S_IMODE(run_dir.key(role).stat().st_mode) == 0o600
+
+
+def test_a_folder_that_holds_a_run_is_never_made_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+    with pytest.raises(LocalError, match="already holds a run"):
+        make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+
+
+def test_a_folder_that_was_left_half_made_is_made_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+    run_dir.run_spec.unlink()
+    assert make_run(run_dir, Options(DEMO, []), config_file=DEMO).digest == run_dir.load_run().digest
+
+
+def test_overrides_are_kept_beside_the_config(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run = make_run(run_dir, Options(DEMO, ["run.async_level=0", "trainer.seed=3"]), config_file=DEMO)
+    assert run.spec.async_level == 0
+    assert run_dir.overrides() == ["run.async_level=0", "trainer.seed=3"]
+
+
+def test_settings_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"\[run\.model\]"):
+        make_run(RunDir(tmp_path / "run"), Options(DEMO, ["run.model.hidden_size=130"]), config_file=DEMO)
+
+
+def test_a_dataset_is_pinned_by_its_digest_when_the_run_is_made(tmp_path: Path) -> None:
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    config = tmp_path / "config.toml"
+    config.write_text(f'[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = {{ path = "{data}" }}\n')
+    run = make_run(RunDir(tmp_path / "run"), Options(config, []), config_file=config)
+    assert run.spec.environments[0].options["digest"] == digest_of(data.read_bytes())
+
+
+def test_a_missing_dataset_is_named_with_its_path(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = { path = "nowhere.jsonl" }\n')
+    with pytest.raises(LocalError, match=r"sums: .*nowhere\.jsonl"):
+        make_run(RunDir(tmp_path / "run"), Options(config, []), config_file=config)
