@@ -38,7 +38,7 @@ def trained(num_policies: int, *, lr: float = 3e-6, elements: int = ELEMENTS) ->
     rng = np.random.default_rng(1)
     weights = rng.normal(0, 0.02, elements).astype(np.float32)
     direction = np.zeros(elements, np.float32)
-    policies = []
+    policies: list[Weights] = []
     for _ in range(num_policies):
         policies.append({"w": WeightTensor("bf16", (elements,), to_bf16(weights))})
         direction = 0.9 * direction + 0.44 * rng.normal(0, 1, elements).astype(np.float32)

@@ -73,7 +73,11 @@ async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
         signed, blobs = make_manifest(RUN, None)
         for missing in range(len(blobs)):
             for number, blob in enumerate(blobs):
-                await (world.client(TRAINER).put_blob(blob) if number != missing else world.parts.public.delete(digest_of(blob)))
+                await (
+                    world.client(TRAINER).put_blob(blob)
+                    if number != missing
+                    else world.parts.public.delete(digest_of(blob))
+                )
             with pytest.raises(PeerError) as caught:
                 await world.client(TRAINER).publish(signed.envelope)
             assert caught.value.code is ErrorCode.NOT_FOUND
@@ -161,7 +165,9 @@ def histories(draw: st.DrawFn) -> list[tuple[Route, ...]]:
     """What some trainer publishes: always a way from nothing, otherwise anything."""
     history: list[tuple[Route, ...]] = [(Route(None, 50),)]
     for version in range(1, draw(st.integers(2, 30))):
-        bases = draw(st.sets(st.sampled_from([None, version - 1, max(0, version - 4), max(0, version - 16), 0]), min_size=1))
+        bases = draw(
+            st.sets(st.sampled_from([None, version - 1, max(0, version - 4), max(0, version - 16), 0]), min_size=1)
+        )
         history.append(tuple(Route(base, draw(st.integers(1, 60))) for base in bases))
     return history
 
@@ -174,7 +180,7 @@ def test_whatever_is_forgotten_a_way_to_the_head_stays(
     for version, routes in enumerate(history):
         known = {number: publication.routes for number, publication in state.published.items()}
         if search(version, {**known, version: routes}).path is None:
-            routes = (*routes, Route(None, 50))  # noqa: PLW2901 - as the coordinator refuses the other one
+            routes = (*routes, Route(None, 50))  # the coordinator refuses the other one
         tick(state, ev.ManifestPublished(version, f"{version:064d}", routes), 0)
         names = {(number, route.base_version) for number, it in state.published.items() for route in it.routes}
         stays = kept_encodings(state, kept)

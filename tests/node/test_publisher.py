@@ -277,8 +277,8 @@ async def test_a_coordinator_that_loses_every_blob_is_an_error(coordinator: Batc
     publisher = make(coordinator)
     await publisher.start()
     coordinator.forgets = 99
+    await publisher.submit(0, sparse(0), provenance(0))
     with pytest.raises(PeerError, match="not here"):
-        await publisher.submit(0, sparse(0), provenance(0))
         await publisher.flush()
     await publisher.close()
 

@@ -257,7 +257,8 @@ def test_weights_are_not_given_out_before_every_chunk_came(sample: Any, raises: 
 
 def test_a_delta_needs_exactly_its_base(sample: Any, raises: Raises) -> None:
     manifest, encoded = sample.manifests[1].manifest, sample.encoded[1]
-    for base in (None, sample.weights[1], {}):
+    bases: tuple[Any, ...] = (None, sample.weights[1], {})
+    for base in bases:
         raises(ErrorCode.CHAIN_BROKEN, decoder_of, manifest, encoded, base)
 
 

@@ -131,8 +131,8 @@ def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
     encoding = manifest.encodings[case["encoding"]]
     index = open_index((folder / case["index"]).read_bytes(), encoding, manifest.tensors)
     decoder = CheckpointDecoder(manifest, encoding, index, weights_of(below, folder)[1] if below else None)
-    for index, part in enumerate(case["parts"]):
-        decoder.feed_part(index, (folder / part).read_bytes())
+    for number, part in enumerate(case["parts"]):
+        decoder.feed_part(number, (folder / part).read_bytes())
     return opened, decoder.finish()
 
 

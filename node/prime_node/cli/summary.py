@@ -101,7 +101,8 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     table.add_row("published", f"{size(summary['bytes_published'])} of checkpoints")
     if sent := summary["broadcast"]:
         table.add_row(
-            "broadcast", f"{size(sent['sent_bytes'])} of {size(sent['raw_bytes'])} raw to each worker, {sent['ratio']:.1f}x"
+            "broadcast",
+            f"{size(sent['sent_bytes'])} of {size(sent['raw_bytes'])} raw to each worker, {sent['ratio']:.1f}x",
         )
     if summary["trainer_idle_share"] is not None:
         table.add_row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
