@@ -148,6 +148,22 @@ async def test_who_keeps_up_downloads_single_deltas(source: MemorySource, tmp_pa
             assert await taken(source, follower, head) == single_deltas(source, head - 1, head)
 
 
+async def test_a_restart_goes_on_from_what_is_on_the_disk(source: MemorySource, tmp_path: Path) -> None:
+    async with following(make_follower(tmp_path, source)) as follower:
+        for head in (30, 31, 32, 33):
+            await taken(source, follower, head)
+    async with following(make_follower(tmp_path, source)) as follower:
+        assert await taken(source, follower, 34) == single_deltas(source, 33, 34)
+
+
+async def test_the_disk_holds_no_more_than_twice_the_weights(source: MemorySource, tmp_path: Path) -> None:
+    async with following(make_follower(tmp_path, source)) as follower:
+        for head in range(20, POLICIES):
+            await taken(source, follower, head)
+            await asyncio.sleep(0.01)
+            assert sum(path.stat().st_size for path in (tmp_path / "parts").iterdir()) <= 2 * 2 * ELEMENTS + 20_000
+
+
 # Healing
 
 

@@ -32,9 +32,9 @@ from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.manifest import PartEntry, SignedManifest
+from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.weights import Weights, root_of
+from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ HEAD_WAIT_S = 10.0
 """A source that can may hold the question for the newest policy this long."""
 PAUSE_S_MAX = 15.0
 """Between attempts at a policy that nobody gives."""
+DISK_SHARE_MAX = 2.0
+"""Bytes kept on the disk for one policy, as a share of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Policy:
     signed: SignedManifest
     weights: Weights
     blobs: tuple[PartEntry, ...] = ()
-    """What was fetched for it last: kept on the disk as long as it is."""
+    """What leads to it from nothing, as far as that is worth its room: on the disk as long as it is held."""
 
     @property
     def version(self) -> int:
@@ -106,7 +108,7 @@ class Follower:
         try:
             self._parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._heads = Heads(run, self._pool, folder)
-            self._ways = Ways(self._heads)
+            self._ways = Ways(self._heads, on_disk=self._parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
@@ -214,9 +216,10 @@ class Follower:
         progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._on_progress)
         first = way[0].encoding.base_version
         base = None if first is None else self._policies[first]
-        blobs = tuple(blob for step in way for blob in step.encoding.blobs)
+        blobs = () if base is None else base.blobs
         for step in way:
             weights = await self._decode(step, base, progress)
+            blobs = _worth_keeping(blobs, step.encoding, num_bytes(weights))
             base = Policy(step.signed, weights, blobs)
         assert base is not None
         return base
@@ -292,6 +295,14 @@ class Follower:
             return await asyncio.to_thread(call, *arguments)
         except OSError as error:
             raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
+
+
+def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes: int) -> tuple[PartEntry, ...]:
+    """What to keep on the disk for a restart: the whole way from nothing, as long as that is not too much."""
+    if encoding.base is None:
+        return encoding.blobs
+    whole = before + encoding.blobs
+    return whole if sum(blob.size for blob in whole) <= DISK_SHARE_MAX * raw_bytes else encoding.blobs
 
 
 class _ClosedError(Exception):

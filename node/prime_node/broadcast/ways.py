@@ -3,12 +3,14 @@
 A way begins at a policy that is held, or at nothing, and every hop is an encoding of a signed manifest. A manifest off the known
 chain (older than where this machine joined) is believed for what the newer one says of it: the trainer signed it, and its
 state root is the one that the newer one names as its base. So nothing has to be walked link by link to be used.
+
+Blobs that lie on this machine's disk cost nothing: after a restart the way goes over what was downloaded before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from prime_node.broadcast.heads import Heads
@@ -41,8 +43,10 @@ class Step:
 class Ways:
     """What was read of the manifests, and what is asked of it."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, *, on_disk: Callable[[str], bool]) -> None:
+        """`on_disk` says whether a blob is here, by its digest."""
         self._heads = heads
+        self._on_disk = on_disk
         self._routes: dict[int, tuple[Route, ...]] = {}
         self._roots: dict[int, BasePolicy] = {}
         """Policies whose root is known: from their own manifest, or from one of a delta that was taken against them."""
@@ -65,8 +69,8 @@ class Ways:
         num_read = 0
         while True:
             routes = {
-                version: [route for route in known if (version, route.base_version) not in closed]
-                for version, known in self._routes.items()
+                version: [route for route in self._routes_now(version) if (version, route.base_version) not in closed]
+                for version in self._routes
             }
             found = search(target, routes | {version: [] for version in dead_ends}, held)
             if not found.unread or (found.path is not None and num_read >= READS_MAX):
@@ -82,6 +86,16 @@ class Ways:
         if found.path is None:
             raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {target} any more")
         return found.path
+
+    def _routes_now(self, version: int) -> Sequence[Route]:
+        """A policy's routes, shorter by what is on the disk where its manifest is at hand."""
+        signed = self._manifests.get(version)
+        if signed is None:
+            return self._routes[version]
+        return [
+            Route(one.base_version, sum(blob.size for blob in one.blobs if not self._on_disk(blob.digest)))
+            for one in signed.manifest.encodings
+        ]
 
     async def _manifest(self, version: int) -> SignedManifest:
         signed = self._manifests.get(version)
