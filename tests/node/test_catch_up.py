@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.node.worker_world import JumpClock, MemorySource, make_run, policy_of, until
 
 from prime_node.broadcast.encoder import SpanEncoder
@@ -264,6 +266,41 @@ async def test_an_encoding_that_was_published_broken_is_gone_around_for_good(
 
 def delta_base(source: MemorySource, version: int, policies: list[Weights]) -> tuple[BasePolicy, Weights]:
     return policy_of(source.signed(version)), policies[version]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_happens_the_head_is_reached_with_its_own_weights(
+    data: st.DataObject, long_run: MemorySource, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Random absences, flipped bytes in memory, damaged files, encodings that are gone, restarts."""
+    source = MemorySource(RUN)
+    source.manifests, source.blobs = dict(long_run.manifests), dict(long_run.blobs)
+    folder = tmp_path_factory.mktemp("follower")
+    for version in data.draw(st.sets(st.sampled_from(range(4, POLICIES, 4)), max_size=6)):
+        for encoding in source.signed(version).manifest.encodings:
+            if encoding.base_version not in (None, version - 1):
+                source.blobs.pop(encoding.parts[-1].digest, None)
+
+    async def scenario() -> None:
+        head = 0
+        for _ in range(data.draw(st.integers(1, 3))):
+            async with following(make_follower(folder, source)) as follower:
+                for _ in range(data.draw(st.integers(1, 3))):
+                    if head == POLICIES - 1:
+                        return
+                    head = min(head + data.draw(st.integers(1, 25)), POLICIES - 1)
+                    source.shown_head = source.manifests[head]
+                    policy = await follower.wait_newer(head - 1)
+                    assert policy.version == head
+                    assert root_of(policy.weights) == source.signed(head).manifest.state_root
+                    if data.draw(st.booleans()):
+                        policy.weights["w"].data[data.draw(st.integers(0, ELEMENTS - 1))] ^= 1
+                    for path in sorted((folder / "parts").iterdir()):
+                        if data.draw(st.integers(0, 4)) == 0:
+                            path.write_bytes(b"damaged")
+
+    asyncio.run(scenario())
 
 
 # Attacks

@@ -209,7 +209,7 @@ class Follower:
                     gone.add(closed.step.name)
                 except _WrongBaseError as wrong:
                     log.error("policy %d is not what it was when it was verified; it is dropped", wrong.policy_version)
-                    del self._policies[wrong.policy_version]
+                    self._policies.pop(wrong.policy_version, None)
 
     async def _walk(self, way: Sequence[Step], version: int) -> Policy:
         """Apply one encoding after another."""
