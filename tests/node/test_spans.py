@@ -22,7 +22,7 @@ ANCHOR = 1_000
 
 def delta_bytes(distance: int, single: int) -> int:
     """Changes add up slower than steps: the size grows as d^0.62."""
-    return round(single * float(distance) ** 0.62)
+    return round(float(single * distance**0.62))
 
 
 def publish(num_policies: int, rules: SpanRules, single: int) -> dict[int, tuple[Route, ...]]:
