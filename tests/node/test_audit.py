@@ -59,6 +59,16 @@ async def test_an_honest_publication_passes_all_eight_checks(*, deltas: bool, ch
     assert sum(num_bytes) == report.num_bytes > 0
 
 
+async def test_two_policies_may_be_deltas_of_the_same_one() -> None:
+    source = published(policies=1)
+    first = source.signed(0)
+    for version in (1, 2, 3):
+        source.publish(table_weights(version), base=(first, table_weights(0)))
+    report = await audit(source, RUN.digest, chain=True)
+    assert report.passed, report.failure
+    assert report.num_policies == 4
+
+
 async def test_a_copy_on_a_disk_is_verified_offline(tmp_path: Path) -> None:
     published().save(tmp_path / "public")
     report = await audit(FolderSource(tmp_path / "public"), RUN.digest, chain=True)

@@ -10,11 +10,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.chunk_index import HEAD_BYTES, ROW
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -22,6 +24,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import (
     BasePolicy,
     Manifest,
+    PartEntry,
     Provenance,
     SignedManifest,
     sign_manifest,
@@ -113,6 +116,12 @@ def policy_of(signed: SignedManifest) -> BasePolicy:
     return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
 
 
+def rows_of(index: bytes) -> list[tuple[int, int, str]]:
+    """(size, count, digest) of every chunk of an index."""
+    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
+    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
+
+
 class MemorySource:
     """Implements ports.transport.CheckpointSource, and publishes. Its public attributes may be spoilt by a test."""
 
@@ -164,6 +173,16 @@ class MemorySource:
         signed = sign_manifest(Manifest.model_validate(fields | changes), key)
         self.blobs |= {digest_of(blob): blob for one in encoded for blob in one.blobs}
         self.manifests[version] = self.shown_head = signed.envelope
+        return signed
+
+    def publish_spoilt(self, weights: Weights, index: bytes, *parts: bytes) -> SignedManifest:
+        """An anchor over an index, and perhaps parts, of the trainer's own making."""
+        honest = encode_checkpoint(weights)
+        blobs = (index, *(parts or honest.parts))
+        entries = tuple(PartEntry(digest=digest_of(blob), size=len(blob)) for blob in blobs)
+        lied = honest.encoding.model_copy(update={"index": entries[0], "parts": entries[1:]})
+        signed = self.publish(weights, encodings=(lied,))
+        self.blobs |= {digest_of(blob): blob for blob in blobs}
         return signed
 
     def signed(self, policy_version: int) -> SignedManifest:

@@ -1,12 +1,16 @@
-"""`prime-node verify`: is a published checkpoint what it claims to be? Offline on a folder, online on a URL, without torch."""
+"""`prime-node verify`: is a published checkpoint what it claims to be? Offline on a folder, online on a URL, without torch.
+
+What it finds out is the business of broadcast/ (audit, one_tensor, compare, export); how it is said, of verify_output. Here it
+is asked for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -14,15 +18,20 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from prime_node import __version__
 from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.audit import AuditReport, Check
+    from rich.progress import Progress
+
+    from prime_node.broadcast.audit import Check, Verified
+    from prime_node.cli.verify_output import Found, Wanted
     from prime_node.ports.transport import CheckpointSource
 
 DOES_NOT_HOLD = 1
-"""Exit code where a check fails; 0 where all hold."""
+"""Exit code where a check fails or the weights of --against are others; 0 where all holds."""
 
 
 def verify(
@@ -30,46 +39,171 @@ def verify(
     chain: Annotated[
         bool, typer.Option("--chain", help="Every policy from the first to the newest, not only the newest.")
     ] = False,
+    policy: Annotated[
+        int | None,
+        typer.Option(
+            "--policy", min=0, show_default=False, help="This policy instead of the newest, and the chain between them."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            show_default=False,
+            help="A safetensors file, or a folder of them: are these the policy's weights, bit for bit?",
+        ),
+    ] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option("--tensor", show_default=False, help="Prove one tensor; fetch and decode only what it needs."),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            show_default=False,
+            help="Write the policy to this new folder as a Hugging Face model with PROVENANCE.json.",
+        ),
+    ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            "--sign",
+            show_default=False,
+            help="Sign the export's provenance with this key file: an in-toto statement in DSSE, Ed25519.",
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="Digest of the run that you mean; the join link holds it.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check signatures, chain and every byte of a published checkpoint. Exits with 1 and the reason where one does not hold."""
-    console = Console(highlight=False, soft_wrap=True)
-    pinned = run or _pinned_by(target)
-    report = asyncio.run(_verify(target, pinned, console=None if as_json else console, chain=chain))
-    if as_json:
-        print(json.dumps({"ok": report.passed, **asdict(report)}))
-    elif report.passed:
-        console.print(
-            f"verified: policy {report.policy_version}, {report.num_policies} policies, {report.num_bytes:,} bytes"
+    """Check signatures, chain and every byte of a published checkpoint, and compare, prove or export what it holds.
+
+    \b
+    Eight checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
+    (8) model files. The first one that does not hold ends it. --tensor leaves out (5) and (8).
+
+    \b
+    Exit codes:
+      0    everything asked for holds
+      1    a check does not hold, or the weights of --against are others
+      2    wrong usage, or no tensor of that name
+      3    this machine is at fault: no such folder, a file that is no safetensors file, a full disk
+      130  interrupted
+
+    \b
+    --json prints one object. Fields may be added, none is renamed:
+      ok              everything asked for holds
+      checks          [{number, title, passed, detail}] in order; a failed one is the last
+      run             digest of the RunSpec, null where it did not verify
+      pinned          whether you named the run, by its link or by --run
+      policy_version  the newest policy, -1 where none was verified
+      num_manifests   manifests that were verified
+      num_policies    policies whose every byte was verified
+      num_bytes       bytes that were hashed
+      seconds         how long the checks took
+      policy          the policy asked for, or null:
+                      {policy_version, manifest, state_root, encodings, step, created_at_ms, signers}
+      against         null, or {path, equal, num_tensors,
+                      differences: [{tensor, fault, detail, num_elements, largest}]}
+      tensor          null, or {name, dtype, shape, digest, index, num_tensors,
+                      policy_version, manifest, state_root, num_policies, num_bytes}
+      export          null, or {path, files: {name: sha256}}
+    """
+    from prime_node.broadcast.one_tensor import NoSuchTensor
+    from prime_node.cli.verify_output import Wanted, as_fields, as_lines
+
+    if tensor is not None and (chain or against is not None or export is not None):
+        raise typer.BadParameter(
+            "proves one tensor alone: leave out --chain, --against, --export", param_hint="--tensor"
         )
+    if sign is not None and export is None:
+        raise typer.BadParameter("there is nothing to sign without --export", param_hint="--sign")
+    wanted = Wanted(chain, policy, against, tensor, export, sign)
+    console = None if as_json else Console(highlight=False, soft_wrap=True)
+    try:
+        found = asyncio.run(_verify(target, run or _pinned_by(target), wanted, console))
+    except NoSuchTensor as error:
+        raise typer.BadParameter(str(error), param_hint="--tensor") from None
+    if console is None:
+        print(json.dumps(as_fields(found, wanted)))
     else:
-        console.print("does NOT hold; nothing after the failed check was looked at")
-    raise typer.Exit(0 if report.passed else DOES_NOT_HOLD)
+        for line in as_lines(found, wanted):
+            console.print(line, markup=False)
+    raise typer.Exit(0 if found.ok else DOES_NOT_HOLD)
 
 
-async def _verify(target: str, run: str | None, *, console: Console | None, chain: bool) -> AuditReport:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+async def _verify(target: str, run: str | None, wanted: Wanted, console: Console | None) -> Found:
     from prime_node.broadcast.audit import audit
+    from prime_node.broadcast.compare import compare
+    from prime_node.broadcast.export import check_free, export
+    from prime_node.broadcast.one_tensor import prove_tensor
+    from prime_node.broadcast.safetensors_file import read_weights
+    from prime_node.broadcast.verified_parts import bound_threads
+    from prime_node.cli.verify_output import Found, about, as_line
 
     def show(check: Check) -> None:
         if console is not None:
-            mark = "ok  " if check.passed else "FAIL"
-            console.print(f"{mark} ({check.number}) {check.title}: {check.detail}", markup=False)
+            console.print(as_line(check), markup=False)
 
-    columns = (TextColumn("hashing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=console is None or not console.is_terminal
-    ) as progress:
-        task = progress.add_task("hashing", total=None)
+    bound_threads()
+    # What only this machine can get wrong is found out before minutes are spent on the rest.
+    other = None if wanted.against is None else read_weights(wanted.against)
+    key = None if wanted.sign is None else load_key(wanted.sign)
+    if wanted.export is not None:
+        check_free(wanted.export)
+    kept: list[Verified] = []
+    proof = None
+    began_s = time.monotonic()
+    with _progress(console) as progress:
+        task = progress.add_task("checking", total=None)
+
+        def advance(num_bytes: int) -> None:
+            progress.update(task, advance=num_bytes)
+
         async with _source(target) as source:
-            return await audit(
-                source, run, chain=chain, on_check=show, on_bytes=lambda count: progress.update(task, advance=count)
-            )
+            if wanted.tensor is not None:
+                report, proof = await prove_tensor(
+                    source, run, wanted.tensor, policy_version=wanted.policy_version, on_check=show, on_bytes=advance
+                )
+            else:
+                report = await audit(
+                    source,
+                    run,
+                    chain=wanted.chain,
+                    policy_version=wanted.policy_version,
+                    on_check=show,
+                    on_bytes=advance,
+                    on_total=lambda total: progress.update(task, total=total),
+                    on_verified=kept.append,
+                )
+        found = Found(report, run is not None, time.monotonic() - began_s, proof=proof)
+        for verified in kept:
+            found.policy = about(verified)
+            if other is not None:
+                progress.update(task, description="comparing")
+                found.comparison = compare(verified.weights, other)
+            if wanted.export is not None and found.ok:
+                progress.update(task, description="writing")
+                found.files = export(verified, wanted.export, software=f"prime-node {__version__}", key=key)
+    return found
+
+
+def _progress(console: Console | None) -> Progress:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=console is None or not console.is_terminal,
+    )
 
 
 def _pinned_by(target: str) -> str | None:

@@ -1,0 +1,152 @@
+"""Weights <-> safetensors files, tensor by tensor, without torch and whatever their type.
+
+The published library has no bf16 in numpy, and it wants all bytes of a file at once. Here a tensor is written as it is held and
+read through a memory map, so the extra memory is one tensor's at most. Reading is for a file that this machine's user names:
+its faults are LocalErrors.
+
+    u64 little endian: bytes of the header | header: JSON name -> dtype, shape, data_offsets | the tensors' bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_protocol.codec import DTYPES
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights, WeightTensor
+
+NAMES = {
+    "bf16": "BF16",
+    "fp16": "F16",
+    "fp32": "F32",
+    "fp64": "F64",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+    "u8": "U8",
+    "u16": "U16",
+    "u32": "U32",
+    "u64": "U64",
+    "i8": "I8",
+    "i16": "I16",
+    "i32": "I32",
+    "i64": "I64",
+    "bool": "BOOL",
+}
+"""Our dtype -> the file's. A test holds that none is missing."""
+DTYPE_OF = {theirs: ours for ours, theirs in NAMES.items()}
+HEADER_BYTES_MAX = 100_000_000
+"""The format's own bound."""
+INDEX_FILE = "model.safetensors.index.json"
+_PIECE_BYTES = 64 * 2**20
+
+
+def layout_of(weights: Weights) -> tuple[list[str], bytes]:
+    """The tensors in the order of the file, and what stands before their bytes.
+
+    Large element types come first, so that each tensor lies aligned. `format: pt` is what transformers asks for.
+    """
+    order = sorted(weights, key=lambda name: (-DTYPES[weights[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = weights[name]
+        start, end = end, end + tensor.data.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, weights: Weights) -> str:
+    """Write a file and return its SHA-256."""
+    order, head = layout_of(weights)
+    hasher = hashlib.sha256(head)
+    with path.open("wb") as file:
+        file.write(head)
+        for name in order:
+            data = weights[name].data.view(np.uint8).data
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = data[start : start + _PIECE_BYTES]
+                hasher.update(piece)
+                file.write(piece)
+    return hasher.hexdigest()
+
+
+def read_weights(path: Path) -> dict[str, WeightTensor]:
+    """Every tensor of a file, or of a model directory's files, as memory maps. Raises LocalError."""
+    weights: dict[str, WeightTensor] = {}
+    for file in _files_of(path):
+        try:
+            found = _read_file(file)
+        except (OSError, ValueError, RecursionError) as error:
+            raise LocalError(f"{file} is no safetensors file: {error}") from None
+        if twice := weights.keys() & found.keys():
+            raise LocalError(f"{path}: tensor {min(twice)} is in two files")
+        weights |= found
+    return weights
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise LocalError(f"{path}: no such file or folder")
+    index = path / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LocalError(f"{index} is no index of safetensors files: {error!r:.200}") from None
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise LocalError(f"{index} names files outside of its folder")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise LocalError(f"{path} holds no *.safetensors")
+    return files
+
+
+def _read_file(path: Path) -> dict[str, WeightTensor]:
+    """Raises ValueError for anything that is not the format, OSError from the disk."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(size - 8, HEADER_BYTES_MAX):
+            raise ValueError("its header does not fit")
+        header = json.loads(file.read(header_bytes))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    whole = np.asarray(np.memmap(path, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
+    start_of_data, covered, weights = 8 + header_bytes, [(0, 0)], {}
+    for name, entry in header.items():
+        dtype, shape, start, end = _entry(name, entry)
+        if end - start != prod(shape) * DTYPES[dtype] or start_of_data + end > size:
+            raise ValueError(f"{name} does not have the bytes of its shape")
+        covered.append((start, end))
+        data = whole[start_of_data + start : start_of_data + end].view(f"<u{DTYPES[dtype]}")
+        weights[name] = WeightTensor(dtype, shape, data)
+    covered.sort()
+    if covered[-1][1] != size - start_of_data or any(before[1] != after[0] for before, after in pairwise(covered)):
+        raise ValueError("its tensors overlap or leave gaps")
+    return weights
+
+
+def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape, start and end of one header entry."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} needs exactly dtype, shape and data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF:
+        raise ValueError(f"{name} has the unknown type {entry['dtype']!r:.40}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
+    if any(type(item) is not int or item < 0 for item in sizes) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name} has an impossible shape or place")
+    return DTYPE_OF[entry["dtype"]], tuple(shape), offsets[0], offsets[1]

@@ -1,0 +1,99 @@
+"""A publication's parts, read, hashed and decoded side by side, for whoever checks a checkpoint.
+
+Who waits for whom: PARTS_AT_ONCE readers take the next part that nobody has taken; each reads, hashes and decodes its own, in
+threads that hold no GIL while they do. The first that fails ends the others. Invariant: no more than PARTS_AT_ONCE parts are
+held at one time, and nothing of a part is decoded before the whole part had its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_protocol.codec import CodecError
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import PartEntry
+
+PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
+"""One more than the cores, so that a disk or a server works while every core hashes; four hold 64 MiB."""
+
+
+def bound_threads() -> None:
+    """No more helper threads for the loop than parts: the allocator keeps a part's memory for each thread that had one."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARTS_AT_ONCE))
+
+
+class TakesParts(Protocol):
+    """What a CheckpointDecoder is here."""
+
+    def feed_part(self, index: int, data: bytes | memoryview) -> None:
+        """Called from several threads, never twice for a part. Raises PeerError."""
+        ...
+
+
+class CheckFailed(Exception):
+    """A part does not pass, and which of the audit's checks says so."""
+
+    def __init__(self, at: int, error: PeerError | Unreachable) -> None:
+        super().__init__(str(error))
+        self.at = at
+        self.error = error
+
+
+async def feed_parts(
+    source: CheckpointSource,
+    parts: Sequence[PartEntry],
+    decoder: TakesParts,
+    *,
+    what: str,
+    on_part: Callable[[int], None] = lambda _: None,
+) -> None:
+    """All parts of an encoding into its decoder; `what` names it, `on_part` hears the size of each one that has passed. Raises CheckFailed."""
+    numbers = iter(range(len(parts)))
+    readers = [
+        asyncio.create_task(_feed(source, parts, decoder, numbers, what, on_part))
+        for _ in range(min(PARTS_AT_ONCE, len(parts)))
+    ]
+    try:
+        await asyncio.gather(*readers)
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _feed(
+    source: CheckpointSource,
+    parts: Sequence[PartEntry],
+    decoder: TakesParts,
+    numbers: Iterator[int],
+    what: str,
+    on_part: Callable[[int], None],
+) -> None:
+    """One reader."""
+    for number in numbers:
+        entry = parts[number]
+        try:
+            data = await source.blob(entry.digest, start=0, end=entry.size)
+        except (PeerError, Unreachable) as error:
+            raise CheckFailed(5, error) from None
+        await asyncio.to_thread(_take, entry, decoder, number, data, what)
+        on_part(entry.size)
+
+
+def _take(entry: PartEntry, decoder: TakesParts, number: int, data: bytes, what: str) -> None:
+    """Check one part and decode it."""
+    if len(data) != entry.size or digest_of(data) != entry.digest:
+        detail = f"{what}: part {number} does not have its digest {entry.digest[:12]}"
+        raise CheckFailed(5, PeerError(ErrorCode.DIGEST_MISMATCH, detail))
+    try:
+        decoder.feed_part(number, data)
+    except CodecError as error:
+        raise CheckFailed(7, error) from None
+    except PeerError as error:
+        raise CheckFailed(6, error) from None

@@ -1,0 +1,129 @@
+"""What `prime-node verify` says: one JSON object for programs, lines for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prime_node.broadcast.audit import AuditReport, Check, Verified
+from prime_node.broadcast.compare import Comparison
+from prime_node.broadcast.one_tensor import TensorProof
+
+DIFFERENCES_SHOWN = 5
+"""Tensors that differ are named up to here; --json names all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be found out beside the checks."""
+
+    chain: bool = False
+    policy_version: int | None = None
+    against: Path | None = None
+    tensor: str | None = None
+    export: Path | None = None
+    sign: Path | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """Everything that there is to say."""
+
+    report: AuditReport
+    pinned: bool
+    """Whether the user named the run."""
+    seconds: float
+    """That the checks took."""
+    policy: dict[str, Any] | None = None
+    """What `about` says of the policy asked for, once every check has passed."""
+    proof: TensorProof | None = None
+    comparison: Comparison | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    """Exported: name -> SHA-256."""
+
+    @property
+    def ok(self) -> bool:
+        return self.report.passed and (self.comparison is None or self.comparison.equal)
+
+
+def about(verified: Verified) -> dict[str, Any]:
+    """The policy asked for."""
+    manifest, trainers = verified.signed.manifest, verified.run.spec.keys.trainer
+    return {
+        "policy_version": manifest.policy_version,
+        "manifest": verified.signed.digest,
+        "state_root": manifest.state_root,
+        "encodings": [encoding.kind.value for encoding in manifest.encodings],
+        "step": manifest.produced_by.step,
+        "created_at_ms": manifest.created_at_ms,
+        "signers": [item.key_id for item in verified.signed.envelope.signatures if item.key_id in trainers],
+    }
+
+
+def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
+    """What --json prints; the command's help says what each field is."""
+    report, comparison = found.report, found.comparison
+    against = None
+    if comparison is not None:
+        against = {"path": str(wanted.against), "equal": comparison.equal, **asdict(comparison)}
+    return {
+        "ok": found.ok,
+        "checks": [{"title": check.title, **asdict(check)} for check in report.checks],
+        "run": report.run,
+        "pinned": found.pinned,
+        "policy_version": report.policy_version,
+        "num_manifests": report.num_manifests,
+        "num_policies": report.num_policies,
+        "num_bytes": report.num_bytes,
+        "seconds": round(found.seconds, 3),
+        "policy": found.policy,
+        "against": against,
+        "tensor": None if found.proof is None else asdict(found.proof),
+        "export": None if not found.files else {"path": str(wanted.export), "files": found.files},
+    }
+
+
+def as_line(check: Check) -> str:
+    return f"{'ok  ' if check.passed else 'FAIL'} ({check.number}) {check.title}: {check.detail}"
+
+
+def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
+    """What is printed after the checks."""
+    report, comparison, proof = found.report, found.comparison, found.proof
+    if not report.passed:
+        yield "does NOT hold; nothing after the failed check was looked at"
+        return
+    if proof is not None:
+        yield (
+            f"verified: {proof.name}, {proof.dtype} {list(proof.shape)}, row {proof.index} of {proof.num_tensors} in the "
+            f"manifest of policy {proof.policy_version} ({proof.manifest[:12]}), digest {proof.digest}"
+        )
+        return
+    assert found.policy is not None
+    rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
+    version, date = found.policy["policy_version"], _date(found.policy["created_at_ms"])
+    yield (
+        f"verified: policy {version} of {date}, {report.num_policies} policies, "
+        f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
+    )
+    if comparison is not None and comparison.equal:
+        yield f"equal: {wanted.against} holds these {comparison.num_tensors} tensors, bit for bit"
+    elif comparison is not None:
+        yield f"NOT equal: {len(comparison.differences)} tensors of {wanted.against} differ"
+        for difference in comparison.differences[:DIFFERENCES_SHOWN]:
+            yield f"  {difference.tensor}: {difference.detail}"
+    if found.files:
+        yield f"exported: {len(found.files)} files and PROVENANCE.json in {wanted.export}"
+    elif wanted.export is not None:
+        yield "exported: nothing"
+
+
+def _date(at_ms: int) -> str:
+    """When the trainer says that it signed. A number that is no date is shown as it is."""
+    try:
+        return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{at_ms} ms"
