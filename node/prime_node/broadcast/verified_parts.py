@@ -53,7 +53,10 @@ async def feed_parts(
     what: str,
     on_part: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """All parts of an encoding into its decoder; `what` names it, `on_part` hears the size of each one that has passed. Raises CheckFailed."""
+    """All parts of an encoding into its decoder. Raises CheckFailed.
+
+    `what` names the policy; `on_part` hears the size of each part that has passed.
+    """
     numbers = iter(range(len(parts)))
     readers = [
         asyncio.create_task(_feed(source, parts, decoder, numbers, what, on_part))
