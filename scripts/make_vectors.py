@@ -21,12 +21,12 @@ import numpy as np
 import zstandard
 
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint, tensor_table
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import BasePolicy, CheckpointKind, Manifest, Provenance
+from prime_protocol.manifest import BasePolicy, Manifest, Provenance
 from prime_protocol.messages import BatchGroup, BlobHeader, JoinRequest, LeaseRequest, Stamped, TrainBatch
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.parcel import pack_parcel
@@ -34,7 +34,7 @@ from prime_protocol.rollout import Completion, EngineInfo, FinishReason, Rollout
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RoleKeys, RunSpec
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
-from prime_protocol.weights import Weights, WeightTensor, state_root
+from prime_protocol.weights import Weights, WeightTensor, root_of, state_root
 from vectors_basics import envelopes, json_texts, keys, noise
 from vectors_folder import (
     COORDINATOR,
@@ -314,19 +314,20 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
     previous: Envelope | None = None
     first_root = ""
     for version, weights in enumerate(policies):
-        encoded = encode_checkpoint(weights, policies[0] if version else None, part_bytes=64)
-        first_root = first_root or encoded.state_root
+        root = root_of(weights)
+        first_root = first_root or root
+        base_policy = BasePolicy(policy_version=0, state_root=first_root)
+        ways = [encode_checkpoint(weights, part_bytes=64)]
+        if version:
+            ways.insert(0, encode_checkpoint(weights, (base_policy, policies[0]), part_bytes=64))
         manifest = Manifest(
             run=run.digest,
             policy_version=version,
-            kind=CheckpointKind.DELTA if version else CheckpointKind.ANCHOR,
-            base=BasePolicy(policy_version=0, state_root=first_root) if version else None,
             previous=previous.digest if previous else None,
             model_config_digest=digest_of(CONFIG),
-            state_root=encoded.state_root,
-            tensors=encoded.tensors,
-            parts=encoded.part_entries,
-            chunks=encoded.chunks,
+            state_root=root,
+            tensors=tensor_table(weights),
+            encodings=tuple(way.encoding for way in ways),
             produced_by=Provenance(
                 step=version - 1,
                 optimizer_steps=version,
@@ -336,29 +337,43 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
             created_at_ms=NOW_MS,
         )
         previous = seal(manifest, PayloadType.MANIFEST, TRAINER)
-        base: Case = {
-            "run_spec": "run_spec.envelope",
-            "input": folder.file(f"policy_{version}.manifest", previous.to_bytes()),
-            "parts": [folder.file(f"policy_{version}.part_{i}", part) for i, part in enumerate(encoded.parts)],
-            "base": "policy_0" if version else None,
-        }
+        file = folder.file(f"policy_{version}.manifest", previous.to_bytes())
         raw = {name: tensor.data.tobytes().hex() for name, tensor in weights.items()}
-        told = {"digest": previous.digest, "state_root": encoded.state_root, "tensors": raw}
-        cases.append(base | {"name": f"policy_{version}", "expect": told})
+        told = {"digest": previous.digest, "state_root": root, "tensors": raw}
+        for number, way in enumerate(ways):
+            cases.append(_way(folder, version, number, way) | {"input": file, "expect": told})
+        base = {name: value for name, value in cases[-len(ways)].items() if name != "expect"}
+        first = fields(ways[0].encoding)
         for name, change, code in [
             ("another run", {"run": digest_of(b"other")}, E.WRONG_RUN),
             ("another root", {"state_root": digest_of(b"other")}, E.CHAIN_BROKEN),
-            ("an uncovered element", {"chunks": [fields(encoded.chunks[0]) | {"start": 1}]}, E.CHAIN_BROKEN),
-            ("no parts", {"parts": []}, E.CHAIN_BROKEN),
+            ("two encodings with one base", {"encodings": [first, first]}, E.CHAIN_BROKEN),
+            ("a base that is not older", {"encodings": [first | _base_of(version, root)]}, E.CHAIN_BROKEN),
+            ("no encodings", {"encodings": []}, E.WRONG_TYPE),
+            ("no parts", {"encodings": [first | {"parts": []}]}, E.CHAIN_BROKEN),
         ]:
             lied = seal(json.dumps(fields(manifest) | change).encode(), PayloadType.MANIFEST, TRAINER)
             file = folder.file(f"policy_{version}_bad_{name.replace(' ', '_')}.manifest", lied.to_bytes())
             cases.append(base | {"name": f"policy_{version}, {name}", "input": file, "error": code})
+        for name, index, code in _bad_indices(ways[0].index):
+            entry = {"digest": digest_of(index), "size": len(index)}
+            changes = {"encodings": [first | {"index": entry}]}
+            lied = seal(json.dumps(fields(manifest) | changes).encode(), PayloadType.MANIFEST, TRAINER)
+            stem = f"policy_{version}_bad_{name.replace(' ', '_')}"
+            files = {
+                "input": folder.file(f"{stem}.manifest", lied.to_bytes()),
+                "index": folder.file(f"{stem}.index", index),
+            }
+            cases.append(base | files | {"name": f"policy_{version}, {name}", "error": code})
+        tampered = folder.file(f"policy_{version}_tampered.index", flipped(ways[0].index, -1))
+        cases.append(
+            base | {"name": f"policy_{version}, tampered index", "index": tampered, "error": E.DIGEST_MISMATCH}
+        )
         forged = folder.file(
             f"policy_{version}_forged.manifest", seal(manifest, PayloadType.MANIFEST, STRANGER).to_bytes()
         )
         cases.append(base | {"name": f"policy_{version}, another signer", "input": forged, "error": E.BAD_SIGNATURE})
-        broken = [folder.file(f"policy_{version}_bad.part_0", flipped(encoded.parts[0], -1)), *base["parts"][1:]]
+        broken = [folder.file(f"policy_{version}_bad.part_0", flipped(ways[0].parts[0], -1)), *base["parts"][1:]]
         cases.append(base | {"name": f"policy_{version}, changed part", "parts": broken, "error": E.DIGEST_MISMATCH})
     folder.cases("checkpoint", cases)
     rows: list[Any] = [["b", "bf16", [2, 3], "00" * 32], ["a", "fp32", [], "11" * 32], ["é", "bf16", [0], "22" * 32]]
@@ -366,6 +381,41 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
     folder.cases("state_root", [{"name": "three tensors", "rows": rows, "expect": root}])
     assert previous
     return previous.digest
+
+
+def _way(folder: Folder, version: int, number: int, way: EncodedCheckpoint) -> Case:
+    stem = f"policy_{version}.{number}"
+    return {
+        "name": f"policy_{version}, {way.encoding.kind}",
+        "run_spec": "run_spec.envelope",
+        "encoding": number,
+        "index": folder.file(f"{stem}.index", way.index),
+        "parts": [folder.file(f"{stem}.part_{i}", part) for i, part in enumerate(way.parts)],
+        "base": None if way.encoding.base is None else "policy_0, anchor",
+    }
+
+
+def _base_of(version: int, root: str) -> Case:
+    return {"kind": "delta", "base": {"policy_version": version, "state_root": root}}
+
+
+def _bad_indices(index: bytes) -> list[tuple[str, bytes, ErrorCode]]:
+    """Indices that a dishonest trainer might sign. A row has 40 bytes, the head 8."""
+    head, rows = index[:8], [index[at : at + 40] for at in range(8, len(index), 40)]
+
+    def of(rows: list[bytes]) -> bytes:
+        return head[:4] + len(rows).to_bytes(4, "little") + b"".join(rows)
+
+    count = int.from_bytes(rows[0][4:8], "little")
+    fewer = rows[0][:4] + (count - 1).to_bytes(4, "little") + rows[0][8:]
+    return [
+        ("another magic", b"PRX2" + index[4:], E.CHAIN_BROKEN),
+        ("half a row", index[:-1], E.CHAIN_BROKEN),
+        ("a chunk too few", of(rows[:-1]), E.CHAIN_BROKEN),
+        ("a chunk too many", of([*rows, rows[0]]), E.CHAIN_BROKEN),
+        ("reordered chunks", of(rows[::-1]), E.CHAIN_BROKEN),
+        ("an uncovered element", of([fewer, *rows[1:]]), E.CHAIN_BROKEN),
+    ]
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ from math import prod
 
 from prime_protocol import limits
 from prime_protocol.checkpoint import check_root
+from prime_protocol.chunk_index import INDEX_BYTES_MAX
 from prime_protocol.codec import DTYPES
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
-from prime_protocol.manifest import CheckpointKind, Manifest, SignedManifest
+from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -20,10 +21,10 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     """Everything that one manifest must satisfy by itself. Raises PeerError.
 
     (1) it is of this run; (2) its policy version is within the run, it was made by the step before, and policy 0 alone has
-    neither a predecessor nor a batch; (3) it describes the run's model; (4) an anchor has no base and a delta has an older
-    one; (5) tensor names are unique, types known, sizes within the limits; (6) the tensor table hashes to the state root;
-    (7) parts are within the limits; (8) chunks fill the parts without gap, in order; (9) chunks cover every tensor exactly,
-    in order, and cross none.
+    neither a predecessor nor a batch; (3) it describes the run's model; (4) an anchor has no base, a delta has an older one,
+    and no two encodings have the same; (5) tensor names are unique, types known, sizes within the limits; (6) the tensor table
+    hashes to the state root; (7) indices and parts are within the limits. What an index says is checked when it is opened:
+    chunk_index.open_index.
     """
     spec = run.spec
     here = f"manifest {manifest.policy_version}"
@@ -34,17 +35,11 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     _check_origin(manifest)  # (2)
     if manifest.model_config_digest != spec.model_config_digest:  # (3)
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: made for another config.json than the run's")
-    if (manifest.kind is CheckpointKind.DELTA) != (manifest.base is not None) or (  # (4)
-        manifest.base is not None and manifest.base.policy_version >= manifest.policy_version
-    ):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: a delta names an older base, an anchor names none")
+    _check_bases(manifest)  # (4)
     _check_tensors(manifest, spec.limits)  # (5)
     check_root(manifest)  # (6)
-    for part in manifest.parts:  # (7)
-        if part.size > spec.limits.blob_bytes_max:
-            raise LimitExceeded("blob_bytes_max", part.size, spec.limits.blob_bytes_max)
-    _check_chunks_fill_parts(manifest)  # (8)
-    _check_chunks_cover_tensors(manifest)  # (9)
+    for encoding in manifest.encodings:  # (7)
+        _check_sizes(encoding, spec.limits)
 
 
 def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
@@ -83,6 +78,29 @@ def _check_origin(manifest: Manifest) -> None:
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 is the product of step n")
 
 
+def _check_bases(manifest: Manifest) -> None:
+    here = f"manifest {manifest.policy_version}"
+    for encoding in manifest.encodings:
+        base = encoding.base
+        if (encoding.kind is CheckpointKind.DELTA) != (base is not None) or (
+            base is not None and base.policy_version >= manifest.policy_version
+        ):
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: a delta names an older base, an anchor names none")
+    if len({encoding.base_version for encoding in manifest.encodings}) != len(manifest.encodings):
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have one base")
+
+
+def _check_sizes(encoding: Encoding, bounds: limits.Limits) -> None:
+    index_bytes_max = min(INDEX_BYTES_MAX, bounds.blob_bytes_max)
+    if encoding.index.size > index_bytes_max:
+        raise LimitExceeded("index bytes", encoding.index.size, index_bytes_max)
+    for part in encoding.parts:
+        if part.size > bounds.blob_bytes_max:
+            raise LimitExceeded("blob_bytes_max", part.size, bounds.blob_bytes_max)
+    if encoding.sent_bytes > bounds.checkpoint_bytes_max:
+        raise LimitExceeded("checkpoint_bytes_max", encoding.sent_bytes, bounds.checkpoint_bytes_max)
+
+
 def _check_tensors(manifest: Manifest, bounds: limits.Limits) -> None:
     if len(manifest.tensors) > bounds.checkpoint_tensors_max:
         raise LimitExceeded("checkpoint_tensors_max", len(manifest.tensors), bounds.checkpoint_tensors_max)
@@ -95,38 +113,3 @@ def _check_tensors(manifest: Manifest, bounds: limits.Limits) -> None:
         total += prod(tensor.shape) * DTYPES[tensor.dtype]
     if total > bounds.checkpoint_bytes_max:
         raise LimitExceeded("checkpoint_bytes_max", total, bounds.checkpoint_bytes_max)
-
-
-def _check_chunks_fill_parts(manifest: Manifest) -> None:
-    part, offset = 0, 0
-    for chunk in manifest.chunks:
-        if part < len(manifest.parts) and offset == manifest.parts[part].size:
-            part, offset = part + 1, 0
-        if part >= len(manifest.parts) or chunk.part != part or chunk.offset != offset:
-            raise PeerError(
-                ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks leave a gap in part {part}"
-            )
-        offset += chunk.size
-    if part < len(manifest.parts) and offset == manifest.parts[part].size:
-        part += 1
-    if part != len(manifest.parts):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: chunks do not fill part {part}")
-
-
-def _check_chunks_cover_tensors(manifest: Manifest) -> None:
-    sizes = [prod(tensor.shape) for tensor in manifest.tensors]
-    tensor, start = 0, 0
-    for chunk in manifest.chunks:
-        while tensor < len(sizes) and start == sizes[tensor]:
-            tensor, start = tensor + 1, 0
-        is_next = tensor < len(sizes) and (chunk.tensor, chunk.start) == (tensor, start)
-        if not is_next or start + chunk.count > sizes[tensor]:
-            raise PeerError(
-                ErrorCode.CHAIN_BROKEN,
-                f"manifest {manifest.policy_version}: chunks do not cover tensor {tensor} in order",
-            )
-        start += chunk.count
-    while tensor < len(sizes) and start == sizes[tensor]:
-        tensor, start = tensor + 1, 0
-    if tensor != len(sizes):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor {tensor} is not covered")

@@ -1,4 +1,4 @@
-"""Weights <-> the chunks and parts of a publication. Pure: bytes in, values out.
+"""Weights <-> the index and parts of an encoding. Pure: bytes in, values out.
 
 `encode_checkpoint` is what a publisher does; `CheckpointDecoder` is what everybody else does: feed it chunks in any order,
 as they arrive, and take the weights when all have come. Nothing is decoded before its digest matched, and `finish` compares
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prime_protocol.chunk_index import ChunkIndex, pack_index
 from prime_protocol.codec import decode_chunk, encode_tensor
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import BasePolicy, ChunkEntry, Manifest, PartEntry, TensorEntry
+from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
 from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root
 
 PART_BYTES = 16 * 2**20
@@ -22,78 +23,83 @@ PART_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class EncodedCheckpoint:
-    """Everything that a manifest says about bytes, and the bytes."""
+    """One encoding: what a manifest says about it, and its bytes."""
 
-    state_root: str
-    tensors: tuple[TensorEntry, ...]
-    chunks: tuple[ChunkEntry, ...]
+    encoding: Encoding
+    index: bytes
     parts: tuple[bytes, ...]
-    part_entries: tuple[PartEntry, ...]
+
+    @property
+    def blobs(self) -> tuple[bytes, ...]:
+        """In the order of `encoding.blobs`."""
+        return (self.index, *self.parts)
 
 
-def encode_checkpoint(new: Weights, base: Weights | None = None, *, part_bytes: int = PART_BYTES) -> EncodedCheckpoint:
-    """Encode weights alone (an anchor), or against `base` with the same names, types and shapes (a delta)."""
-    tensors = tuple(
+def tensor_table(weights: Weights) -> tuple[TensorEntry, ...]:
+    """What a manifest says about tensors."""
+    return tuple(
         TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=tensor.digest)
-        for name, tensor in new.items()
+        for name, tensor in weights.items()
     )
-    chunks: list[ChunkEntry] = []
+
+
+def encode_checkpoint(
+    new: Weights, base: tuple[BasePolicy, Weights] | None = None, *, part_bytes: int = PART_BYTES
+) -> EncodedCheckpoint:
+    """Encode weights alone (an anchor), or against a base with the same names, types and shapes (a delta)."""
+    rows: list[tuple[int, int, str]] = []
     parts: list[bytearray] = []
-    for index, (name, tensor) in enumerate(new.items()):
-        old = None if base is None else base[name].data
+    for name, tensor in new.items():
+        old = None if base is None else base[1][name].data
         for chunk in encode_tensor(tensor.data, old, dtype=tensor.dtype):
             if not parts or len(parts[-1]) >= part_bytes:
                 parts.append(bytearray())
-            chunks.append(
-                ChunkEntry(
-                    part=len(parts) - 1,
-                    offset=len(parts[-1]),
-                    size=len(chunk.data),
-                    digest=digest_of(chunk.data),
-                    tensor=index,
-                    start=chunk.start,
-                    count=chunk.count,
-                )
-            )
+            rows.append((len(chunk.data), chunk.count, digest_of(chunk.data)))
             parts[-1] += chunk.data
-    sealed = tuple(bytes(part) for part in parts)
-    return EncodedCheckpoint(
-        state_root=_root(tensors),
-        tensors=tensors,
-        chunks=tuple(chunks),
-        parts=sealed,
-        part_entries=tuple(PartEntry(digest=digest_of(part), size=len(part)) for part in sealed),
+    index, sealed = pack_index(rows), tuple(bytes(part) for part in parts)
+    encoding = Encoding(
+        kind=CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
+        base=None if base is None else base[0],
+        index=_entry(index),
+        parts=tuple(_entry(part) for part in sealed),
     )
+    return EncodedCheckpoint(encoding, index, sealed)
+
+
+def _entry(blob: bytes) -> PartEntry:
+    return PartEntry(digest=digest_of(blob), size=len(blob))
 
 
 class CheckpointDecoder:
-    """Builds one policy's weights from its chunks. Never touches `base`."""
+    """Builds one policy's weights from the chunks of one encoding. Never touches `base`."""
 
-    def __init__(self, manifest: Manifest, base: Weights | None = None) -> None:
-        """`manifest` has passed chain.check_manifest. Raises PeerError(CHAIN_BROKEN) where `base` is not its base."""
+    def __init__(self, manifest: Manifest, encoding: Encoding, index: ChunkIndex, base: Weights | None = None) -> None:
+        """`manifest` has passed chain.check_manifest and `index` was opened for it.
+
+        Raises PeerError(CHAIN_BROKEN) where `base` is not the encoding's base.
+        """
         self._manifest = manifest
-        self._base = None if manifest.base is None else _checked_base(manifest, manifest.base, base)
+        self._encoding = encoding
+        self._index = index
+        self._base = None if encoding.base is None else _checked_base(manifest, encoding.base, base)
         self._weights = {entry.name: empty_like(entry.dtype, entry.shape) for entry in manifest.tensors}
-        self._missing = set(range(len(manifest.chunks)))
-        self._chunks_of: list[list[int]] = [[] for _ in manifest.parts]
-        for number, chunk in enumerate(manifest.chunks):
-            self._chunks_of[chunk.part].append(number)
+        self._missing = set(range(len(index)))
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
         """Decode all chunks of one part. Raises PeerError."""
-        entry = self._manifest.parts[index]
+        entry = self._encoding.parts[index]
         if len(data) != entry.size:
             raise PeerError(
                 ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}"
             )
         view = memoryview(data)
-        for number in self._chunks_of[index]:
-            chunk = self._manifest.chunks[number]
+        for number in self._index.of_part(index):
+            chunk = self._index[number]
             self.feed_chunk(number, view[chunk.offset : chunk.offset + chunk.size])
 
     def feed_chunk(self, number: int, data: bytes | memoryview) -> None:
         """Check one chunk's digest, then decode it. Feeding it twice is harmless. Raises PeerError."""
-        chunk = self._manifest.chunks[number]
+        chunk = self._index[number]
         if digest_of(data) != chunk.digest:
             raise PeerError(
                 ErrorCode.DIGEST_MISMATCH,
@@ -137,13 +143,14 @@ def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None) 
     return base
 
 
-def _root(tensors: Iterable[TensorEntry]) -> str:
+def root_of_table(tensors: Iterable[TensorEntry]) -> str:
+    """The state root that belongs to a tensor table."""
     return state_root((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
 
 
 def check_root(manifest: Manifest) -> None:
     """The tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
-    if _root(manifest.tensors) != manifest.state_root:
+    if root_of_table(manifest.tensors) != manifest.state_root:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor table and state root differ"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 ENVELOPE_BYTES_MAX = 4 * 2**20
-"""A signed JSON envelope. The largest one is a manifest: about 200 bytes a chunk, so 20,000 chunks or 10 GB of bf16."""
+"""A signed JSON envelope. The largest one is a manifest: about 250 bytes a tensor and 140 a part, so 20,000 parts or 300 GB."""
 JSON_DEPTH_MAX = 16
 """Nesting of objects and arrays in any JSON payload."""
 SIGNATURES_MAX = 16
@@ -53,7 +53,9 @@ STEP_GROUPS_MAX = 2**20
 TOKENS_MAX = 2**20
 """Tokens of one prompt or of one completion, whatever a run allows."""
 CHUNKS_MAX = 2**20
-"""Tensors, parts or chunks of one manifest; the envelope's size bounds them sooner."""
+"""Tensors of one manifest, parts or chunks of one encoding."""
+ENCODINGS_MAX = 16
+"""Ways to one policy: its anchor and its deltas."""
 STEP_MAX = 2**31 - 1
 """The largest step and policy version: they travel as int32 too."""
 COUNT_MAX = 2**53

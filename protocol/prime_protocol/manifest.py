@@ -1,9 +1,10 @@
 """Manifests: the trainer's signed description of one published policy.
 
-A publication is a manifest and some parts. A part is a blob (a file, an object in a bucket, a range of a CDN) that holds
-chunks one after another; a chunk is a piece of one tensor that decodes alone. The manifest names the digest of every part,
-every chunk and every resulting tensor, so nothing has to be decoded before it has been checked, and nothing is used before
-its result has been.
+A publication is a manifest and some blobs (files, objects in a bucket, ranges of a CDN). The manifest names every resulting
+tensor's digest, and one or more encodings: ways to those tensors, from nothing or from an older policy. An encoding is an index
+and some parts. A part holds chunks one after another; a chunk is a piece of one tensor that decodes alone; the index names each
+chunk's digest. So nothing has to be decoded before it has been checked, nothing is used before its result has been, and a
+receiver reads the index of the one way that it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from prime_protocol.run_spec import PinnedRun
 
 
 class CheckpointKind(StrEnum):
-    """What a publication needs beside itself."""
+    """What an encoding needs beside itself."""
 
     ANCHOR = "anchor"
     """Nothing: it stands alone."""
@@ -48,29 +49,35 @@ class TensorEntry(WireModel):
 
 
 class PartEntry(WireModel):
-    """One blob of the publication."""
+    """One blob of an encoding."""
 
     digest: Digest
     size: int = Field(ge=1, le=2**31)
 
 
-class ChunkEntry(WireModel):
-    """A range of one part that decodes to a range of one tensor."""
+class Encoding(WireModel):
+    """One way to the policy's weights. Parts may be shared with other encodings: they are named by digest."""
 
-    part: Count
-    """Index of its part."""
-    offset: Count
-    """First byte in the part."""
-    size: int = Field(ge=1, le=2**31)
-    """Compressed bytes."""
-    digest: Digest
-    """Of the compressed bytes."""
-    tensor: Count
-    """Index of its tensor."""
-    start: Count
-    """First element."""
-    count: int = Field(ge=1, le=2**31)
-    """Elements."""
+    kind: CheckpointKind
+    base: BasePolicy | None
+    """Set for a delta."""
+    index: PartEntry
+    """The chunk table, a blob of its own: chunk_index.py."""
+    parts: tuple[PartEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
+
+    @property
+    def blobs(self) -> tuple[PartEntry, ...]:
+        """Everything that a receiver downloads, the index first."""
+        return (self.index, *self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(blob.size for blob in self.blobs)
+
+    @property
+    def base_version(self) -> int | None:
+        """None for an anchor. A manifest has at most one encoding for each value."""
+        return None if self.base is None else self.base.policy_version
 
 
 class Provenance(WireModel):
@@ -90,9 +97,6 @@ class Manifest(WireModel):
 
     run: Digest
     policy_version: Step
-    kind: CheckpointKind
-    base: BasePolicy | None
-    """Set for a delta."""
     previous: Digest | None
     """Digest of the manifest of policy_version - 1; None for policy 0."""
     model_config_digest: Digest
@@ -100,16 +104,18 @@ class Manifest(WireModel):
     state_root: Digest
     """weights.state_root over `tensors`."""
     tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=limits.CHUNKS_MAX)
-    parts: tuple[PartEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
-    chunks: tuple[ChunkEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
-    """In the order of the parts and their bytes: they fill each part without gap."""
+    encodings: tuple[Encoding, ...] = Field(min_length=1, max_length=limits.ENCODINGS_MAX)
     produced_by: Provenance
     created_at_ms: Count
 
     @property
-    def sent_bytes(self) -> int:
-        """What a worker downloads for it."""
-        return sum(part.size for part in self.parts)
+    def blobs(self) -> tuple[PartEntry, ...]:
+        """Everything that must be there before the manifest is."""
+        return tuple(blob for encoding in self.encodings for blob in encoding.blobs)
+
+    def encoding(self, base_version: int | None) -> Encoding | None:
+        """The delta against that policy; None asks for the anchor."""
+        return next((encoding for encoding in self.encodings if encoding.base_version == base_version), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,14 +43,14 @@ from prime_node.broadcast.one_tensor import prove_tensor
 from prime_node.broadcast.safetensors_file import read_weights
 from prime_node.broadcast.verified_parts import PARTS_AT_ONCE, bound_threads, feed_parts
 from prime_protocol.assignment import Sampling
-from prime_protocol.checkpoint import CheckpointDecoder, encode_checkpoint
+from prime_protocol.checkpoint import CheckpointDecoder, encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.chunk_index import open_index
 from prime_protocol.codec import warm_up
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import (
     BasePolicy,
-    CheckpointKind,
     Manifest,
     Provenance,
     SignedManifest,
@@ -126,23 +126,20 @@ def publish(
     folder: Path, run: PinnedRun, weights: Weights, previous: tuple[SignedManifest, Weights] | None
 ) -> SignedManifest:
     """Add a policy to a published folder: an anchor first, then deltas."""
-    encoded = encode_checkpoint(weights, None if previous is None else previous[1])
     base = None if previous is None else previous[0]
+    named = base and BasePolicy(policy_version=base.manifest.policy_version, state_root=base.manifest.state_root)
+    encoded = encode_checkpoint(weights, None if previous is None or named is None else (named, previous[1]))
+    tensors = tensor_table(weights)
     version = 0 if base is None else base.manifest.policy_version + 1
     signed = sign_manifest(
         Manifest(
             run=run.digest,
             policy_version=version,
-            kind=CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
-            base=None
-            if base is None
-            else BasePolicy(policy_version=base.manifest.policy_version, state_root=base.manifest.state_root),
             previous=None if base is None else base.digest,
             model_config_digest=digest_of(CONFIG),
-            state_root=encoded.state_root,
-            tensors=encoded.tensors,
-            parts=encoded.part_entries,
-            chunks=encoded.chunks,
+            state_root=root_of_table(tensors),
+            tensors=tensors,
+            encodings=(encoded.encoding,),
             produced_by=Provenance(
                 step=version - 1,
                 optimizer_steps=version,
@@ -153,7 +150,7 @@ def publish(
         ),
         KEY,
     )
-    for data in (*encoded.parts, CONFIG):
+    for data in (*encoded.blobs, CONFIG):
         path = folder / "blobs" / digest_of(data)[:2] / digest_of(data)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -185,7 +182,7 @@ class Bench:
         self.source = FolderSource(folder)
         pinned = open_run_spec(asyncio.run(self.source.run_spec()), pinned=run)
         self.anchor, self.delta = (open_manifest(asyncio.run(self.source.manifest(n)), pinned).manifest for n in (0, 1))
-        self.paths = [folder / "blobs" / part.digest[:2] / part.digest for part in self.anchor.parts]
+        self.paths = [folder / "blobs" / part.digest[:2] / part.digest for part in self.anchor.encodings[0].parts]
         self.pool = ThreadPoolExecutor(PARTS_AT_ONCE)
         self.verified: list[Verified] = []
 
@@ -194,14 +191,16 @@ class Bench:
             return digest_of(path.read_bytes())
 
         digests = list(self.pool.map(one, self.paths) if threads else map(one, self.paths))
-        assert digests == [part.digest for part in self.anchor.parts]
+        assert digests == [part.digest for part in self.anchor.encodings[0].parts]
 
     def hash_as_verify(self) -> None:
-        asyncio.run(_bounded(feed_parts(self.source, self.anchor, Nothing())))
+        asyncio.run(_bounded(feed_parts(self.source, self.anchor.encodings[0].parts, Nothing(), what="policy 0")))
 
     def decode(self) -> None:
         """All parts at hand, the chunks hashed and decoded; tensors are not hashed."""
-        decoder = CheckpointDecoder(self.anchor)
+        (encoding,) = self.anchor.encodings
+        index = open_index(asyncio.run(self.source.blob(encoding.index.digest)), encoding, self.anchor.tensors)
+        decoder = CheckpointDecoder(self.anchor, encoding, index)
         parts = [path.read_bytes() for path in self.paths]
         self.began_s = time.perf_counter()
         list(self.pool.map(decoder.feed_part, range(len(parts)), parts))
@@ -305,7 +304,7 @@ def main() -> int:
         bench = Bench(folder, run.digest)
         taken = measure(bench, options.rounds or (5 if options.quick else 9), Path(scratch))
         extra = peak_extra_bytes(folder, run.digest)
-        sent, sent_delta = bench.anchor.sent_bytes, bench.delta.sent_bytes
+        sent, sent_delta = bench.anchor.encodings[0].sent_bytes, bench.delta.encodings[0].sent_bytes
     share = min(taken["raw"]) / min(taken["hashing"])
     checks = [
         Check(

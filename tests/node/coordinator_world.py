@@ -26,12 +26,12 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.daemon import Parts, serve
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import Lease, Sampling
-from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import CheckpointKind, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.manifest import Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.messages import (
     BatchRequest,
     CheckRequest,
@@ -48,7 +48,7 @@ from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.weights import WeightTensor
+from prime_protocol.weights import Weights, WeightTensor
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, ANNA, BEN = (SigningKey(bytes([number]) * 32) for number in range(11, 17))
 CONFIG_JSON = b'{"model_type": "toy"}'
@@ -111,28 +111,29 @@ def make_run(**changes: object) -> PinnedRun:
     return open_run_spec(envelope, pinned=envelope.digest)
 
 
+def make_policy(version: int) -> Weights:
+    return {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16) + np.uint16(version))}
+
+
 def make_manifest(
     run: PinnedRun, after: SignedManifest | None, /, *, batch: str | None = None, **changes: object
 ) -> tuple[SignedManifest, tuple[bytes, ...]]:
-    """The policy after `after`, with its parts."""
+    """The policy after `after`, with its blobs."""
     version = 0 if after is None else after.manifest.policy_version + 1
-    weights = {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16) + np.uint16(version))}
-    encoded = encode_checkpoint(weights)
+    weights = make_policy(version)
+    encoded, tensors = encode_checkpoint(weights), tensor_table(weights)
     fields: dict[str, object] = {
         "run": run.digest,
         "policy_version": version,
-        "kind": CheckpointKind.ANCHOR,
-        "base": None,
         "previous": None if after is None else after.digest,
         "model_config_digest": digest_of(CONFIG_JSON),
-        "state_root": encoded.state_root,
-        "tensors": encoded.tensors,
-        "parts": encoded.part_entries,
-        "chunks": encoded.chunks,
+        "state_root": root_of_table(tensors),
+        "tensors": tensors,
+        "encodings": (encoded.encoding,),
         "produced_by": Provenance(step=version - 1, optimizer_steps=version, batch=batch, software="test"),
         "created_at_ms": 0,
     }
-    return sign_manifest(Manifest.model_validate(fields | changes), TRAINER), encoded.parts
+    return sign_manifest(Manifest.model_validate(fields | changes), TRAINER), encoded.blobs
 
 
 def memory_parts(run: PinnedRun, **settings: object) -> Parts:

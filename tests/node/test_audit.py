@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MODEL_FILES, ROOT, STRANGER, MemorySource, make_run
 
 from prime_node.adapters.folder_source import FolderSource
 from prime_node.broadcast.audit import AuditReport, Check, audit
-from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.checkpoint import encode_checkpoint, tensor_table
+from prime_protocol.chunk_index import HEAD_BYTES, ROW, pack_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import PartEntry
+from prime_protocol.weights import root_of
 
 RUN = make_run()
 
@@ -74,7 +78,7 @@ async def test_a_copy_on_a_disk_is_verified_offline(tmp_path: Path) -> None:
 async def test_one_flipped_bit_in_a_file_is_caught(tmp_path: Path) -> None:
     source = published()
     source.save(tmp_path)
-    digest = source.signed(2).manifest.parts[0].digest
+    digest = source.signed(2).manifest.encodings[0].parts[0].digest
     path = tmp_path / "blobs" / digest[:2] / digest
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
@@ -131,7 +135,7 @@ CONTENT_FAULTS: dict[str, dict[str, object]] = {
     "another architecture": {"model_config_digest": digest_of(b"other")},
     "a root that is not the table's": {"state_root": digest_of(b"other")},
     "a version beyond the run": {"policy_version": 5_000},
-    "a missing chunk": {"chunks": ()},
+    "two encodings with one base": {"encodings": 2 * (encode_checkpoint(table_weights(9)).encoding,)},
 }
 
 
@@ -204,7 +208,7 @@ TAMPERINGS: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("policy_version", [0, 2, 3])
 async def test_5_a_tampered_part_is_caught(tamper: Callable[[bytes], bytes], policy_version: int) -> None:
     source = published()
-    digest = source.signed(policy_version).manifest.parts[0].digest
+    digest = source.signed(policy_version).manifest.encodings[0].parts[0].digest
     source.blobs[digest] = tamper(source.blobs[digest])
     found = await failure(source)
     assert found.number == 5
@@ -213,13 +217,13 @@ async def test_5_a_tampered_part_is_caught(tamper: Callable[[bytes], bytes], pol
 
 async def test_5_a_part_of_the_head_that_is_not_there_is_caught() -> None:
     source = published()
-    del source.blobs[source.signed(3).manifest.parts[0].digest]
+    del source.blobs[source.signed(3).manifest.encodings[0].parts[0].digest]
     assert (await failure(source)).number == 5
 
 
 async def test_5_older_policies_that_are_no_longer_kept_are_counted() -> None:
     source = published()
-    del source.blobs[source.signed(1).manifest.parts[0].digest]
+    del source.blobs[source.signed(1).manifest.encodings[0].parts[0].digest]
     report = await audit(source, RUN.digest, chain=True)
     assert report.passed
     assert report.num_policies == 3
@@ -228,35 +232,54 @@ async def test_5_older_policies_that_are_no_longer_kept_are_counted() -> None:
 
 async def test_5_what_the_head_is_built_on_must_be_kept() -> None:
     source = published(deltas=True)
-    del source.blobs[source.signed(1).manifest.parts[0].digest]
+    del source.blobs[source.signed(1).manifest.encodings[0].parts[0].digest]
+    assert (await failure(source)).number == 5
+
+
+def with_index(source: MemorySource, index: bytes, *, parts: bytes | None = None) -> None:
+    """Publish policy 0 with an index, and perhaps a part, of the trainer's own making."""
+    honest = encode_checkpoint(table_weights(0))
+    data = honest.parts[0] if parts is None else parts
+    blobs = {digest_of(blob): blob for blob in (index, data)}
+    entries = [PartEntry(digest=digest, size=len(blob)) for digest, blob in blobs.items()]
+    lied = honest.encoding.model_copy(update={"index": entries[0], "parts": (entries[1],)})
+    source.publish(table_weights(0), encodings=(lied,))
+    source.blobs |= blobs
+
+
+async def test_5_an_index_that_leaves_out_an_element_is_caught() -> None:
+    honest = encode_checkpoint(table_weights(0))
+    [row] = read_rows(honest.index)
+    source = MemorySource(RUN)
+    with_index(source, pack_index([(row[0], row[1] - 1, row[2])]))
     assert (await failure(source)).number == 5
 
 
 async def test_6_chunks_with_other_digests_than_signed_are_caught() -> None:
     honest = encode_checkpoint(table_weights(0))
-    chunks = tuple(chunk.model_copy(update={"digest": digest_of(b"other")}) for chunk in honest.chunks)
     source = MemorySource(RUN)
-    source.publish(table_weights(0), chunks=chunks)
+    with_index(source, pack_index([(size, count, digest_of(b"other")) for size, count, _ in read_rows(honest.index)]))
     assert (await failure(source)).number == 6
 
 
 async def test_7_bytes_that_decode_to_other_weights_are_caught() -> None:
     source = MemorySource(RUN)
-    other = encode_checkpoint(table_weights(5))
-    source.publish(table_weights(0), tensors=other.tensors, state_root=other.state_root)
+    other = table_weights(5)
+    source.publish(table_weights(0), tensors=tensor_table(other), state_root=root_of(other))
     assert (await failure(source)).number == 7
 
 
-async def test_7_a_delta_signed_over_nonsense_is_caught() -> None:
+async def test_7_a_chunk_signed_over_nonsense_is_caught() -> None:
     source = MemorySource(RUN)
     junk = b"\xff" * 100
-    honest = encode_checkpoint(table_weights(0))
-    chunk = honest.chunks[0].model_copy(update={"size": len(junk), "digest": digest_of(junk)})
-    part = honest.part_entries[0].model_copy(update={"size": len(junk), "digest": digest_of(junk)})
-    assert len(honest.chunks) == 1
-    source.publish(table_weights(0), chunks=(chunk,), parts=(part,))
-    source.blobs[digest_of(junk)] = junk
+    [(_, count, _)] = read_rows(encode_checkpoint(table_weights(0)).index)
+    with_index(source, pack_index([(len(junk), count, digest_of(junk))]), parts=junk)
     assert (await failure(source)).number == 7
+
+
+def read_rows(index: bytes) -> list[tuple[int, int, str]]:
+    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
+    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
@@ -304,7 +327,7 @@ async def test_a_folder_is_never_left(tmp_path: Path, digest: str) -> None:
 async def test_a_range_beyond_the_end_is_refused(tmp_path: Path) -> None:
     source = published(policies=1)
     source.save(tmp_path)
-    part = source.signed(0).manifest.parts[0]
+    part = source.signed(0).manifest.encodings[0].parts[0]
     folder = FolderSource(tmp_path)
     assert await folder.blob(part.digest, start=2, end=5) == source.blobs[part.digest][2:5]
     with pytest.raises(PeerError) as caught:

@@ -260,7 +260,7 @@ async def test_everything_published_can_be_read_by_anyone(world: World) -> None:
     manifest = await reader.manifest(0)
     assert world.head is not None
     assert manifest.digest == world.head.digest
-    part = world.head.manifest.parts[0]
+    part = world.head.manifest.encodings[0].parts[0]
     data = await reader.blob(part.digest)
     assert digest_of(data) == part.digest
     assert await reader.blob(part.digest, start=3, end=9) == data[3:9]
@@ -270,7 +270,7 @@ async def test_everything_published_can_be_read_by_anyone(world: World) -> None:
 @pytest.mark.parametrize("wanted", ["bytes=99999999-", "bytes=5-3", "bytes=a-b", "bytes=0-1,4-5", "lines=1-2"])
 async def test_a_range_that_does_not_exist_is_refused(world: World, wanted: str) -> None:
     assert world.head is not None
-    status, body, _ = await world.get(f"/v1/blobs/{world.head.manifest.parts[0].digest}", Range=wanted)
+    status, body, _ = await world.get(f"/v1/blobs/{world.head.manifest.encodings[0].parts[0].digest}", Range=wanted)
     assert (status, json.loads(body)["code"]) == (416, "bad_range")
 
 

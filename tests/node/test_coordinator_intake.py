@@ -25,13 +25,14 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.memory_blobs import MemoryBlobs
 from prime_node.adapters.memory_store import MemoryStore
+from prime_node.broadcast.paths import Route
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.limiter import Buckets
 from prime_node.coordinator.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.records import Publication, State, rules_of
-from prime_node.coordinator.retention import kept_versions
+from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.routes import parse_range
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
@@ -152,18 +153,20 @@ async def test_old_checkpoints_are_deleted_as_set(tmp_path: Path) -> None:
         await world.until_status("policies_kept", 3)
 
         async def is_deleted() -> bool:
-            return not await parts.public.has(manifests[2].manifest.parts[0].digest)
+            return not await parts.public.has(manifests[2].manifest.encodings[0].parts[0].digest)
 
         await world.until(is_deleted)
-        kept = [await parts.public.has(manifest.manifest.parts[0].digest) for manifest in manifests]
+        kept = [await parts.public.has(manifest.manifest.encodings[0].parts[0].digest) for manifest in manifests]
         assert kept == [True, False, False, True, True]
         assert (await world.client(TRAINER).manifest(1)).digest == manifests[1].digest, "manifests stay"
 
 
 def test_what_a_delta_needs_is_kept() -> None:
     state = State(rules_of(make_run(async_level=0)), head=9)
-    state.published = {version: Publication("", None if version in (0, 5) else version - 1, 1) for version in range(10)}
-    assert kept_versions(state, 2) == {0, 5, 6, 7, 8, 9}
+    state.published = {
+        version: Publication("", (Route(None if version in (0, 5) else version - 1, 1),)) for version in range(10)
+    }
+    assert kept_encodings(state, 2) == {(0, None), (5, None), (6, 5), (7, 6), (8, 7), (9, 8)}
 
 
 async def test_the_store_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from prime_node.broadcast.paths import Route
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import invariants, records, scheduler
 from prime_node.coordinator.records import Banned, BundleForgotten, Effect, Rules, Settled, State, Topic, Woken
@@ -53,7 +54,7 @@ class Run:
 
     def publish(self) -> None:
         version = self.state.head + 1
-        self.do(ev.ManifestPublished(version, f"{version:064d}", None, 100))
+        self.do(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 100),)))
 
     def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | Refusal:
         found = choose_slots(

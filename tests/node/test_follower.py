@@ -15,7 +15,7 @@ from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 from prime_node.broadcast.follower import Follower, Progress
 from prime_node.broadcast.part_store import PartStore
 from prime_node.ports.transport import Unreachable
-from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.checkpoint import tensor_table
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import PartEntry
@@ -54,7 +54,7 @@ async def test_the_newest_policy_is_staged_and_intermediate_ones_are_not_downloa
         policy = await follower.wait_newer(-1)
     assert policy.version == 4
     assert root_of(policy.weights) == root_of(table_weights(4))
-    assert set(source.blobs_asked) == {part.digest for part in source.signed(4).manifest.parts}
+    assert set(source.blobs_asked) == {blob.digest for blob in source.signed(4).manifest.blobs}
 
 
 async def test_later_policies_are_followed_as_they_come(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_a_delta_is_applied_to_the_base_that_is_held(tmp_path: Path) -> No
         source.publish(table_weights(1), base=(anchor, table_weights(0)))
         policy = await follower.wait_newer(0)
     assert root_of(policy.weights) == root_of(table_weights(1))
-    assert set(source.blobs_asked) == {p.digest for v in (0, 1) for p in source.signed(v).manifest.parts}
+    assert set(source.blobs_asked) == {b.digest for v in (0, 1) for b in source.signed(v).manifest.blobs}
 
 
 async def test_a_newcomer_builds_a_delta_from_its_anchor(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
     source = MemorySource(RUN)
     weights = {f"layer{number}": table_weights(number)["table"] for number in range(6)}
     signed = source.publish(weights, part_bytes=1)
-    assert len(signed.manifest.parts) == 6
+    [encoding] = signed.manifest.encodings
+    assert len(encoding.parts) == 6
 
     def cut_after_three(_: str) -> None:
         if len(source.blobs_asked) >= 3:
@@ -131,9 +132,9 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
     seen: list[Progress] = []
     async with following(make_follower(tmp_path, source, on_progress=seen.append)) as follower:
         await follower.wait_newer(-1)
-    assert sorted(source.blobs_asked) == sorted(part.digest for part in signed.manifest.parts)
-    assert seen[0] == Progress(0, 0, signed.manifest.sent_bytes)
-    assert seen[-1].bytes_done == signed.manifest.sent_bytes
+    assert sorted(source.blobs_asked) == sorted(blob.digest for blob in encoding.blobs)
+    assert seen[0] == Progress(0, 0, encoding.sent_bytes)
+    assert seen[-1].bytes_done == encoding.sent_bytes
 
 
 async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
@@ -141,7 +142,7 @@ async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
 ) -> None:
     monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
     source = MemorySource(RUN)
-    size = source.publish(table_weights(0)).manifest.parts[0].size
+    size = source.publish(table_weights(0)).manifest.encodings[0].parts[0].size
     cuts = iter([False, True, False, True] + [False] * 100)
 
     def cut(_: str) -> None:
@@ -151,7 +152,7 @@ async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
     source.before_blob = cut
     async with following(make_follower(tmp_path, source)) as follower:
         await follower.wait_newer(-1)
-    assert len(source.blobs_asked) == -(-size // 100)
+    assert len(source.blobs_asked) == 1 + -(-size // 100)  # the index is one more
 
 
 async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
@@ -160,7 +161,7 @@ async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
     monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
     first, empty, second = MemorySource(RUN), MemorySource(RUN), MemorySource(RUN)
     published = [source.publish(table_weights(0)) for source in (first, empty, second)]
-    size = published[0].manifest.parts[0].size
+    size = published[0].manifest.encodings[0].parts[0].size
     empty.blobs.clear()
 
     def cut_after_two(_: str) -> None:
@@ -170,7 +171,7 @@ async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
     first.before_blob = cut_after_two
     async with following(make_follower(tmp_path, first, empty, second)) as follower:
         assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
-    assert len(first.blobs_asked) + len(second.blobs_asked) == -(-size // 100)
+    assert len(first.blobs_asked) + len(second.blobs_asked) == 1 + -(-size // 100)
 
 
 async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> None:
@@ -178,13 +179,13 @@ async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> No
     source.publish(table_weights(0))
     async with following(make_follower(tmp_path, source)) as follower:
         await follower.wait_newer(-1)
-    [path] = (tmp_path / "parts").iterdir()
+    path = tmp_path / "parts" / source.signed(0).manifest.encodings[0].parts[0].digest
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     async with following(make_follower(tmp_path, source)) as follower:
         assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
-    assert len(source.blobs_asked) == 2
+    assert len(source.blobs_asked) == 3
 
 
 async def test_parts_of_policies_that_are_gone_are_removed_from_the_disk(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ async def test_parts_of_policies_that_are_gone_are_removed_from_the_disk(tmp_pat
             await follower.wait_newer(version - 1)
         await settle()
         kept = {path.name for path in (tmp_path / "parts").iterdir()}
-    assert kept == {part.digest for version in (4, 5) for part in source.signed(version).manifest.parts}
+    assert kept == {blob.digest for version in (4, 5) for blob in source.signed(version).manifest.blobs}
 
 
 def test_the_part_store_is_bounded(tmp_path: Path) -> None:
@@ -323,12 +324,12 @@ async def test_a_gap_in_the_chain_is_not_jumped(tmp_path: Path) -> None:
 
 async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp_path: Path) -> None:
     source = MemorySource(RUN)
-    wrong = encode_checkpoint(table_weights(5))
-    source.publish(table_weights(0), tensors=wrong.tensors, state_root=wrong.state_root)
+    other = table_weights(5)
+    source.publish(table_weights(0), tensors=tensor_table(other), state_root=root_of(other))
     async with following(make_follower(tmp_path, source)) as follower:
         await settle()
         assert follower.latest() is None
-        assert len(source.blobs_asked) == 1
+        assert len(source.blobs_asked) == 2
         with pytest.raises(PeerError, match="published broken") as caught:
             await follower.weights(0)
         assert caught.value.code is ErrorCode.CHAIN_BROKEN
@@ -339,7 +340,7 @@ async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp
 async def test_a_policy_whose_bytes_are_gone_is_skipped_for_the_next_one(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     source.publish(table_weights(0))
-    del source.blobs[source.signed(0).manifest.parts[0].digest]
+    del source.blobs[source.signed(0).manifest.encodings[0].parts[0].digest]
     async with following(make_follower(tmp_path, source)) as follower:
         await settle()
         source.publish(table_weights(1))

@@ -18,8 +18,12 @@ from tests.node.trainer_world import (
     provenance,
 )
 
+from prime_node.broadcast.encoder import SpanEncoder
 from prime_node.broadcast.publisher import Published, Publisher
+from prime_node.broadcast.spans import SpanRules
+from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.manifest import Manifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
 
 Told = list[Published]
@@ -62,7 +66,7 @@ async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCo
     assert coordinator.roots == [root_of(weights(version)) for version in range(5)]
     for version, signed in enumerate(coordinator.manifests):
         assert root_of(coordinator.decode(signed)) == root_of(weights(version))
-        assert told[version].sent_bytes == signed.manifest.sent_bytes
+        assert sorted(told[version].encodings.values()) == sorted(e.sent_bytes for e in signed.manifest.encodings)
     await publisher.close()
 
 
@@ -185,3 +189,115 @@ async def test_closing_drops_what_is_pending(coordinator: BatchCoordinator, publ
     await publisher.close()
     await publisher.close()
     assert coordinator.manifests == []
+
+
+# Encodings
+
+
+def sparse(version: int) -> Weights:
+    """Each policy changes three elements of the one before."""
+    numbers = np.random.default_rng(0).integers(0x3C00, 0x3D00, 600, dtype=np.uint16)
+    for step in range(version):
+        numbers[(7 * step + np.array([0, 200, 400])) % 600] += 1
+    return {"layer": WeightTensor("bf16", (20, 30), numbers)}
+
+
+def bases_of(coordinator: BatchCoordinator, version: int) -> set[int | None]:
+    return {encoding.base_version for encoding in coordinator.manifests[version].manifest.encodings}
+
+
+async def publish(coordinator: BatchCoordinator, versions: range, *, told: Told | None = None) -> None:
+    publisher = make(coordinator, told=told)
+    await publisher.start()
+    for version in versions:
+        await publisher.submit(version, sparse(version), provenance(version))
+    await publisher.flush()
+    await publisher.close()
+
+
+async def test_policies_are_sent_as_deltas_over_one_four_and_sixteen_steps(coordinator: BatchCoordinator) -> None:
+    told: Told = []
+    await publish(coordinator, range(18), told=told)
+    assert [bases_of(coordinator, version) for version in (0, 1, 4, 5, 16)] == [{None}, {0}, {3, 0}, {4}, {15, 12, 0}]
+    assert set(told[16].encodings) == {"delta_1", "delta_4", "delta_16"}
+    assert told[16].sent_bytes == told[16].encodings["delta_1"]
+    assert told[16].raw_bytes == 1_200
+    assert told[16].ratio > 5
+    for version in range(18):
+        assert root_of(coordinator.decode(coordinator.manifests[version])) == root_of(sparse(version))
+
+
+async def test_what_changes_everything_is_sent_as_anchors(coordinator: BatchCoordinator) -> None:
+    publisher = make(coordinator)
+    await publisher.start()
+    for version in range(6):
+        await publisher.submit(version, weights(version), provenance(version))
+    await publisher.flush()
+    await publisher.close()
+    assert all(bases_of(coordinator, version) == {None} for version in range(6))
+
+
+async def test_after_a_restart_policy_0_is_taken_up_and_other_lost_bases_are_left_out(
+    coordinator: BatchCoordinator,
+) -> None:
+    await publish(coordinator, range(15))
+    await publish(coordinator, range(14, 18))
+    assert bases_of(coordinator, 15) - {None} == {14}
+    assert bases_of(coordinator, 16) - {None} == {15, 0}
+    assert root_of(coordinator.decode(coordinator.manifests[17])) == root_of(sparse(17))
+
+
+async def test_without_policy_0_there_are_no_root_deltas(coordinator: BatchCoordinator) -> None:
+    await publish(coordinator, range(15))
+    anchor = coordinator.manifests[0].manifest.encodings[0]
+    kept = coordinator.blobs.pop(anchor.parts[0].digest)
+    publisher = make(coordinator)
+    await publisher.start()
+    coordinator.blobs[anchor.parts[0].digest] = kept
+    for version in range(14, 17):
+        await publisher.submit(version, sparse(version), provenance(version))
+    await publisher.flush()
+    await publisher.close()
+    assert 0 not in bases_of(coordinator, 16)
+
+
+async def test_blobs_that_the_coordinator_lost_meanwhile_are_uploaded_again(coordinator: BatchCoordinator) -> None:
+    await publish(coordinator, range(2))
+    publisher = make(coordinator)
+    await publisher.start()
+    coordinator.forgets = 1
+    for version in (1, 2):
+        await publisher.submit(version, sparse(version), provenance(version))
+    await publisher.flush()
+    await publisher.close()
+    assert coordinator.roots[2] == root_of(sparse(2))
+
+
+async def test_a_coordinator_that_loses_every_blob_is_an_error(coordinator: BatchCoordinator) -> None:
+    publisher = make(coordinator)
+    await publisher.start()
+    coordinator.forgets = 99
+    await publisher.submit(0, sparse(0), provenance(0))
+    with pytest.raises(PeerError, match="not here"):
+        await publisher.flush()
+    await publisher.close()
+
+
+async def test_the_trainer_holds_one_policy_for_each_span_and_policy_0() -> None:
+    encoder = SpanEncoder(SpanRules())
+    coordinator = BatchCoordinator(make_run(max_steps=40))
+    for version in range(40):
+        encoder.encode(version, sparse(version))
+        manifest = Manifest(
+            run=coordinator.run.digest,
+            policy_version=version,
+            previous=None,
+            model_config_digest="0" * 64,
+            state_root=root_of(sparse(version)),
+            tensors=tensor_table(sparse(version)),
+            encodings=(encode_checkpoint(sparse(version)).encoding,),
+            produced_by=provenance(version),
+            created_at_ms=0,
+        )
+        encoder.published(manifest, sparse(version), head=version)
+        assert set(encoder.held) == {0, version, version - version % 4, version - version % 16}

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import COORDINATOR, MODEL_FILES, ROOT, STRANGER, TRAINER, MemorySource, make_run
+from tests.node.worker_world import COORDINATOR, MODEL_FILES, ROOT, STRANGER, TRAINER, MemorySource, make_run, rows_of
 
 from prime_node.adapters.folder_source import FolderSource
 from prime_node.broadcast.audit import Check, audit
-from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.chunk_index import pack_index
 from prime_protocol.codec import encode_tensor
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.manifest import ChunkEntry, PartEntry
 from prime_protocol.run_spec import PinnedRun, RoleKeys
-from prime_protocol.weights import Weights
+from prime_protocol.weights import Weights, WeightTensor
 
 RUN = make_run()
 
@@ -54,7 +54,7 @@ async def test_arbitrary_weights_by_a_stranger(tmp_path: Path) -> None:
 
 async def test_arbitrary_weights_under_the_honest_manifest(tmp_path: Path) -> None:
     source, other = published(), encode_checkpoint(table_weights(9))
-    source.blobs[source.signed(0).manifest.parts[0].digest] = other.parts[0]
+    source.blobs[source.signed(0).manifest.encodings[0].parts[0].digest] = other.parts[0]
     assert (await found(source, tmp_path)).number == 5
 
 
@@ -83,7 +83,7 @@ async def test_equivocation(tmp_path: Path) -> None:
 
 async def test_mix_and_match_of_parts(tmp_path: Path) -> None:
     source = published()
-    first, second = (source.signed(version).manifest.parts[0].digest for version in (1, 2))
+    first, second = (source.signed(version).manifest.encodings[0].parts[0].digest for version in (1, 2))
     source.blobs[first] = source.blobs[second]
     assert (await found(source, tmp_path)).number == 5
 
@@ -101,65 +101,62 @@ async def test_wrong_base(tmp_path: Path) -> None:
     source = published()
     elsewhere = MemorySource(RUN).publish(table_weights(50))
     source.publish(table_weights(3), base=(elsewhere, table_weights(50)))
-    assert (await found(source, tmp_path)).number == 7
+    assert (await found(source, tmp_path)).number == 4
 
 
 async def test_endless_data(tmp_path: Path) -> None:
     """A blob that goes on after its signed size is read no further than that, and its size is then the right one."""
     source = published()
-    digest = source.signed(2).manifest.parts[0].digest
+    digest = source.signed(2).manifest.encodings[0].parts[0].digest
     source.blobs[digest] += b"\0" * 2**20
     source.save(tmp_path / "public")
     report = await audit(FolderSource(tmp_path / "public"), RUN.digest, chain=True)
     assert report.passed
-    assert report.num_bytes == sum(source.signed(version).manifest.sent_bytes for version in range(3))
+    assert report.num_bytes == sum(source.signed(version).manifest.encodings[0].sent_bytes for version in range(3))
 
 
 async def test_truncated_part(tmp_path: Path) -> None:
     source = published()
-    digest = source.signed(2).manifest.parts[0].digest
+    digest = source.signed(2).manifest.encodings[0].parts[0].digest
     source.blobs[digest] = source.blobs[digest][:-1]
     assert (await found(source, tmp_path)).number == 5
 
 
-def two_chunks() -> EncodedCheckpoint:
-    weights = {name: table_weights(seed)["table"] for seed, name in enumerate(("a", "b"))}
-    encoded = encode_checkpoint(weights)
-    assert len(encoded.chunks) == 2
-    return encoded
+Rows = list[tuple[int, int, str]]
 
-
-CHUNK_TABLES: dict[str, Callable[[tuple[ChunkEntry, ...]], tuple[ChunkEntry, ...]]] = {
-    "truncated": lambda chunks: chunks[:1],
-    "extra": lambda chunks: (*chunks, chunks[1]),
-    "reordered": lambda chunks: chunks[::-1],
-    "overlapping": lambda chunks: (chunks[0], chunks[1].model_copy(update={"offset": 0})),
-    "beyond the tensor": lambda chunks: (chunks[0], chunks[1].model_copy(update={"start": 1})),
-    "of another tensor": lambda chunks: (chunks[0], chunks[1].model_copy(update={"tensor": 0})),
+CHUNK_TABLES: dict[str, Callable[[Rows], Rows]] = {
+    "truncated": lambda rows: rows[:1],
+    "extra": lambda rows: [*rows, rows[1]],
+    "reordered": lambda rows: rows[::-1],
+    "shorter than the part": lambda rows: [(rows[0][0] - 1, *rows[0][1:]), rows[1]],
+    "beyond the tensor": lambda rows: [rows[0], (rows[1][0], rows[1][1] + 1, rows[1][2])],
+    "of the next tensor": lambda rows: [
+        (rows[0][0], rows[0][1] + 1, rows[0][2]),
+        (rows[1][0], rows[1][1] - 1, rows[1][2]),
+    ],
 }
 
 
 @pytest.mark.parametrize("change", CHUNK_TABLES.values(), ids=CHUNK_TABLES)
-async def test_truncated_extra_and_reordered_chunks(
-    tmp_path: Path, change: Callable[[tuple[ChunkEntry, ...]], tuple[ChunkEntry, ...]]
-) -> None:
-    source, encoded = MemorySource(RUN), two_chunks()
-    weights: Weights = {name: table_weights(seed)["table"] for seed, name in enumerate(("a", "b"))}
-    source.publish(weights, chunks=change(encoded.chunks))
-    assert (await found(source, tmp_path)).number == 3
+async def test_truncated_extra_and_reordered_chunks(tmp_path: Path, change: Callable[[Rows], Rows]) -> None:
+    weights: Weights = {
+        "a": table_weights(0)["table"],
+        "b": WeightTensor("bf16", (7,), table_weights(1)["table"].data[:7].copy()),
+    }
+    source = MemorySource(RUN)
+    rows = rows_of(encode_checkpoint(weights).index)
+    assert len(rows) == 2
+    source.publish_spoilt(weights, pack_index(change(rows)))
+    assert (await found(source, tmp_path)).number == 5
 
 
 async def test_decompression_bomb(tmp_path: Path) -> None:
     """A signed chunk whose zstd frame declares a tebibyte: the decoder knows what may come out, and asks for no more."""
     source, weights = MemorySource(RUN), table_weights(0)
-    honest = encode_checkpoint(weights)
     (chunk,) = encode_tensor(weights["table"].data, None, dtype="bf16")
     bomb = chunk.data[: HEAD_BYTES + 1] + b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little")
     bomb += chunk.data[len(bomb) :]
-    entry = honest.chunks[0].model_copy(update={"size": len(bomb), "digest": digest_of(bomb)})
-    part = PartEntry(digest=digest_of(bomb), size=len(bomb))
-    source.publish(weights, chunks=(entry,), parts=(part,))
-    source.blobs[part.digest] = bomb
+    source.publish_spoilt(weights, pack_index([(len(bomb), chunk.count, digest_of(bomb))]), bomb)
     assert (await found(source, tmp_path)).number == 7
 
 

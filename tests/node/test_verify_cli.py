@@ -20,6 +20,8 @@ from tests.node.worker_world import TRAINER, MemorySource, make_run
 from prime_node.broadcast.safetensors_file import read_weights, write_safetensors
 from prime_node.cli import main
 from prime_node.keyfile import create_key
+from prime_protocol.checkpoint import tensor_table
+from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
@@ -88,7 +90,7 @@ def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -
         "policy_version": 3,
         "manifest": signed.digest,
         "state_root": signed.manifest.state_root,
-        "kind": "anchor",
+        "encodings": ["anchor"],
         "step": 2,
         "created_at_ms": 0,
         "signers": [TRAINER.key_id],
@@ -136,7 +138,7 @@ def test_a_policy_that_the_head_does_not_descend_from_is_caught(world: World, tm
 
 
 def test_a_policy_whose_bytes_are_not_kept_does_not_hold_even_with_the_chain(world: World) -> None:
-    digest = world.source.signed(1).manifest.parts[0].digest
+    digest = world.source.signed(1).manifest.encodings[0].parts[0].digest
     (world.folder / "blobs" / digest[:2] / digest).unlink()
     world.verify("--chain")
     world.verify("--chain", "--policy", "1", code=1)
@@ -180,13 +182,17 @@ def test_one_tensor_is_proven_with_no_more_than_its_own_bytes(world: World, poli
     assert tensor["manifest"] == world.source.signed(policy).digest
     assert [check["number"] for check in said["checks"]] == [1, 2, 3, 4, 6, 7]
     path = [world.source.signed(version).manifest for version in (range(policy % 3 + 1) if policy < 3 else [3])]
-    own = sum(chunk.size for manifest in path for chunk in manifest.chunks if chunk.tensor == tensor["index"])
-    assert tensor["num_bytes"] == own < sum(manifest.sent_bytes for manifest in path)
+    ways = [(manifest, manifest.encodings[0]) for manifest in path]
+    tables = [open_index(world.source.blobs[way.index.digest], way, manifest.tensors) for manifest, way in ways]
+    chunks = [table[number] for table in tables for number in range(len(table))]
+    own = sum(chunk.size for chunk in chunks if chunk.tensor == tensor["index"])
+    indices = sum(way.index.size for _, way in ways)
+    assert tensor["num_bytes"] == own + indices < sum(way.sent_bytes for _, way in ways)
     assert tensor["num_policies"] == len(path)
 
 
 def test_a_tensor_is_proven_although_another_ones_bytes_are_spoilt(world: World) -> None:
-    part = world.source.signed(3).manifest.parts[0]
+    part = world.source.signed(3).manifest.encodings[0].parts[0]
     world.flip(part.digest, at=100)
     world.verify(code=1)
     assert "verified: table" in world.verify("--tensor", "table")
@@ -197,10 +203,8 @@ def test_a_tensor_is_proven_although_another_ones_bytes_are_spoilt(world: World)
 
 
 def test_a_tensor_that_decodes_to_another_one_is_caught(tmp_path: Path) -> None:
-    from prime_protocol.checkpoint import encode_checkpoint
-
-    source, other = MemorySource(RUN), encode_checkpoint(weights_of(5))
-    source.publish(weights_of(0), tensors=other.tensors, state_root=other.state_root)
+    source, other = MemorySource(RUN), weights_of(5)
+    source.publish(weights_of(0), tensors=tensor_table(other), state_root=root_of(other))
     source.save(tmp_path / "public")
     said = World(tmp_path / "public", source).verify_json("--tensor", "table", code=1)
     assert said["checks"][-1]["number"] == 7
@@ -227,7 +231,7 @@ def test_an_export_is_signed_with_a_key_file(world: World, tmp_path: Path) -> No
 
 
 def test_nothing_is_exported_from_a_publication_that_does_not_hold(world: World, tmp_path: Path) -> None:
-    world.flip(world.source.signed(3).manifest.parts[0].digest, at=100)
+    world.flip(world.source.signed(3).manifest.encodings[0].parts[0].digest, at=100)
     said = world.verify_json("--export", tmp_path / "out", code=1)
     assert said["checks"][-1]["number"] == 5
     assert said["policy"] is None

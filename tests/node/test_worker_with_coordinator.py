@@ -66,8 +66,8 @@ async def publish(world: World, source: MemorySource, version: int, batch: str |
     trainer = world.client(TRAINER)
     provenance = {"step": version - 1, "optimizer_steps": version, "batch": batch, "software": "test"}
     signed = source.publish(table_weights(version), produced_by=provenance)
-    for part in signed.manifest.parts:
-        await trainer.put_blob(source.blobs[part.digest])
+    for blob in signed.manifest.blobs:
+        await trainer.put_blob(source.blobs[blob.digest])
     await trainer.publish(signed.envelope)
 
 

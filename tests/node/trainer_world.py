@@ -32,6 +32,7 @@ from prime_node.trainer.trainer import Trainer, record_published
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -133,6 +134,9 @@ class BatchCoordinator:
         """So many requests get no answer."""
         self.refused = 0
         """So many have got none."""
+        self.forgets = 0
+        """So many publications are told that a blob is not there."""
+        self._decoded: dict[str, Weights] = {}
         self.gate = asyncio.Event()
         """Publications wait for it."""
         self.gate.set()
@@ -162,6 +166,8 @@ class BatchCoordinator:
         return self.manifests[policy_version].envelope
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        if digest not in self.blobs:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest}")
         return self.blobs[digest][start:end]
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
@@ -197,6 +203,9 @@ class BatchCoordinator:
             await asyncio.Event().wait()
         self.fuse.passes("before publish")
         signed = open_manifest(manifest, self.run)
+        if self.forgets:
+            self.forgets -= 1
+            raise PeerError(ErrorCode.NOT_FOUND, "a blob is not here; upload it first")
         if signed.digest not in {known.digest for known in self.manifests}:
             check_manifest(signed.manifest, self.run)
             check_link(signed.manifest, self.manifests[-1] if self.manifests else None)
@@ -206,11 +215,18 @@ class BatchCoordinator:
         self.fuse.passes("after publish")
 
     def decode(self, signed: SignedManifest) -> Weights:
-        """The weights behind a manifest, every byte checked."""
-        decoder = CheckpointDecoder(signed.manifest)
-        for index, part in enumerate(signed.manifest.parts):
-            decoder.feed_part(index, self.blobs[part.digest])
-        return decoder.finish()
+        """The weights behind a manifest, every byte of every encoding checked, once."""
+        if signed.digest in self._decoded:
+            return self._decoded[signed.digest]
+        manifest = signed.manifest
+        for encoding in manifest.encodings:
+            base = None if encoding.base is None else self.decode(self.manifests[encoding.base.policy_version])
+            index = open_index(self.blobs[encoding.index.digest], encoding, manifest.tensors)
+            decoder = CheckpointDecoder(manifest, encoding, index, base)
+            for number, part in enumerate(encoding.parts):
+                decoder.feed_part(number, self.blobs[part.digest])
+            self._decoded[signed.digest] = decoder.finish()
+        return self._decoded[signed.digest]
 
     @property
     def roots(self) -> list[str]:

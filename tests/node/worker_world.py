@@ -7,22 +7,24 @@ or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has passed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.chunk_index import HEAD_BYTES, ROW
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import (
     BasePolicy,
-    CheckpointKind,
     Manifest,
+    PartEntry,
     Provenance,
     SignedManifest,
     sign_manifest,
@@ -109,6 +111,17 @@ def make_run(**changes: object) -> PinnedRun:
     return open_run_spec(envelope, pinned=envelope.digest)
 
 
+def policy_of(signed: SignedManifest) -> BasePolicy:
+    """How a delta names its base."""
+    return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
+
+
+def rows_of(index: bytes) -> list[tuple[int, int, str]]:
+    """(size, count, digest) of every chunk of an index."""
+    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
+    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
+
+
 class MemorySource:
     """Implements ports.transport.CheckpointSource, and publishes. Its public attributes may be spoilt by a test."""
 
@@ -126,29 +139,29 @@ class MemorySource:
         weights: Weights,
         *,
         base: tuple[SignedManifest, Weights] | None = None,
+        bases: Sequence[tuple[SignedManifest, Weights] | None] = (),
         previous: SignedManifest | None = None,
         key: SigningKey = TRAINER,
         part_bytes: int = 2**24,
         **changes: object,
     ) -> SignedManifest:
-        """The next policy, after `previous` or after what is published; an anchor unless `base` is given."""
+        """The next policy, after `previous` or after what is published; an anchor unless `base` or `bases` are given."""
         if previous is None and self.manifests:
             previous = self.signed(max(self.manifests))
         version = 0 if previous is None else previous.manifest.policy_version + 1
-        encoded = encode_checkpoint(weights, None if base is None else base[1], part_bytes=part_bytes)
+        encoded = [
+            encode_checkpoint(weights, None if one is None else (policy_of(one[0]), one[1]), part_bytes=part_bytes)
+            for one in bases or [base]
+        ]
+        tensors = tensor_table(weights)
         fields: dict[str, object] = {
             "run": self.run.digest,
             "policy_version": version,
-            "kind": CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
-            "base": None
-            if base is None
-            else BasePolicy(policy_version=base[0].manifest.policy_version, state_root=base[0].manifest.state_root),
             "previous": None if previous is None else previous.digest,
             "model_config_digest": digest_of(MODEL_FILES["config.json"]),
-            "state_root": encoded.state_root,
-            "tensors": encoded.tensors,
-            "parts": encoded.part_entries,
-            "chunks": encoded.chunks,
+            "state_root": root_of_table(tensors),
+            "tensors": tensors,
+            "encodings": tuple(one.encoding for one in encoded),
             "produced_by": Provenance(
                 step=version - 1,
                 optimizer_steps=version,
@@ -158,8 +171,18 @@ class MemorySource:
             "created_at_ms": 0,
         }
         signed = sign_manifest(Manifest.model_validate(fields | changes), key)
-        self.blobs |= {digest_of(part): part for part in encoded.parts}
+        self.blobs |= {digest_of(blob): blob for one in encoded for blob in one.blobs}
         self.manifests[version] = self.shown_head = signed.envelope
+        return signed
+
+    def publish_spoilt(self, weights: Weights, index: bytes, *parts: bytes) -> SignedManifest:
+        """An anchor over an index, and perhaps parts, of the trainer's own making."""
+        honest = encode_checkpoint(weights)
+        blobs = (index, *(parts or honest.parts))
+        entries = tuple(PartEntry(digest=digest_of(blob), size=len(blob)) for blob in blobs)
+        lied = honest.encoding.model_copy(update={"index": entries[0], "parts": entries[1:]})
+        signed = self.publish(weights, encodings=(lied,))
+        self.blobs |= {digest_of(blob): blob for blob in blobs}
         return signed
 
     def signed(self, policy_version: int) -> SignedManifest:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint, tensor_table
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, WireModel, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import BasePolicy, CheckpointKind, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import (
     Completion,
@@ -27,7 +27,7 @@ from prime_protocol.rollout import (
     rollouts_for,
 )
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
-from prime_protocol.weights import Weights, WeightTensor
+from prime_protocol.weights import Weights, WeightTensor, root_of
 
 NOW_MS = 1_790_000_000_000
 CONFIG = b'{"model_type": "qwen3"}'
@@ -81,9 +81,13 @@ def sample() -> Sample:
     )
     run = _pin(spec, root)
     weights = _policies()
-    encoded = (encode_checkpoint(weights[0], part_bytes=64), encode_checkpoint(weights[1], weights[0], part_bytes=64))
-    first = sign_manifest(_manifest(run, encoded[0], previous=None), trainer)
-    second = sign_manifest(_manifest(run, encoded[1], previous=first), trainer)
+    base = BasePolicy(policy_version=0, state_root=root_of(weights[0]))
+    encoded = (
+        encode_checkpoint(weights[0], part_bytes=64),
+        encode_checkpoint(weights[1], (base, weights[0]), part_bytes=64),
+    )
+    first = sign_manifest(_manifest(run, weights[0], encoded[0], previous=None), trainer)
+    second = sign_manifest(_manifest(run, weights[1], encoded[1], previous=first), trainer)
     lease = Lease(
         run=run.digest,
         lease_id=digest_of(b"lease"),
@@ -179,19 +183,18 @@ def _policies() -> tuple[Weights, Weights]:
     )
 
 
-def _manifest(run: PinnedRun, encoded: EncodedCheckpoint, previous: SignedManifest | None) -> Manifest:
+def _manifest(
+    run: PinnedRun, weights: Weights, encoded: EncodedCheckpoint, previous: SignedManifest | None
+) -> Manifest:
     version = 0 if previous is None else previous.manifest.policy_version + 1
     return Manifest(
         run=run.digest,
         policy_version=version,
-        kind=CheckpointKind.ANCHOR if previous is None else CheckpointKind.DELTA,
-        base=None if previous is None else BasePolicy(policy_version=0, state_root=previous.manifest.state_root),
         previous=None if previous is None else previous.digest,
         model_config_digest=digest_of(CONFIG),
-        state_root=encoded.state_root,
-        tensors=encoded.tensors,
-        parts=encoded.part_entries,
-        chunks=encoded.chunks,
+        state_root=root_of(weights),
+        tensors=tensor_table(weights),
+        encodings=(encoded.encoding,),
         produced_by=Provenance(
             step=version - 1,
             optimizer_steps=version,

@@ -15,6 +15,7 @@ from prime_protocol import messages, verdict
 from prime_protocol.assignment import Lease
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import (
     Envelope,
@@ -127,9 +128,11 @@ def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
     manifest = open_manifest(opened, run).manifest
     check_manifest(manifest, run)
     below = next((below for path, below in CASES if path.parent == folder and below["name"] == case["base"]), None)
-    decoder = CheckpointDecoder(manifest, weights_of(below, folder)[1] if below else None)
-    for index, part in enumerate(case["parts"]):
-        decoder.feed_part(index, (folder / part).read_bytes())
+    encoding = manifest.encodings[case["encoding"]]
+    index = open_index((folder / case["index"]).read_bytes(), encoding, manifest.tensors)
+    decoder = CheckpointDecoder(manifest, encoding, index, weights_of(below, folder)[1] if below else None)
+    for number, part in enumerate(case["parts"]):
+        decoder.feed_part(number, (folder / part).read_bytes())
     return opened, decoder.finish()
 
 

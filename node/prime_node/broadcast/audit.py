@@ -2,12 +2,15 @@
 
     (1) the RunSpec has the pinned digest, and its root keys signed it
     (2) the trainer that the RunSpec names signed every manifest
-    (3) every manifest's content holds: schema, limits, tensor table, parts and chunks
+    (3) every manifest's content holds: schema, limits, tensor table, encodings
     (4) the manifests form one chain up to the head, and the source shows no second one
-    (5) every part has its digest
+    (5) every part and index has its digest, and each index fills its parts and covers its tensors
     (6) every chunk has its digest
     (7) every tensor decodes to its digest, and all of them to the state root
     (8) the model files are the ones that the RunSpec names
+
+A policy may have several encodings. Of one policy the cheapest way that is kept is taken; with `chain` all of every policy are
+decoded, and each must give the same tensors.
 
 The audit stops at the first thing that does not hold. Each check says what it established and nothing more.
 """
@@ -19,18 +22,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit_report import TITLES, AuditReport, Check
+from prime_node.broadcast.paths import Route, routes_of, search
 from prime_node.broadcast.verified_parts import CheckFailed, feed_parts
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import ChunkIndex, open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
+from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.weights import Weights
 
 __all__ = ["TITLES", "Audit", "AuditReport", "Check", "Verified", "audit"]
+
+
+MANIFESTS_MAX = 256
+"""Manifests read for the cheapest way, once some way is known."""
+
+Step = tuple[Manifest, Encoding]
+"""One hop of a way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +107,15 @@ class Audit:
     model_files: dict[str, bytes] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     """Of the manifests that were opened."""
-    bases: dict[int, int | None] = field(default_factory=dict)
-    """What each of them is a delta of."""
+    routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)
+    """Their encodings."""
+    roots: dict[int, str] = field(default_factory=dict)
+    base_roots: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By policy and base: the root that the policy's manifest says its base has."""
+    closed: set[tuple[int, int | None]] = field(default_factory=set)
+    """Encodings whose bytes are no longer kept."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each one's parts."""
+    """Bytes of each one's encodings."""
     num_parts: int = 0
     num_chunks: int = 0
     num_tensors: int = 0
@@ -111,13 +128,13 @@ class Audit:
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
         assert self.pinned is not None
         assert self.head is not None
-        self.on_total(sum(self.sizes.values() if chain else (manifest.sent_bytes for manifest in path)))
+        self.on_total(sum(self.sizes.values() if chain else (encoding.sent_bytes for _, encoding in path)))
         await (self._all_bytes(self.head) if chain else self._bytes_of(path))
         self._about_bytes()
         await self._model_files()
         self.established(8, f"{len(self.pinned.spec.model_files)} files have the digests of the RunSpec")
 
-    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Manifest]:
+    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Step]:
         """(1) to (4). Returns what the wanted policy is built on, itself last; nothing with `chain`, which takes all."""
         self.pinned = await self._run_spec(run)
         self.established(1, self._about_run(run))
@@ -128,6 +145,7 @@ class Audit:
         elif policy_version is not None:
             await self._walk_chain(self.wanted.manifest.policy_version, self.head)
         path = [] if chain else await self._path_to(self.wanted)
+        self._check_bases()
         await self._same_under_its_number(self.head)
         self._about_manifests(chain=chain, walked=policy_version is not None)
         return path
@@ -178,13 +196,17 @@ class Audit:
         return signed
 
     def _note(self, signed: SignedManifest) -> None:
-        version, base = signed.manifest.policy_version, signed.manifest.base
+        version = signed.manifest.policy_version
         if self.digests.get(version, signed.digest) != signed.digest:
             self.at = 4
             raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
         self.digests[version] = signed.digest
-        self.bases[version] = None if base is None else base.policy_version
-        self.sizes[version] = signed.manifest.sent_bytes
+        self.routes[version] = routes_of(signed.manifest)
+        self.roots[version] = signed.manifest.state_root
+        self.sizes[version] = sum(encoding.sent_bytes for encoding in signed.manifest.encodings)
+        for encoding in signed.manifest.encodings:
+            if encoding.base is not None:
+                self.base_roots[version, encoding.base.policy_version] = encoding.base.state_root
 
     async def _wanted(self, head: SignedManifest, policy_version: int | None) -> SignedManifest:
         newest = head.manifest.policy_version
@@ -210,20 +232,35 @@ class Audit:
         if head.manifest.policy_version == 0 or previous is not None:
             check_link(head.manifest, previous)
 
-    async def _path_to(self, head: SignedManifest) -> list[Manifest]:
-        """What the head is built on, in the order in which it is applied: an anchor first, the head last."""
-        path = [head.manifest]
-        while (base := path[-1].base) is not None:
-            below = await self._manifest(base.policy_version)
-            self.at = 4
-            if below.manifest.state_root != base.state_root:
-                raise PeerError(
-                    ErrorCode.CHAIN_BROKEN,
-                    f"manifest {path[-1].policy_version}: its base has another state root",
-                )
-            self._note(below)
-            path.append(below.manifest)
-        return path[::-1]
+    async def _path_to(self, wanted: SignedManifest) -> list[Step]:
+        """The cheapest way from nothing, in the order in which it is applied. Raises PeerError(NOT_FOUND) where none is open."""
+        version = wanted.manifest.policy_version
+        while True:
+            routes = {
+                known: [route for route in made if (known, route.base_version) not in self.closed]
+                for known, made in self.routes.items()
+            }
+            found = search(version, routes)
+            if not found.unread or (found.path is not None and len(self.routes) > MANIFESTS_MAX):
+                break
+            self._note(await self._manifest(found.unread[0]))
+        if found.path is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {version} any more")
+        return [await self._step(hop.policy_version, hop.route.base_version, wanted) for hop in found.path.hops]
+
+    async def _step(self, version: int, base: int | None, wanted: SignedManifest) -> Step:
+        is_wanted = version == wanted.manifest.policy_version
+        manifest = wanted.manifest if is_wanted else await self._known(version)
+        encoding = manifest.encoding(base)
+        assert encoding is not None
+        return manifest, encoding
+
+    def _check_bases(self) -> None:
+        """Every delta's base is the policy of that number, as far as manifests were read."""
+        self.at = 4
+        for (version, base), root in self.base_roots.items():
+            if self.roots.get(base, root) != root:
+                raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
 
     async def _same_under_its_number(self, head: SignedManifest) -> None:
         """The head as such and the manifest under its number are one: else the source shows a fork."""
@@ -245,38 +282,60 @@ class Audit:
 
     # (5) to (7)
 
-    async def _bytes_of(self, path: list[Manifest]) -> None:
-        """The head's bytes, and those of what it is a delta of."""
-        weights: Weights | None = None
-        for manifest in path:
-            weights = await self._decode(manifest, weights)
-            self.num_policies += 1
+    async def _bytes_of(self, path: list[Step]) -> None:
+        """The bytes of the cheapest way that is still kept."""
+        assert self.wanted is not None
+        while True:
+            weights: Weights | None = None
+            for manifest, encoding in path:
+                try:
+                    weights = await self._decode(manifest, encoding, weights)
+                except PeerError as error:
+                    if error.code is not ErrorCode.NOT_FOUND:
+                        raise
+                    self.closed.add((manifest.policy_version, encoding.base_version))
+                    missing = error
+                    break
+            else:
+                self.num_policies += len(path)
+                return
+            try:
+                path = await self._path_to(self.wanted)
+            except PeerError:
+                self.at = 5
+                raise missing from None
 
     async def _all_bytes(self, head: SignedManifest) -> None:
-        """Every policy from 0 to the head, each decoded once; weights are held while a later delta needs
-        them."""
-        bases = self.bases
+        """Every encoding of every policy from 0 to the head; weights are held while a later delta needs them."""
         assert self.wanted is not None
-        needed = _path(head.manifest.policy_version, bases) | _path(self.wanted.manifest.policy_version, bases)
-        last_use = {base: version for version, base in sorted(bases.items()) if base is not None}
+        needed = {signed.manifest.policy_version for signed in (head, self.wanted)}
+        last_use = {route.base_version: version for version, routes in sorted(self.routes.items()) for route in routes}
         held: dict[int, Weights] = {}
-        for version, base_version in sorted(bases.items()):
-            manifest = await self._known(version)
-            base_weights = None if base_version is None else held.get(base_version)
-            try:
-                if base_version is not None and base_weights is None:
-                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: its base {base_version} is not kept")
-                weights = await self._decode(manifest, base_weights)
-            except PeerError as error:
-                if error.code is not ErrorCode.NOT_FOUND or version in needed:
-                    raise
+        for version in sorted(self.routes):
+            weights = await self._every_encoding(await self._known(version), held)
+            if weights is None:
+                if version in needed:
+                    self.at = 5
+                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: what it is built on is not kept")
                 self.num_absent += 1
                 continue
             self.num_policies += 1
-            if last_use.get(version, -1) > version:
-                held[version] = weights
-            for old in [old for old in held if last_use[old] <= version]:
-                del held[old]
+            held[version] = weights
+            held = {base: kept for base, kept in held.items() if last_use.get(base, -1) > version}
+
+    async def _every_encoding(self, manifest: Manifest, held: dict[int, Weights]) -> Weights | None:
+        """One policy's weights; None where no encoding of it is kept with its base."""
+        weights = None
+        for encoding in manifest.encodings:
+            base = None if encoding.base is None else held.get(encoding.base.policy_version)
+            if encoding.base is not None and base is None:
+                continue
+            try:
+                weights = await self._decode(manifest, encoding, base)
+            except PeerError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+        return weights
 
     async def _known(self, policy_version: int) -> Manifest:
         """A manifest of the walked chain again; they are not all held in memory."""
@@ -286,21 +345,30 @@ class Audit:
             raise PeerError(ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit")
         return parse_json(envelope.payload, Manifest)
 
-    async def _decode(self, manifest: Manifest, base: Weights | None) -> Weights:
-        """(5) to (7) of one policy."""
+    async def open_index(self, manifest: Manifest, encoding: Encoding) -> ChunkIndex:
+        """(5) of an index."""
+        self.at = 5
+        data = await self.source.blob(encoding.index.digest, start=0, end=encoding.index.size)
+        index = await asyncio.to_thread(open_index, data, encoding, manifest.tensors)
+        self.num_bytes += len(data)
+        self.on_bytes(len(data))
+        return index
+
+    async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None) -> Weights:
+        """(5) to (7) of one encoding."""
+        index = await self.open_index(manifest, encoding)
         self.at = 7
-        if manifest.base is None:
-            base = None
-        decoder = await asyncio.to_thread(CheckpointDecoder, manifest, base)
+        decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, base)
         try:
-            await feed_parts(self.source, manifest, decoder, on_part=self._hashed)
+            what = f"policy {manifest.policy_version}"
+            await feed_parts(self.source, encoding.parts, decoder, what=what, on_part=self._hashed)
         except CheckFailed as failed:
             self.at = failed.at
             raise failed.error from None
         weights = await asyncio.to_thread(decoder.finish)
         if self.keep_weights and self.wanted and manifest.policy_version == self.wanted.manifest.policy_version:
             self.weights = weights
-        self.num_chunks += len(manifest.chunks)
+        self.num_chunks += len(index)
         self.num_tensors += len(manifest.tensors)
         return weights
 
@@ -363,13 +431,3 @@ class Audit:
             num_bytes=self.num_bytes,
             due=self.due,
         )
-
-
-def _path(version: int, bases: dict[int, int | None]) -> set[int]:
-    """A policy and everything that it is built on."""
-    path = set()
-    at: int | None = version
-    while at is not None:
-        path.add(at)
-        at = bases[at]
-    return path

@@ -4,9 +4,13 @@ Who waits for whom: `follow` polls the sources and stages the newest policy; `wa
 for it. One policy is decoded at a time. A source that is away, slow or lying costs time and a line in the
 log, never the task; what ends it is a fault of this machine, such as a full disk.
 
-Nothing is staged before heads.py has verified its manifest, and then: (4) every part's digest; (5) every
-chunk's and every tensor's, and with them the base's (CheckpointDecoder). Only the newest policy matters:
-intermediate ones are linked, not downloaded, unless `weights` asks for one.
+The way to a policy is the cheapest in bytes from what is held or from nothing (ways.py). A delta is applied to a
+shadow copy. Nothing is staged before heads.py has verified its manifest, and then: (4) every blob's digest; (5) every
+chunk's and every tensor's, and with them the base's (CheckpointDecoder).
+
+Healing: a held policy that is no longer what its root says (a flipped bit in memory) is noticed when the next delta
+is taken against it, and dropped; an encoding that is gone or does not decode is closed. Either way the next cheapest
+way is taken. A policy is given up only when every way to it was published broken.
 """
 
 from __future__ import annotations
@@ -22,13 +26,15 @@ from typing import NoReturn, TypeVar
 from prime_node.broadcast.heads import Heads
 from prime_node.broadcast.part_store import PartStore
 from prime_node.broadcast.sources import SourcePool
+from prime_node.broadcast.ways import Step, Ways
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.manifest import SignedManifest
+from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.weights import Weights
+from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +43,8 @@ HEAD_WAIT_S = 10.0
 """A source that can may hold the question for the newest policy this long."""
 PAUSE_S_MAX = 15.0
 """Between attempts at a policy that nobody gives."""
+DISK_SHARE_MAX = 2.0
+"""Bytes kept on the disk for one policy, as a share of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class Policy:
 
     signed: SignedManifest
     weights: Weights
+    blobs: tuple[PartEntry, ...] = ()
+    """What leads to it from nothing, as far as that is worth its room: on the disk as long as it is held."""
 
     @property
     def version(self) -> int:
@@ -90,12 +100,15 @@ class Follower:
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
+        self._bad: dict[tuple[int, int | None], str] = {}
+        """Encodings, by policy and base, whose bytes are the signed ones and do not decode to their policy."""
         self._newest = -1
         self._decoding = asyncio.Lock()
         self._changed = asyncio.Condition()
         try:
             self._parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._heads = Heads(run, self._pool, folder)
+            self._ways = Ways(self._heads, on_disk=self._parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
@@ -112,7 +125,7 @@ class Follower:
     async def wait_newer(self, policy_version: int) -> Policy:
         """The newest staged policy, as soon as it is newer than `policy_version`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._newest > policy_version)
+            await self._changed.wait_for(lambda: self._newest > policy_version and self._newest in self._policies)
             return self._policies[self._newest]
 
     async def weights(self, policy_version: int) -> Weights:
@@ -176,91 +189,101 @@ class Follower:
         return head if head > self._newest and head not in self._broken else None
 
     async def _take(self, signed: SignedManifest) -> None:
-        """Download, verify, decode and stage one policy, and what it is a delta of."""
+        """Download, verify, decode and stage one policy by the cheapest way, and by the next cheapest where that fails."""
         async with self._decoding:
             version = signed.manifest.policy_version
-            if version in self._policies:
-                return
-            path = await self._path_to(signed)
-            total = sum(step.manifest.sent_bytes for step in path)
-            progress = _Counter(version, total, self._on_progress)
-            base = self._base_of(path[0])
-            for step in path:
-                base = Policy(step, await self._decode(step, base, progress))
-            assert base is not None
-            await self._stage(base, path)
+            gone: set[tuple[int, int | None]] = set()
+            while version not in self._policies:
+                try:
+                    way = await self._ways.find(signed, held=self._policies, closed=gone | self._bad.keys())
+                except PeerError:
+                    if any((version, one.base_version) not in self._bad for one in signed.manifest.encodings):
+                        raise
+                    raise self._give_up(version) from None
+                try:
+                    await self._stage(await self._walk(way, version))
+                except _ClosedError as closed:
+                    log.warning("policy %d: %s; looking for another way", version, closed)
+                    if closed.for_good:
+                        self._bad[closed.step.name] = str(closed)
+                    gone.add(closed.step.name)
+                except _WrongBaseError as wrong:
+                    log.error("policy %d is not what it was when it was verified; it is dropped", wrong.policy_version)
+                    self._policies.pop(wrong.policy_version, None)
 
-    async def _path_to(self, signed: SignedManifest) -> list[SignedManifest]:
-        """The publications to apply in turn: from one that needs nothing but what is held, to `signed`."""
-        path = [signed]
-        while (needed := path[-1].manifest.base) is not None and self._base_of(path[-1]) is None:
-            base = await self._heads.manifest(needed.policy_version)
-            if base.manifest.state_root != needed.state_root:
-                raise PeerError(
-                    ErrorCode.CHAIN_BROKEN,
-                    f"manifest {signed.manifest.policy_version}: its base has another root",
-                )
-            path.append(base)
-        return path[::-1]
+    async def _walk(self, way: Sequence[Step], version: int) -> Policy:
+        """Apply one encoding after another."""
+        progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._on_progress)
+        first = way[0].encoding.base_version
+        base = None if first is None else self._policies[first]
+        blobs = () if base is None else base.blobs
+        for step in way:
+            weights = await self._decode(step, base, progress)
+            blobs = _worth_keeping(blobs, step.encoding, num_bytes(weights))
+            base = Policy(step.signed, weights, blobs)
+        assert base is not None
+        return base
 
-    def _base_of(self, signed: SignedManifest) -> Policy | None:
-        """The held policy that a delta is applied to."""
-        needed = signed.manifest.base
-        held = None if needed is None else self._policies.get(needed.policy_version)
-        return held if held and needed and held.signed.manifest.state_root == needed.state_root else None
-
-    async def _decode(self, signed: SignedManifest, base: Policy | None, progress: _Counter) -> Weights:
-        """Fetch and decode all parts, several at once. Raises PeerError or Unreachable."""
-        base_weights = None if base is None or signed.manifest.base is None else base.weights
-        decoder = await asyncio.to_thread(CheckpointDecoder, signed.manifest, base_weights)
-        numbers = iter(range(len(signed.manifest.parts)))
-        fetchers = [
-            asyncio.create_task(self._fetch_parts(signed, numbers, decoder, progress))
-            for _ in range(self._parts_at_once)
-        ]
+    async def _decode(self, step: Step, base: Policy | None, progress: _Counter) -> Weights:
+        """Fetch and decode all parts, several at once. Raises Unreachable, _ClosedError or _WrongBaseError."""
+        manifest, encoding = step.signed.manifest, step.encoding
         try:
-            await asyncio.gather(*fetchers)
-        finally:
-            for fetcher in fetchers:
-                fetcher.cancel()
-            await asyncio.gather(*fetchers, return_exceptions=True)
-        try:
+            index = open_index(await self._blob(encoding.index), encoding, manifest.tensors)
+            progress.add(encoding.index.size)
+            decoder = await asyncio.to_thread(
+                CheckpointDecoder, manifest, encoding, index, None if base is None else base.weights
+            )
+            numbers = iter(range(len(encoding.parts)))
+            fetchers = [
+                asyncio.create_task(self._fetch_parts(encoding.parts, numbers, decoder, progress))
+                for _ in range(self._parts_at_once)
+            ]
+            try:
+                await asyncio.gather(*fetchers)
+            finally:
+                for fetcher in fetchers:
+                    fetcher.cancel()
+                await asyncio.gather(*fetchers, return_exceptions=True)
             return await asyncio.to_thread(decoder.finish)
         except PeerError as error:
-            raise self._give_up(signed, error) from None
+            if base is not None and await asyncio.to_thread(root_of, base.weights) != base.signed.manifest.state_root:
+                raise _WrongBaseError(base.version) from None
+            # All other bytes are the signed ones: no source can do better.
+            raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
 
     async def _fetch_parts(
-        self, signed: SignedManifest, numbers: Iterator[int], decoder: CheckpointDecoder, progress: _Counter
+        self, parts: Sequence[PartEntry], numbers: Iterator[int], decoder: CheckpointDecoder, progress: _Counter
     ) -> None:
         """One fetcher: takes the next part that nobody has taken."""
         for number in numbers:
-            entry = signed.manifest.parts[number]
-            data = await self._local(self._parts.read, entry)
-            if data is None:
-                data = await self._pool.fetch_part(entry)
-                await self._local(self._parts.write, entry.digest, data)
-            try:
-                await asyncio.to_thread(decoder.feed_part, number, data)
-            except PeerError as error:
-                raise self._give_up(signed, error) from None
-            progress.add(entry.size)
+            data = await self._blob(parts[number])
+            await asyncio.to_thread(decoder.feed_part, number, data)
+            progress.add(len(data))
 
-    def _give_up(self, signed: SignedManifest, error: PeerError) -> PeerError:
-        """The bytes are the signed ones and still do not decode: no source can do better, so none is asked
-        again."""
-        version = signed.manifest.policy_version
-        self._broken[version] = f"policy {version} was published broken: {error.detail}"
+    async def _blob(self, entry: PartEntry) -> bytes:
+        """From the disk, or from a source and then on the disk."""
+        data = await self._local(self._parts.read, entry)
+        if data is None:
+            data = await self._pool.fetch_part(entry)
+            await self._local(self._parts.write, entry.digest, data)
+        return data
+
+    def _give_up(self, version: int) -> PeerError:
+        """Every encoding was published broken, so no source is asked again."""
+        reasons = "; ".join(reason for (broken, _), reason in self._bad.items() if broken == version)
+        self._broken[version] = f"policy {version} was published broken: {reasons}"
         log.error("%s; waiting for the next one", self._broken[version])
-        return PeerError(error.code, self._broken[version])
+        return PeerError(ErrorCode.CHAIN_BROKEN, self._broken[version])
 
-    async def _stage(self, policy: Policy, path: list[SignedManifest]) -> None:
+    async def _stage(self, policy: Policy) -> None:
         self._policies[policy.version] = policy
         self._newest = max(self._newest, policy.version)
         while len(self._policies) > self._policies_kept:
             oldest = next(version for version in self._policies if version not in (self._newest, policy.version))
             del self._policies[oldest]
-        kept = [held.signed for held in self._policies.values()] + path
-        await self._local(self._parts.keep_only, {part.digest for signed in kept for part in signed.manifest.parts})
+        await self._local(
+            self._parts.keep_only, {blob.digest for held in self._policies.values() for blob in held.blobs}
+        )
         async with self._changed:
             self._changed.notify_all()
 
@@ -272,6 +295,31 @@ class Follower:
             return await asyncio.to_thread(call, *arguments)
         except OSError as error:
             raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
+
+
+def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes: int) -> tuple[PartEntry, ...]:
+    """What to keep on the disk for a restart: the whole way from nothing, as long as that is not too much."""
+    if encoding.base is None:
+        return encoding.blobs
+    whole = before + encoding.blobs
+    return whole if sum(blob.size for blob in whole) <= DISK_SHARE_MAX * raw_bytes else encoding.blobs
+
+
+class _ClosedError(Exception):
+    """An encoding that leads nowhere: its bytes are gone, or they are the signed ones and do not decode to the policy."""
+
+    def __init__(self, step: Step, error: PeerError, *, for_good: bool) -> None:
+        super().__init__(error.detail)
+        self.step = step
+        self.for_good = for_good
+
+
+class _WrongBaseError(Exception):
+    """A policy in memory does not have its root any more."""
+
+    def __init__(self, policy_version: int) -> None:
+        super().__init__(policy_version)
+        self.policy_version = policy_version
 
 
 class _Counter:

@@ -18,7 +18,7 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.manifest import BasePolicy, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,14 @@ class Heads:
         while policy_version < self.chain.lowest:
             await self._fetch(self.chain.lowest)
         return await self._fetch(policy_version)
+
+    async def base(self, wanted: BasePolicy) -> SignedManifest:
+        """The manifest of a policy that a verified one names as a base: its root says that it is the one that is meant.
+
+        It may lie before the known chain; nothing is walked for it. Raises PeerError or Unreachable.
+        """
+        held = self.chain.recent(wanted.policy_version)
+        return held if held and _is(held, wanted) else await self._fetch(wanted.policy_version, wanted)
 
     async def _look_at(self, named: NamedSource, *, wait_s: float) -> None:
         try:
@@ -119,15 +127,20 @@ class Heads:
             self._keep_evidence(shown)
             raise
 
-    async def _fetch(self, policy_version: int) -> SignedManifest:
+    async def _fetch(self, policy_version: int, wanted: BasePolicy | None = None) -> SignedManifest:
         last: Exception = Unreachable("every source rests")
         for named in self._pool.ready():
             try:
                 signed = await self._open(await named.source.manifest(policy_version))
                 if signed.manifest.policy_version != policy_version:
                     raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another")
+                if wanted is not None and not _is(signed, wanted):
+                    raise PeerError(
+                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is another one than the base that is meant"
+                    )
                 self._news(signed)
-                self.chain.confirm(signed)
+                if policy_version >= self.chain.lowest:
+                    self.chain.confirm(signed)
                 return signed
             except (PeerError, Unreachable) as error:
                 last = error
@@ -173,3 +186,7 @@ def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:
     signed = open_manifest(envelope, run)
     check_manifest(signed.manifest, run)
     return signed
+
+
+def _is(signed: SignedManifest, wanted: BasePolicy) -> bool:
+    return (signed.manifest.policy_version, signed.manifest.state_root) == (wanted.policy_version, wanted.state_root)

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from prime_node.broadcast.audit import Audit, AuditReport, Check
+import numpy as np
+
+from prime_node.broadcast.audit import Audit, AuditReport, Check, Step
 from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_protocol.chunk_index import ChunkEntry
 from prime_protocol.codec import CodecError, decode_chunk
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import ChunkEntry, Manifest
+from prime_protocol.manifest import Manifest
 from prime_protocol.weights import WeightTensor, empty_like
 
 CHECKS = (1, 2, 3, 4, 6, 7)
@@ -71,13 +74,13 @@ async def prove_tensor(
     return work.report(), proof
 
 
-async def _prove(work: Audit, path: list[Manifest], name: str) -> TensorProof:
+async def _prove(work: Audit, path: list[Step], name: str) -> TensorProof:
     assert work.wanted is not None
-    manifest = path[-1]
+    manifest = path[-1][0]
     index = _row(manifest, name)
     tensor: WeightTensor | None = None
     for step in path:
-        tensor = await _decode(work, step, name, tensor if step.base is not None else None)
+        tensor = await _decode(work, step, name, tensor if step[1].base is not None else None)
         work.num_policies += 1
     work.established(6, f"{work.num_chunks} with their digests, {work.num_bytes:,} bytes; no other chunk was read")
     work.established(7, f"{name} decodes to the digest in row {index} of {len(manifest.tensors)}; no other was decoded")
@@ -107,8 +110,10 @@ def _row(manifest: Manifest, name: str) -> int:
     )
 
 
-async def _decode(work: Audit, manifest: Manifest, name: str, base: WeightTensor | None) -> WeightTensor:
+async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None) -> WeightTensor:
     """The tensor of one publication, from its own chunks and the same tensor of the base."""
+    manifest, encoding = step
+    table = await work.open_index(manifest, encoding)
     work.at = 6
     try:
         index = _row(manifest, name)
@@ -118,9 +123,9 @@ async def _decode(work: Audit, manifest: Manifest, name: str, base: WeightTensor
     if base is not None and (base.dtype, base.shape) != (entry.dtype, entry.shape):
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has another {name}")
     out = empty_like(entry.dtype, entry.shape)
-    chunks = [chunk for chunk in manifest.chunks if chunk.tensor == index]
+    chunks = [table[int(number)] for number in np.flatnonzero(table.tensors == index)]
     for part, group in groupby(chunks, key=lambda chunk: chunk.part):
-        await _decode_range(work, manifest, part, list(group), out, base)
+        await _decode_range(work, step, part, list(group), out, base)
     if await asyncio.to_thread(lambda: out.digest) != entry.digest:
         work.at = 7
         raise PeerError(
@@ -131,12 +136,13 @@ async def _decode(work: Audit, manifest: Manifest, name: str, base: WeightTensor
 
 
 async def _decode_range(
-    work: Audit, manifest: Manifest, part: int, chunks: list[ChunkEntry], out: WeightTensor, base: WeightTensor | None
+    work: Audit, step: Step, part: int, chunks: list[ChunkEntry], out: WeightTensor, base: WeightTensor | None
 ) -> None:
     """Neighbouring chunks of one part, in one request."""
+    manifest, encoding = step
     start, end = chunks[0].offset, chunks[-1].offset + chunks[-1].size
     work.at = 6
-    data = await work.source.blob(manifest.parts[part].digest, start=start, end=end)
+    data = await work.source.blob(encoding.parts[part].digest, start=start, end=end)
     work.num_bytes += len(data)
     work.on_bytes(len(data))
     for chunk in chunks:

@@ -6,6 +6,8 @@ further ahead of the workers than the step rule allows. The background task wait
 any other fault ends it, and surfaces at the next `submit` or `flush`; who waits for something else meanwhile (a batch that only
 the unpublished policy could bring) waits for `failed` beside it.
 
+What is encoded, and which older weights are held for it, is encoder.py's matter.
+
 Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
 again; a version that is published already is compared and not published twice. Another state root is an error that names both.
 """
@@ -16,22 +18,37 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from prime_node.broadcast.encoder import SpanEncoder
+from prime_node.broadcast.paths import Route, routes_of
+from prime_node.broadcast.spans import SpanRules
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import TrainerPort
 from prime_protocol.chain import check_manifest
-from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
-from prime_protocol.errors import LocalError
+from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, root_of_table, tensor_table
+from prime_protocol.chunk_index import open_index
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import CheckpointKind, Manifest, Provenance, SignedManifest, open_manifest, sign_manifest
+from prime_protocol.manifest import (
+    Manifest,
+    PartEntry,
+    Provenance,
+    SignedManifest,
+    TensorEntry,
+    open_manifest,
+    sign_manifest,
+)
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.weights import Weights, root_of
+from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
+
+UPLOADS_MAX = 3
+"""Attempts to publish one policy while the coordinator says that a blob of it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +57,21 @@ class Published:
 
     policy_version: int
     state_root: str
-    sent_bytes: int
-    """What a worker downloads for it."""
+    raw_bytes: int
+    """Of all tensors."""
+    encodings: Mapping[str, int]
+    """Bytes of each: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
     seconds: float
     """From the moment that its turn came."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a worker that keeps up downloads for it."""
+        return self.encodings.get("delta_1", self.encodings.get("anchor", min(self.encodings.values())))
+
+    @property
+    def ratio(self) -> float:
+        return self.raw_bytes / max(1, self.sent_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +92,7 @@ class Publisher:
         *,
         clock: Clock,
         pending_max: int,
+        rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
     ) -> None:
         """`on_published` is told of each announced policy, from the event loop."""
@@ -72,6 +101,7 @@ class Publisher:
         self._key = key
         self._clock = clock
         self._pending_max = pending_max
+        self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
@@ -91,6 +121,8 @@ class Publisher:
         if envelope is not None:
             self._head = open_manifest(envelope, self._run)
             check_manifest(self._head.manifest, self._run)
+            if self._encoder.rules.root_every:
+                await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
     async def submit(self, policy_version: int, weights: Weights, provenance: Provenance) -> None:
@@ -152,31 +184,77 @@ class Publisher:
                 f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has"
             )
         began_s = self._clock.monotonic_s()
-        encoded = await asyncio.to_thread(encode_checkpoint, submission.weights)
-        signed = sign_manifest(self._manifest(submission, encoded), self._key)
-        for part in encoded.parts:
-            await ask_until_answered(
-                lambda part=part: self._coordinator.put_blob(part),  # type: ignore[misc]
-                what=f"parts of policy {version}",
-                clock=self._clock,
-            )
-        await ask_until_answered(
-            lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
-        )
+        tensors = await asyncio.to_thread(tensor_table, submission.weights)
+        encoded = await asyncio.to_thread(self._encoder.encode, version, submission.weights)
+        signed = sign_manifest(self._manifest(submission, tensors, encoded), self._key)
+        await self._upload(signed, encoded)
         self._head = signed
+        self._encoder.published(signed.manifest, submission.weights, head=version)
         self._on_published(
-            Published(version, encoded.state_root, signed.manifest.sent_bytes, self._clock.monotonic_s() - began_s)
+            Published(
+                version,
+                signed.manifest.state_root,
+                num_bytes(submission.weights),
+                {_name_of(route, version): route.sent_bytes for route in routes_of(signed.manifest)},
+                self._clock.monotonic_s() - began_s,
+            )
         )
+
+    async def _upload(self, signed: SignedManifest, encoded: Sequence[EncodedCheckpoint]) -> None:
+        """Every blob, then the manifest."""
+        version = signed.manifest.policy_version
+        for attempt in range(UPLOADS_MAX):
+            for blob in {entry.digest: data for one in encoded for entry, data in _named_blobs(one)}.values():
+                await ask_until_answered(
+                    lambda blob=blob: self._coordinator.put_blob(blob),  # type: ignore[misc]
+                    what=f"blobs of policy {version}",
+                    clock=self._clock,
+                )
+            try:
+                await ask_until_answered(
+                    lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
+                )
+                return
+            except PeerError as error:
+                # An older policy held the same bytes, and was forgotten with them between our upload and our manifest.
+                if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
+                    raise
+
+    async def _take_up_first(self) -> None:
+        """Policy 0 from the coordinator, for root deltas. Where its bytes are gone, there are none."""
+        try:
+            signed = await self._published_manifest(0)
+            manifest, anchor = signed.manifest, signed.manifest.encoding(None)
+            if anchor is None:
+                raise PeerError(ErrorCode.NOT_FOUND, "policy 0 has no anchor")
+            index = open_index(await self._blob(anchor.index), anchor, manifest.tensors)
+            decoder = CheckpointDecoder(manifest, anchor, index)
+            for number, part in enumerate(anchor.parts):
+                await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
+            weights = await asyncio.to_thread(decoder.finish)
+            self._encoder.published(manifest, weights, head=self.head)
+        except PeerError as error:
+            log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
+
+    async def _blob(self, entry: PartEntry) -> bytes:
+        return await ask_until_answered(
+            lambda: self._coordinator.blob(entry.digest, start=0, end=entry.size), what="policy 0", clock=self._clock
+        )
+
+    async def _published_manifest(self, version: int) -> SignedManifest:
+        envelope = await ask_until_answered(
+            lambda: self._coordinator.manifest(version), what=f"manifest {version}", clock=self._clock
+        )
+        signed = open_manifest(envelope, self._run)
+        check_manifest(signed.manifest, self._run)
+        return signed
 
     async def _compare(self, submission: _Submission) -> None:
         """The version is published already: it must be the same weights."""
         version = submission.policy_version
         published = self._head
         if published is None or published.manifest.policy_version != version:
-            envelope = await ask_until_answered(
-                lambda: self._coordinator.manifest(version), what=f"manifest {version}", clock=self._clock
-            )
-            published = open_manifest(envelope, self._run)
+            published = await self._published_manifest(version)
         ours = await asyncio.to_thread(root_of, submission.weights)
         theirs = published.manifest.state_root
         if published.manifest.policy_version != version or ours != theirs:
@@ -185,19 +263,27 @@ class Publisher:
                 " exactly only on the same kind of machine, with the same settings, number of threads and software"
             )
         log.info("policy %d was computed again and is the published one", version)
+        self._encoder.published(published.manifest, submission.weights, head=self.head)
 
-    def _manifest(self, submission: _Submission, encoded: EncodedCheckpoint) -> Manifest:
+    def _manifest(
+        self, submission: _Submission, tensors: tuple[TensorEntry, ...], encoded: Sequence[EncodedCheckpoint]
+    ) -> Manifest:
         return Manifest(
             run=self._run.digest,
             policy_version=submission.policy_version,
-            kind=CheckpointKind.ANCHOR,
-            base=None,
             previous=None if self._head is None else self._head.digest,
             model_config_digest=self._config_digest,
-            state_root=encoded.state_root,
-            tensors=encoded.tensors,
-            parts=encoded.part_entries,
-            chunks=encoded.chunks,
+            state_root=root_of_table(tensors),
+            tensors=tensors,
+            encodings=tuple(one.encoding for one in encoded),
             produced_by=submission.provenance,
             created_at_ms=self._clock.now_ms(),
         )
+
+
+def _named_blobs(encoded: EncodedCheckpoint) -> list[tuple[PartEntry, bytes]]:
+    return list(zip(encoded.encoding.blobs, encoded.blobs, strict=True))
+
+
+def _name_of(route: Route, version: int) -> str:
+    return "anchor" if route.base_version is None else f"delta_{version - route.base_version}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import Manifest
+from prime_protocol.manifest import PartEntry
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
 """One more than the cores, so that a disk or a server works while every core hashes; four hold 64 MiB."""
@@ -47,16 +47,20 @@ class CheckFailed(Exception):
 
 async def feed_parts(
     source: CheckpointSource,
-    manifest: Manifest,
+    parts: Sequence[PartEntry],
     decoder: TakesParts,
     *,
+    what: str,
     on_part: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """All of a manifest's parts into its decoder; `on_part` hears the size of each one that has passed. Raises CheckFailed."""
-    numbers = iter(range(len(manifest.parts)))
+    """All parts of an encoding into its decoder. Raises CheckFailed.
+
+    `what` names the policy; `on_part` hears the size of each part that has passed.
+    """
+    numbers = iter(range(len(parts)))
     readers = [
-        asyncio.create_task(_feed(source, manifest, decoder, numbers, on_part))
-        for _ in range(min(PARTS_AT_ONCE, len(manifest.parts)))
+        asyncio.create_task(_feed(source, parts, decoder, numbers, what, on_part))
+        for _ in range(min(PARTS_AT_ONCE, len(parts)))
     ]
     try:
         await asyncio.gather(*readers)
@@ -68,27 +72,27 @@ async def feed_parts(
 
 async def _feed(
     source: CheckpointSource,
-    manifest: Manifest,
+    parts: Sequence[PartEntry],
     decoder: TakesParts,
     numbers: Iterator[int],
+    what: str,
     on_part: Callable[[int], None],
 ) -> None:
     """One reader."""
     for number in numbers:
-        entry = manifest.parts[number]
+        entry = parts[number]
         try:
             data = await source.blob(entry.digest, start=0, end=entry.size)
         except (PeerError, Unreachable) as error:
             raise CheckFailed(5, error) from None
-        await asyncio.to_thread(_take, manifest, decoder, number, data)
+        await asyncio.to_thread(_take, entry, decoder, number, data, what)
         on_part(entry.size)
 
 
-def _take(manifest: Manifest, decoder: TakesParts, number: int, data: bytes) -> None:
+def _take(entry: PartEntry, decoder: TakesParts, number: int, data: bytes, what: str) -> None:
     """Check one part and decode it."""
-    entry = manifest.parts[number]
     if len(data) != entry.size or digest_of(data) != entry.digest:
-        detail = f"policy {manifest.policy_version}: part {number} does not have its digest {entry.digest[:12]}"
+        detail = f"{what}: part {number} does not have its digest {entry.digest[:12]}"
         raise CheckFailed(5, PeerError(ErrorCode.DIGEST_MISMATCH, detail))
     try:
         decoder.feed_part(number, data)

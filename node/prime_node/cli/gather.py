@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.screen import Progress, Row, recent
+from prime_node.cli.screen import Progress, Row, recent, size
 from prime_node.cli.supervisor import ChildState
 from prime_protocol.run_spec import PinnedRun
 
@@ -33,7 +33,7 @@ def progress_of(
         rewards=[row["reward_mean"] for row in trained],
         lag_mean=recent(trained, "lag_mean"),
         evaluation=_evaluation(rows),
-        sent_bytes=int(status.get("bytes_published", 0)),
+        broadcast=_broadcast(rows),
         rows=[
             _row(name, state, workers.get(_key_id(run_dir.path / name)), trained) for name, state in processes.items()
         ],
@@ -66,6 +66,15 @@ def _evaluation(rows: list[dict[str, Any]]) -> str:
         return ""
     last = evaluated[-1]
     return f"{last['eval_greedy']:.2f} greedy, {last['eval_sampled']:.2f} sampled at step {last['step']}"
+
+
+def _broadcast(rows: list[dict[str, Any]]) -> str:
+    """What the newest policy costs a worker that keeps up, beside its size."""
+    published = [row for row in rows if "raw_bytes" in row]
+    if not published:
+        return ""
+    last = published[-1]
+    return f"{size(last['sent_bytes'])} of {size(last['raw_bytes'])} raw, {last['ratio']:.1f}x"
 
 
 def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: list[dict[str, Any]]) -> Row:

@@ -44,7 +44,8 @@ class Progress:
     """Mean reward of each trained step."""
     lag_mean: float | None = None
     evaluation: str = ""
-    sent_bytes: int = 0
+    broadcast: str = ""
+    """The newest policy: bytes sent, raw bytes, ratio."""
     rows: Sequence[Row] = ()
     waiting_for: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -61,7 +62,7 @@ def render(progress: Progress) -> RenderableType:
     numbers = Text(f"reward {sparkline(progress.rewards, width=40)} {_latest(progress.rewards)}")
     if progress.evaluation:
         numbers.append(f"   held-out: {progress.evaluation}", style="cyan")
-    detail = Text(f"lag {_or_dash(progress.lag_mean)}   broadcast {size(progress.sent_bytes)}", style="dim")
+    detail = Text(f"lag {_or_dash(progress.lag_mean)}   broadcast {progress.broadcast or '-'}", style="dim")
     if progress.waiting_for:
         detail.append(f"   waiting for: {progress.waiting_for}")
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -82,6 +83,8 @@ def one_line(progress: Progress) -> str:
         f"reward {_latest(progress.rewards)}",
         f"lag {_or_dash(progress.lag_mean)}",
     ]
+    if progress.broadcast:
+        parts.append(f"sent {progress.broadcast}")
     if progress.evaluation:
         parts.append(f"held-out {progress.evaluation}")
     if progress.refused:

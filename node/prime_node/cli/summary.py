@@ -35,6 +35,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
         "rollouts": status.get("rollouts", {}),
         "bans": bans,
         "bytes_published": status.get("bytes_published", 0),
+        "broadcast": _broadcast(rows),
         "trainer_idle_share": _idle_share(rows),
         "verification": {
             "ok": report.passed,
@@ -62,6 +63,15 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
         place: {name: row[name] for name in names if name in row}
         for place, row in (("before", evaluated[0]), ("after", evaluated[-1]))
     }
+
+
+def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What a worker that kept up downloaded over the whole run, beside all policies raw."""
+    published = [row for row in rows if "raw_bytes" in row]
+    if not published:
+        return {}
+    raw, sent = (sum(row[name] for row in published) for name in ("raw_bytes", "sent_bytes"))
+    return {"raw_bytes": raw, "sent_bytes": sent, "ratio": raw / sent}
 
 
 def _idle_share(rows: list[dict[str, Any]]) -> float | None:
@@ -93,7 +103,10 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
         row(f"  refused: {reason}", f"{count:,}")
     for ban in summary["bans"]:
         row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
-    row("broadcast", f"{size(summary['bytes_published'])} of checkpoints")
+    row("published", f"{size(summary['bytes_published'])} of checkpoints")
+    if sent := summary["broadcast"]:
+        ratio = f"{size(sent['sent_bytes'])} of {size(sent['raw_bytes'])} raw to each worker, {sent['ratio']:.1f}x"
+        row("broadcast", ratio)
     if summary["trainer_idle_share"] is not None:
         row("trainer idle", f"{summary['trainer_idle_share']:.1%}")
     verification = summary["verification"]

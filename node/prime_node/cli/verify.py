@@ -105,7 +105,7 @@ def verify(
       num_bytes       bytes that were hashed
       seconds         how long the checks took
       policy          the policy asked for, or null:
-                      {policy_version, manifest, state_root, kind, step, created_at_ms, signers}
+                      {policy_version, manifest, state_root, encodings, step, created_at_ms, signers}
       against         null, or {path, equal, num_tensors,
                       differences: [{tensor, fault, detail, num_elements, largest}]}
       tensor          null, or {name, dtype, shape, digest, index, num_tensors,

@@ -56,7 +56,7 @@ def about(verified: Verified) -> dict[str, Any]:
         "policy_version": manifest.policy_version,
         "manifest": verified.signed.digest,
         "state_root": manifest.state_root,
-        "kind": manifest.kind.value,
+        "encodings": [encoding.kind.value for encoding in manifest.encodings],
         "step": manifest.produced_by.step,
         "created_at_ms": manifest.created_at_ms,
         "signers": [item.key_id for item in verified.signed.envelope.signatures if item.key_id in trainers],

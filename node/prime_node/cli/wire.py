@@ -311,7 +311,13 @@ def trainer_parts(
         ),
         feed=Feed(client, run, clock=clock(), wait_seconds=settings.wait_seconds, fetches_max=settings.fetches_max),
         publisher=Publisher(
-            client, run, key, clock=clock(), pending_max=spec.async_level, on_published=record_published(metrics)
+            client,
+            run,
+            key,
+            clock=clock(),
+            pending_max=spec.async_level,
+            rules=settings.publish.rules(),
+            on_published=record_published(metrics),
         ),
         evaluator=Evaluator(engine, read, questions, spec.sampling, seed=settings.evaluation_seed),
         lessons=Lessons(

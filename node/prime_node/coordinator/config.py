@@ -26,8 +26,8 @@ class CoordinatorConfig(Settings):
     snapshot_events: int = Field(default=2_000, ge=1)
     """A snapshot of the state is written after this many events; a restart replays at most these."""
     checkpoints_kept: int | None = Field(default=None, ge=1)
-    """Newest policies whose bytes are kept, beside policy 0 and what their deltas need. None keeps all, so that the whole
-    chain can be verified."""
+    """Newest policies whose every encoding is kept, beside the anchor of policy 0 and the cheapest way from nothing to each of
+    them. A worker that was away longer begins from there. None keeps all, so that the whole chain can be verified."""
     requests_per_second: float = Field(default=50.0, gt=0.0)
     """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
     faults_per_second: float = Field(default=5.0, gt=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Core:
     news: News
     presence: Presence
     checks: CheckQueue
+    blobs_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays."""
     head: SignedManifest | None = None
     """The newest published manifest."""
     hints: dict[str, str] = field(default_factory=dict)

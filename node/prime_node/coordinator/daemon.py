@@ -26,7 +26,7 @@ from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.publishing import restore_head
 from prime_node.coordinator.records import rules_of
 from prime_node.coordinator.requests import Gate
-from prime_node.coordinator.retention import forget_old_policies
+from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.routes import make_routes
 from prime_node.coordinator.scheduler import expired_leases
 from prime_node.coordinator.status import METRICS
@@ -135,6 +135,7 @@ async def open_core(parts: Parts) -> Core:
     for pending in core.state.bundles.values():
         core.checks.add(pending.bundle, pending.lease.policy_version)
     await _sweep(core)
+    await sweep_blobs(core)
     return core
 
 
@@ -167,7 +168,7 @@ async def _keep_time(core: Core) -> None:
             core.decide(ev.WorkersLost(lost))
         core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
-        await forget_old_policies(core)
+        await forget_old_encodings(core)
 
 
 async def _empty(trash: asyncio.Queue[Sequence[str]], core: Core) -> None:

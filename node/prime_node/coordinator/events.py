@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from prime_node.broadcast.paths import Route
 from prime_protocol.verdict import RejectReason
 
 
@@ -150,17 +151,18 @@ class ManifestPublished:
 
     policy_version: int
     digest: str
-    base: int | None
-    sent_bytes: int
+    routes: tuple[Route, ...]
+    """Its encodings."""
     type: Literal["manifest_published"] = "manifest_published"
 
 
 @dataclass(frozen=True, slots=True)
-class PoliciesForgotten:
-    """Old checkpoints whose bytes are being deleted. Their manifests stay."""
+class EncodingsForgotten:
+    """Old encodings whose bytes are being deleted. Their manifests stay."""
 
-    policy_versions: tuple[int, ...]
-    type: Literal["policies_forgotten"] = "policies_forgotten"
+    encodings: tuple[tuple[int, int | None], ...]
+    """Policy version and base version."""
+    type: Literal["encodings_forgotten"] = "encodings_forgotten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ Event = (
     | BatchFixed
     | TrainerDurable
     | ManifestPublished
-    | PoliciesForgotten
+    | EncodingsForgotten
     | DrainSet
 )
 

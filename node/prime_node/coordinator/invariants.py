@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from prime_node.broadcast.paths import search
 from prime_node.coordinator.records import LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.scheduler import waits_for
 from prime_protocol import step
@@ -14,6 +15,7 @@ def check(state: State) -> None:
     _check_slots(state)
     _check_leases(state)
     _check_workers(state)
+    check_ways(state)
     _check_progress(state)
 
 
@@ -73,6 +75,13 @@ def _check_workers(state: State) -> None:
         assert not worker.banned or not (worker.active or worker.pending), "a banned worker takes part"
         assert len(worker.leases) <= state.rules.leases_per_worker_max
         assert all(lease.end is not None for lease in worker.ended.values())
+
+
+def check_ways(state: State) -> None:
+    """A newcomer always finds a way to the head, and to every policy that a lease may name."""
+    routes = {version: publication.routes for version, publication in state.published.items()}
+    for version in range(max(0, state.head - state.rules.async_level), state.head + 1):
+        assert search(version, routes).path is not None, f"no way leads to policy {version}"
 
 
 def _check_progress(state: State) -> None:

@@ -1,7 +1,9 @@
 """Taking publications in: the trainer's blobs and manifests, and handing them to everyone.
 
-A manifest becomes the head once its signature, its schema, everything in chain.py and the presence of all its bytes have been
-checked. Two different manifests for one policy version are a fork: the first one stays, both are kept as evidence.
+A manifest becomes the head once its signature, its schema, everything in chain.py, its indices, its bases and the presence of
+all its bytes have been checked. Then, in this order: the manifest's file, the event, head.json. Killed between any two, the old
+head or the new one is found, and the trainer publishes again. Two different manifests for one policy version are a fork: the
+first one stays, both are kept as evidence.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from prime_node.broadcast.paths import routes_of, search
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
 from prime_node.coordinator.training import make_batch
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
+from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
@@ -41,7 +45,6 @@ class Publisher:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._turn = asyncio.Lock()
 
     async def publish(self, gate: Gate, body: bytes, *, address: str) -> None:
         """Idempotent for the same manifest. Raises PeerError."""
@@ -50,7 +53,7 @@ class Publisher:
             envelope = open_envelope(body)
             require_role(envelope.sole_signer(), Caller.TRAINER, run=core.run, state=core.state)
             signed = open_manifest(envelope, core.run)
-        async with self._turn:
+        async with self._core.blobs_turn:
             await self._take_in(signed)
 
     async def _take_in(self, signed: SignedManifest) -> None:
@@ -61,23 +64,22 @@ class Publisher:
             return
         check_link(manifest, core.head)
         _check_batch(core, manifest)
-        for part in manifest.parts:
-            if not await core.public.has(part.digest) or await core.public.size(part.digest) != part.size:
-                raise PeerError(ErrorCode.NOT_FOUND, f"part {part.digest[:12]} is not here; upload it first")
+        await _check_blobs(core, manifest)
+        await _check_bases(core, manifest)
         await core.published.write(manifest_name(manifest.policy_version), signed.envelope.to_bytes())
         core.decide(
             ev.ManifestPublished(
                 policy_version=manifest.policy_version,
                 digest=signed.digest,
-                base=manifest.base.policy_version if manifest.base else None,
-                sent_bytes=manifest.sent_bytes,
+                routes=routes_of(manifest),
             )
         )
         await core.journal.synced()  # a head that was shown and then forgotten would look like a fork to who saw it
         core.head = signed
         core.news.publish(Topic.HEAD)
         await core.published.write("head.json", signed.envelope.to_bytes())
-        log.info("policy %d published, %d bytes", manifest.policy_version, manifest.sent_bytes)
+        sizes = ", ".join(f"{encoding.kind} {encoding.sent_bytes:,}" for encoding in manifest.encodings)
+        log.info("policy %d published, bytes: %s", manifest.policy_version, sizes)
 
     async def _compare_with_known(self, signed: SignedManifest) -> None:
         core, version = self._core, signed.manifest.policy_version
@@ -90,6 +92,31 @@ class Publisher:
                 name = f"forks/{version:08d}-{envelope.digest[:16]}.json"
                 await core.private.write(name, envelope.to_bytes())
             raise
+
+
+async def _check_blobs(core: Core, manifest: Manifest) -> None:
+    """Everything is here, and each index is what it must be. Raises PeerError."""
+    for blob in manifest.blobs:
+        if not await core.public.has(blob.digest) or await core.public.size(blob.digest) != blob.size:
+            raise PeerError(ErrorCode.NOT_FOUND, f"blob {blob.digest[:12]} is not here; upload it first")
+    for encoding in manifest.encodings:
+        index = await core.public.get(encoding.index.digest)
+        await asyncio.to_thread(open_index, index, encoding, manifest.tensors)
+
+
+async def _check_bases(core: Core, manifest: Manifest) -> None:
+    """Deltas are taken against published policies, and a newcomer finds a way. Raises PeerError(CHAIN_BROKEN)."""
+    for encoding in manifest.encodings:
+        if encoding.base is not None:
+            envelope = await read_manifest(core, encoding.base.policy_version)
+            if parse_json(envelope.payload, Manifest).state_root != encoding.base.state_root:
+                raise PeerError(
+                    ErrorCode.CHAIN_BROKEN,
+                    f"policy {manifest.policy_version}: its base {encoding.base.policy_version} has another state root",
+                )
+    routes = {version: publication.routes for version, publication in core.state.published.items()}
+    if search(manifest.policy_version, {**routes, manifest.policy_version: routes_of(manifest)}).path is None:
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {manifest.policy_version}: no way leads to it from nothing")
 
 
 def _check_batch(core: Core, manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from pydantic import TypeAdapter
 
+from prime_node.broadcast.paths import Route
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -166,8 +167,8 @@ class Publication:
 
     digest: str
     """Of its manifest."""
-    base: int | None
-    sent_bytes: int
+    routes: tuple[Route, ...]
+    """The encodings whose bytes are kept."""
 
 
 @dataclass(slots=True)

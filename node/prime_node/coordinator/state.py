@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from prime_node.coordinator import events as ev
@@ -190,17 +191,23 @@ def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list
 def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -> list[Effect]:
     assert event.policy_version == state.head + 1
     state.head = event.policy_version
-    state.published[event.policy_version] = Publication(event.digest, event.base, event.sent_bytes)
-    state.bytes_published += event.sent_bytes
+    state.published[event.policy_version] = Publication(event.digest, event.routes)
+    state.bytes_published += sum(route.sent_bytes for route in event.routes)
     size = state.rules.groups_per_step
     for step in range(state.first_step + len(state.steps), state.last_step + 1):
         state.steps[step] = Step(open=list(range(step * size, (step + 1) * size)))
     return [Woken(Topic.LEASE)]
 
 
-def _policies_forgotten(state: State, event: ev.PoliciesForgotten, at_ms: int) -> list[Effect]:
-    for version in event.policy_versions:
-        del state.published[version]
+def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
+    forgotten = set(event.encodings)
+    for version in {version for version, _ in forgotten}:
+        known = state.published[version]
+        routes = tuple(route for route in known.routes if (version, route.base_version) not in forgotten)
+        if routes:
+            state.published[version] = replace(known, routes=routes)
+        else:
+            del state.published[version]
     return []
 
 
@@ -224,7 +231,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BatchFixed: _batch_fixed,
     ev.TrainerDurable: _trainer_durable,
     ev.ManifestPublished: _manifest_published,
-    ev.PoliciesForgotten: _policies_forgotten,
+    ev.EncodingsForgotten: _encodings_forgotten,
     ev.DrainSet: _drain_set,
 }
 

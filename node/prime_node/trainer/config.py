@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prime_node.broadcast.spans import SpanRules
 from prime_node.config import Settings, SettingsConfigDict
 from prime_node.ports.train_backend import OptimizerSettings
 
@@ -70,6 +71,22 @@ class SftConfig(BaseModel):
     """Constant learning rate after the warm-up."""
 
 
+class PublishConfig(BaseModel):
+    """Which encodings of each policy are published. What does not pay is left out: broadcast/spans.py."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    spans: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
+    """Steps that deltas go over, at policies whose version they divide. The trainer holds one policy's weights for each."""
+    root_every: int = Field(default=16, ge=0)
+    """Policies between two deltas against policy 0, which the trainer then holds too; 0 makes none."""
+    anchor_pays: float = Field(default=2.0, ge=1.0)
+    """An anchor is made where a newcomer would otherwise download more than this many times as much."""
+
+    def rules(self) -> SpanRules:
+        return SpanRules(spans=self.spans, root_every=self.root_every, anchor_pays=self.anchor_pays)
+
+
 class TrainerConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_TRAINER_")
     section: ClassVar[str] = "trainer"
@@ -102,6 +119,8 @@ class TrainerConfig(Settings):
     """Tokens of one forward pass; bounds the memory."""
     sft: SftConfig = SftConfig()
     """The supervised phase."""
+    publish: PublishConfig = PublishConfig()
+    """How policies are sent."""
     evaluate_every: int = Field(default=50, ge=0)
     """Steps between evaluations on held-out problems; 0 evaluates never. The first and the last policy are always included."""
     evaluation_problems: int = Field(default=256, ge=1)

@@ -112,7 +112,10 @@ def record_published(metrics: JsonLines) -> Callable[[Published], None]:
     def record(published: Published) -> None:
         metrics.record(
             policy_version=published.policy_version,
+            raw_bytes=published.raw_bytes,
             sent_bytes=published.sent_bytes,
+            ratio=published.ratio,
+            encodings=dict(published.encodings),
             publish_seconds=published.seconds,
         )
 

@@ -1,0 +1,79 @@
+"""Makes the encodings of each next policy, and holds what that takes: older weights, and the sizes of what was published.
+
+What is made is spans.py's decision. Memory: the weights of the last policy, of the last one at each longer span, and of policy
+0, so len(spans) + 1 policies at most, beside the encodings of the one at hand. A base that is not held (after a restart) is
+left out until it comes round again; policy 0 can be taken up from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from prime_node.broadcast.paths import Route, routes_of
+from prime_node.broadcast.spans import (
+    SpanRules,
+    anchor_is_due,
+    needed_later,
+    paying_deltas,
+    planned_bases,
+    worth_remembering,
+)
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.manifest import BasePolicy, Manifest
+from prime_protocol.weights import Weights, num_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    policy: BasePolicy
+    weights: Weights
+
+
+class SpanEncoder:
+    """One run's encoder. `encode` is heavy and may run in a thread; calls do not overlap."""
+
+    def __init__(self, rules: SpanRules) -> None:
+        self.rules = rules
+        self._held: dict[int, _Held] = {}
+        self._routes: dict[int, tuple[Route, ...]] = {}
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Policies whose weights are in memory."""
+        return tuple(sorted(self._held))
+
+    def encode(self, policy_version: int, weights: Weights) -> list[EncodedCheckpoint]:
+        """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest."""
+        anchor_bytes = self._anchor_bytes()
+        deltas: dict[int, EncodedCheckpoint] = {}
+        for base_version in planned_bases(policy_version, self.rules):
+            if base := self._held.get(base_version):
+                deltas[base_version] = encode_checkpoint(weights, (base.policy, base.weights))
+        sizes = {base: delta.encoding.sent_bytes for base, delta in deltas.items()}
+        paying = paying_deltas(policy_version, sizes, self._routes, anchor_bytes=anchor_bytes)
+        chosen = {base: sizes[base] for base in paying}
+        needs_anchor = anchor_is_due(policy_version, chosen, self._routes, self.rules, anchor_bytes=anchor_bytes)
+        anchor = [encode_checkpoint(weights)] if needs_anchor else []
+        return anchor + [deltas[base] for base in paying]
+
+    def published(self, manifest: Manifest, weights: Weights, *, head: int) -> None:
+        """Take up a published policy; forget what no policy after `head` needs."""
+        version = manifest.policy_version
+        self._routes = worth_remembering({**self._routes, version: routes_of(manifest)})
+        needed = needed_later(head, self.rules)
+        if version in needed and version not in self._held:
+            policy = BasePolicy(policy_version=version, state_root=manifest.state_root)
+            self._held[version] = _Held(policy, weights)
+        self._held = {held: kept for held, kept in self._held.items() if held in needed}
+        log.debug("policies %s are held, %d bytes each", self.held, num_bytes(weights))
+
+    def _anchor_bytes(self) -> int | None:
+        """What an anchor takes: the newest one's size, as all are of much the same."""
+        for version in sorted(self._routes, reverse=True):
+            for route in self._routes[version]:
+                if route.base_version is None:
+                    return route.sent_bytes
+        return None

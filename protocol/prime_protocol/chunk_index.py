@@ -1,0 +1,122 @@
+"""The index of an encoding: which bytes of its parts are which elements of its tensors. SPEC.md, section "Index".
+
+A row says how long a chunk is, how many elements it decodes to, and its digest. Where a chunk lies follows from the rows
+before it: chunks fill the parts and cover the tensors in order. So a gap, an overlap or another order cannot even be said; what
+is left to check is that every part and every tensor ends where a chunk ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol import limits
+from prime_protocol.codec import CHUNK_ELEMENTS
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import Encoding, TensorEntry
+
+MAGIC = b"PRX1"
+HEAD_BYTES = len(MAGIC) + 4
+"""Magic and the number of rows, u32 little-endian."""
+ROW = np.dtype([("size", "<u4"), ("count", "<u4"), ("digest", "V32")])
+"""Bytes in the part, elements, and blake3 of the bytes."""
+INDEX_BYTES_MAX = HEAD_BYTES + limits.CHUNKS_MAX * ROW.itemsize
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
+    """A range of one part that decodes to a range of one tensor."""
+
+    part: int
+    offset: int
+    """First byte in the part."""
+    size: int
+    digest: str
+    """Of the compressed bytes."""
+    tensor: int
+    start: int
+    """First element."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIndex:
+    """A verified index. Chunks are numbered from 0 in their order."""
+
+    rows: Array  # [C] of ROW
+    parts: Array  # [C] number of the chunk's part
+    offsets: Array  # [C]
+    tensors: Array  # [C] number of the chunk's tensor
+    starts: Array  # [C]
+    first_of_part: Array  # [P + 1] number of each part's first chunk
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> ChunkEntry:
+        row = self.rows[number]
+        return ChunkEntry(
+            part=int(self.parts[number]),
+            offset=int(self.offsets[number]),
+            size=int(row["size"]),
+            digest=row["digest"].tobytes().hex(),
+            tensor=int(self.tensors[number]),
+            start=int(self.starts[number]),
+            count=int(row["count"]),
+        )
+
+    def of_part(self, part: int) -> range:
+        """Numbers of the chunks that fill one part."""
+        return range(int(self.first_of_part[part]), int(self.first_of_part[part + 1]))
+
+
+def pack_index(chunks: Iterable[tuple[int, int, str]]) -> bytes:
+    """(size, count, digest) of every chunk in order -> the index's bytes."""
+    rows = np.array([(size, count, bytes.fromhex(digest)) for size, count, digest in chunks], dtype=ROW)
+    return MAGIC + len(rows).to_bytes(4, "little") + rows.tobytes()
+
+
+def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) -> ChunkIndex:
+    """The index of an encoding whose manifest has passed chain.check_manifest. Raises PeerError.
+
+    (1) it has the size and digest that the manifest names; (2) magic, and as many rows as it says; (3) no chunk is empty or
+    larger than the codec's; (4) every part, and the last chunk, ends where the other one ends; (5) so does every tensor.
+    """
+    if len(data) != encoding.index.size or digest_of(data) != encoding.index.digest:  # (1)
+        raise PeerError(
+            ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} has other bytes than its digest says"
+        )
+    if len(data) < HEAD_BYTES or data[: len(MAGIC)] != MAGIC:  # (2)
+        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index begins with PRX1 and its number of rows")
+    if len(data) - HEAD_BYTES != int.from_bytes(data[len(MAGIC) : HEAD_BYTES], "little") * ROW.itemsize:  # (2)
+        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index has another number of rows than it says")
+    rows = np.frombuffer(data, dtype=ROW, offset=HEAD_BYTES)
+    sizes, counts = rows["size"].astype(np.int64), rows["count"].astype(np.int64)
+    if not (sizes.all() and counts.all() and (counts <= CHUNK_ELEMENTS).all()):  # (3)
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"a chunk has bytes, and 1 to {CHUNK_ELEMENTS} elements")
+    parts, offsets = _places(sizes, [part.size for part in encoding.parts], "part")  # (4)
+    numbers, starts = _places(counts, [prod(tensor.shape) for tensor in tensors], "tensor")  # (5)
+    first_of_part = np.searchsorted(parts, np.arange(len(encoding.parts) + 1))
+    return ChunkIndex(rows, parts, offsets, numbers, starts, first_of_part)
+
+
+def _places(lengths: Array, rooms: Sequence[int], what: str) -> tuple[Array, Array]:
+    """Each chunk's room and its place in it, when chunks fill rooms in order. Raises PeerError unless they fit exactly."""
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    ends = np.cumsum(np.array(rooms, np.int64))
+    room_end = int(ends[-1]) if len(ends) else 0
+    unmet = np.flatnonzero(bounds[np.minimum(np.searchsorted(bounds, ends), len(bounds) - 1)] != ends)
+    if len(unmet) or int(bounds[-1]) != room_end:
+        place = int(unmet[0]) if len(unmet) else len(rooms)
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"the chunks of an index do not end where {what} {place} ends")
+    numbers = np.searchsorted(ends, bounds[:-1], side="right")
+    begins = ends - np.array(rooms, np.int64)
+    return numbers, bounds[:-1] - begins[numbers]

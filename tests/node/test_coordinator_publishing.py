@@ -1,0 +1,247 @@
+"""Publishing is atomic, what lies is refused, and whatever is deleted, a way to the head stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.node.coordinator_world import (
+    ANNA,
+    TRAINER,
+    World,
+    folder_parts,
+    make_manifest,
+    make_policy,
+    make_run,
+    memory_parts,
+    running,
+)
+
+from prime_node.adapters.memory_blobs import MemoryBlobs
+from prime_node.broadcast.paths import Route, search
+from prime_node.coordinator import events as ev
+from prime_node.coordinator import invariants
+from prime_node.coordinator.records import State, rules_of
+from prime_node.coordinator.retention import kept_encodings
+from prime_node.coordinator.state import tick
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.chunk_index import pack_index
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import BasePolicy, PartEntry, SignedManifest
+
+RUN = make_run(async_level=0)
+
+
+def delta(version: int, base: SignedManifest) -> EncodedCheckpoint:
+    """The policy of make_manifest against an earlier one."""
+    named = BasePolicy(policy_version=base.manifest.policy_version, state_root=base.manifest.state_root)
+    return encode_checkpoint(make_policy(version), (named, make_policy(base.manifest.policy_version)))
+
+
+async def offer(world: World, encoded: list[EncodedCheckpoint], **changes: object) -> SignedManifest:
+    """Upload the blobs, then publish a manifest over them."""
+    signed, _ = make_manifest(
+        world.run, world.head, batch=world.batch, encodings=tuple(one.encoding for one in encoded), **changes
+    )
+    client = world.client(TRAINER)
+    for blob in (blob for one in encoded for blob in one.blobs):
+        await client.put_blob(blob)
+    await client.publish(signed.envelope)
+    world.head = signed
+    return signed
+
+
+# What is refused
+
+
+async def refused(world: World, encoded: list[EncodedCheckpoint], code: ErrorCode, **changes: object) -> str:
+    head = world.head
+    with pytest.raises(PeerError) as caught:
+        await offer(world, encoded, **changes)
+    assert caught.value.code is code
+    assert world.head is head
+    assert (await world.status())["head"] == (-1 if head is None else head.manifest.policy_version)
+    return caught.value.detail
+
+
+async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
+    async with running(memory_parts(RUN)) as world:
+        signed, blobs = make_manifest(RUN, None)
+        for missing in range(len(blobs)):
+            for number, blob in enumerate(blobs):
+                await (
+                    world.client(TRAINER).put_blob(blob)
+                    if number != missing
+                    else world.parts.public.delete(digest_of(blob))
+                )
+            with pytest.raises(PeerError) as caught:
+                await world.client(TRAINER).publish(signed.envelope)
+            assert caught.value.code is ErrorCode.NOT_FOUND
+        assert (await world.status())["head"] == -1
+
+
+async def test_an_index_that_lies_is_refused() -> None:
+    async with running(memory_parts(RUN)) as world:
+        honest = encode_checkpoint(make_policy(0))
+        for rows in ([], [(len(honest.parts[0]), 63, digest_of(honest.parts[0]))], [(1, 64, digest_of(b""))]):
+            index = pack_index(rows)
+            entry = PartEntry(digest=digest_of(index), size=len(index))
+            lied = EncodedCheckpoint(honest.encoding.model_copy(update={"index": entry}), index, honest.parts)
+            assert "do not end" in await refused(world, [lied], ErrorCode.CHAIN_BROKEN)
+        await offer(world, [honest])
+
+
+async def test_a_delta_against_other_weights_than_were_published_is_refused() -> None:
+    async with running(memory_parts(RUN)) as world:
+        first = await offer(world, [encode_checkpoint(make_policy(0))])
+        await world.join(ANNA)
+        await world.fill(0)
+        honest = delta(1, first)
+        wrong = BasePolicy(policy_version=0, state_root=digest_of(b"other"))
+        lied = EncodedCheckpoint(honest.encoding.model_copy(update={"base": wrong}), honest.index, honest.parts)
+        assert "another state root" in await refused(world, [lied], ErrorCode.CHAIN_BROKEN)
+        await offer(world, [honest])
+
+
+# Atomic
+
+
+class FailingDocuments:
+    """Published documents whose disk fails at one write, before or after it is done."""
+
+    def __init__(self, inner: object, name: str, *, done: bool) -> None:
+        self._inner, self._name, self._done = inner, name, done
+        self.armed = False
+
+    async def write(self, name: str, data: bytes) -> None:
+        fails = self.armed and name.startswith(self._name)
+        if fails and not self._done:
+            raise OSError("the disk is full")
+        await self._inner.write(name, data)  # type: ignore[attr-defined]
+        if fails:
+            raise OSError("the power is gone")
+
+    async def read(self, name: str) -> bytes:
+        return await self._inner.read(name)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("name", ["manifests/", "head.json"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+async def test_a_failure_between_any_two_writes_leaves_the_old_head_or_the_new(
+    tmp_path: Path, name: str, *, done: bool
+) -> None:
+    whole = await folder_parts(RUN, tmp_path)
+    failing = FailingDocuments(whole.published, name, done=done)
+    async with running(replace(whole, published=failing)) as world:
+        first = await offer(world, [encode_checkpoint(make_policy(0))])
+        await world.join(ANNA)
+        await world.fill(0)
+        failing.armed = True
+        encoded = [delta(1, first)]
+        with pytest.raises(PeerError):
+            await offer(world, encoded)
+        batch = world.batch
+    again = await folder_parts(RUN, tmp_path)
+    async with running(again) as world:
+        head = await world.client(TRAINER).head()
+        assert head is not None
+        shown = [first.digest, make_manifest(RUN, first, batch=batch, encodings=(encoded[0].encoding,))[0].digest]
+        assert head.digest in shown
+        assert await world.client(TRAINER).manifest(shown.index(head.digest)) == head
+        world.head, world.batch = first, batch
+        second = await offer(world, encoded)
+        assert (await world.client(TRAINER).head()) == second.envelope
+
+
+# Retention
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[Route, ...]]:
+    """What some trainer publishes: always a way from nothing, otherwise anything."""
+    history: list[tuple[Route, ...]] = [(Route(None, 50),)]
+    for version in range(1, draw(st.integers(2, 30))):
+        bases = draw(
+            st.sets(st.sampled_from([None, version - 1, max(0, version - 4), max(0, version - 16), 0]), min_size=1)
+        )
+        history.append(tuple(Route(base, draw(st.integers(1, 60))) for base in bases))
+    return history
+
+
+@given(history=histories(), kept=st.integers(1, 6), async_level=st.integers(0, 3))
+def test_whatever_is_forgotten_a_way_to_the_head_stays(
+    history: list[tuple[Route, ...]], kept: int, async_level: int
+) -> None:
+    state = State(rules_of(make_run(async_level=async_level, max_steps=100)))
+    for version, routes in enumerate(history):
+        known = {number: publication.routes for number, publication in state.published.items()}
+        if search(version, {**known, version: routes}).path is None:
+            routes = (*routes, Route(None, 50))  # the coordinator refuses the other one
+        tick(state, ev.ManifestPublished(version, f"{version:064d}", routes), 0)
+        names = {(number, route.base_version) for number, it in state.published.items() for route in it.routes}
+        stays = kept_encodings(state, kept)
+        tick(state, ev.EncodingsForgotten(tuple(sorted(names - stays, key=str))), 0)
+        invariants.check_ways(state)
+        assert state.published[version].routes == routes
+        assert any(route.base_version is None for route in state.published[0].routes)
+
+
+async def test_bytes_that_a_kept_encoding_shares_are_not_deleted() -> None:
+    """A step without a gradient changes nothing, and its delta has the bytes of the one before."""
+    parts = memory_parts(make_run(async_level=0), checkpoints_kept=1)
+    async with running(parts) as world:
+        published = [await offer(world, [encode_checkpoint(make_policy(0))])]
+        await world.join(ANNA)
+        for step in range(6):
+            await world.fill(step)
+            previous = published[-1].manifest
+            base = BasePolicy(policy_version=step, state_root=previous.state_root)
+            same = encode_checkpoint(make_policy(0), (base, make_policy(0)))
+            changes = {"tensors": previous.tensors, "state_root": previous.state_root}
+            published.append(await offer(world, [encode_checkpoint(make_policy(0)), same], **changes))
+        deltas = [signed.manifest.encoding(signed.manifest.policy_version - 1) for signed in published[1:]]
+        assert len({one.parts for one in deltas if one is not None}) == 1, "all share one part"
+        await world.until_status("policies_kept", 3)
+        assert isinstance(parts.public, MemoryBlobs)
+        for signed in published[-2:]:
+            for blob in signed.manifest.blobs:
+                assert await parts.public.has(blob.digest)
+
+
+async def test_deletions_that_a_crash_cut_short_are_finished_at_the_next_start(tmp_path: Path) -> None:
+    run = make_run(async_level=0)
+    parts = await folder_parts(run, tmp_path, checkpoints_kept=1)
+    async with running(parts) as world:
+        await world.publish()
+        orphan = await world.client(TRAINER).put_blob(b"left behind")
+        assert await parts.public.has(orphan)
+    again = await folder_parts(run, tmp_path, checkpoints_kept=1)
+    async with running(again) as world:
+        assert not await again.public.has(orphan)
+        head = await world.client(TRAINER).head()
+        assert head is not None
+
+
+def test_an_unreachable_policy_is_no_state() -> None:
+    state = State(rules_of(RUN))
+    tick(state, ev.ManifestPublished(0, "0" * 64, (Route(None, 1),)), 0)
+    tick(state, ev.EncodingsForgotten(((0, None),)), 0)
+    with pytest.raises(AssertionError, match="no way leads to policy 0"):
+        invariants.check_ways(state)
+
+
+async def test_a_policy_that_nobody_can_reach_is_refused() -> None:
+    parts = memory_parts(make_run(async_level=0), checkpoints_kept=1)
+    async with running(parts) as world:
+        published = [await world.publish()]
+        await world.join(ANNA)
+        for step in range(4):
+            await world.fill(step)
+            published.append(await world.publish())
+        await world.until_status("policies_kept", 3)
+        await world.fill(4)
+        await refused(world, [delta(5, published[1])], ErrorCode.CHAIN_BROKEN)

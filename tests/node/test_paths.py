@@ -1,0 +1,91 @@
+"""Shortest ways: the same as trying every way, and no manifest is read for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_node.broadcast.paths import Route, Routes, search
+
+
+def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
+    """Bytes of all ways, by trying them all."""
+    if target in held:
+        return [0]
+    return [
+        route.sent_bytes + rest
+        for route in routes.get(target, ())
+        for rest in ([0] if route.base_version is None else every_way(route.base_version, routes, held))
+    ]
+
+
+@st.composite
+def published(draw: st.DrawFn) -> dict[int, list[Route]]:
+    """Up to nine policies with any encodings, as sparse or as dense as may be."""
+    routes = {}
+    for version in range(draw(st.integers(1, 9))):
+        bases = draw(st.sets(st.sampled_from([None, *range(version)]), max_size=4))
+        routes[version] = [Route(base, draw(st.integers(1, 50))) for base in bases]
+    return routes
+
+
+@given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
+def test_the_cheapest_way_is_found(routes: dict[int, list[Route]], held: set[int]) -> None:
+    target = max(routes)
+    ways = every_way(target, routes, held)
+    found = search(target, routes, held)
+    if found.path is None:
+        assert ways == []
+    else:
+        assert found.path.sent_bytes == min(ways)
+    assert found.unread == ()
+
+
+@given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
+def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[Route]], held: set[int]) -> None:
+    path = search(max(routes), routes, held).path
+    if path is None:
+        return
+    at: int | None = None
+    for number, hop in enumerate(path.hops):
+        assert hop.route in routes[hop.policy_version]
+        start = hop.route.base_version
+        assert start == at if number else start is None or start in held
+        at = hop.policy_version
+    assert at == max(routes) if path.hops else max(routes) in held
+
+
+@given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
+def test_reading_what_is_asked_for_ends_at_the_same_way(routes: dict[int, list[Route]], held: set[int]) -> None:
+    known: dict[int, list[Route]] = {}
+    while (found := search(max(routes), known, held)).unread:
+        assert not set(found.unread) & (known.keys() | held)
+        known[found.unread[0]] = routes[found.unread[0]]
+    whole = search(max(routes), routes, held)
+    assert found.path == whole.path or (
+        found.path is not None and whole.path is not None and found.path.sent_bytes == whole.path.sent_bytes
+    )
+
+
+@given(routes=published(), more=st.integers(0, 8))
+def test_holding_more_never_costs_more(routes: dict[int, list[Route]], more: int) -> None:
+    target = max(routes)
+    without, holding = search(target, routes).path, search(target, routes, {more}).path
+    if without is not None:
+        assert holding is not None
+        assert holding.sent_bytes <= without.sent_bytes
+
+
+def test_of_two_ways_of_one_size_the_one_with_fewer_hops_is_taken() -> None:
+    routes = {0: [Route(None, 9)], 1: [Route(0, 2)], 2: [Route(1, 2), Route(0, 4)]}
+    path = search(2, routes, {0}).path
+    assert path is not None
+    assert [hop.policy_version for hop in path.hops] == [2]
+
+
+def test_what_is_held_already_costs_nothing() -> None:
+    path = search(3, {}, {3}).path
+    assert path is not None
+    assert path.hops == ()
