@@ -223,6 +223,10 @@ def install(machine: Machine, extras: list[str]) -> None:
     # (4) this project
     say("(4) this project, editable")
     pip_or_fail("install", "--no-deps", "--no-build-isolation", "--editable", ".")
+    if "train" in extras:
+        # Otherwise the first processes of a run would all compile the same kernels at once. It works without, only slower.
+        say("(5) machine code of the checkpoint codec")
+        subprocess.run([str(VENV_PYTHON), "-c", "from prime_protocol.codec import warm_up; warm_up()"], check=False)
     stamp.state, stamp.fingerprint = "complete", fingerprint()
     stamp.installed = sorted({*stamp.installed, *parts_to_add(machine, extras, stamp.installed)})
     stamp.write()
