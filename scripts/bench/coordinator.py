@@ -38,6 +38,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.adapters.folder_blobs import FolderBlobs
+from prime_node.broadcast.paths import Route
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.daemon import serve
 from prime_node.coordinator.records import Rules, State
@@ -221,7 +222,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
         state, number = State(rules), 0
         for worker in range(num_workers):
             tick(state, ev.WorkerJoined(f"w{worker}", "n", "1", "e", 128), 0)
-        tick(state, ev.ManifestPublished(0, "d", None, 1), 0)
+        tick(state, ev.ManifestPublished(0, "d", (Route(None, 1),)), 0)
         began = time.perf_counter()
         for step in range(steps):
             turn = 0
@@ -237,7 +238,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
                 tick(state, ev.VerdictGiven(bundle, None, "", rewards, 64, "v"), 0)
                 number += 3
             tick(state, ev.BatchFixed(step), 0)
-            tick(state, ev.ManifestPublished(step + 1, "d", None, 1), 0)
+            tick(state, ev.ManifestPublished(step + 1, "d", (Route(None, 1),)), 0)
             tick(state, ev.TrainerDurable(step), 0)
         rates.append(number / (time.perf_counter() - began))
     return rates
