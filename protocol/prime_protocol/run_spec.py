@@ -44,9 +44,12 @@ class RoleKeys(WireModel):
 
 
 class ModelFile(WireModel):
-    """A file beside the weights: config.json, tokenizer.json, ... Its bytes are a blob of that digest."""
+    """A file beside the weights: config.json, tokenizer.json, ... Its bytes are a blob of that digest.
 
-    name: Name = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    Only kinds of files that are data: a run must not bring code, nor a pickle, to the machines of those who join it.
+    """
+
+    name: Name = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|jinja|txt|model|md)$")
     digest: Digest
     size: Count
 

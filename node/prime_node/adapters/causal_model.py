@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from prime_node.adapters.batch_cache import BatchCache
+from prime_node.adapters.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.torch_weights import to_torch
-from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -58,16 +58,13 @@ class CausalModel:
     """Any AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
 
     def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
-        config = AutoConfig.from_pretrained(folder)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise LocalError(
-                f"{folder}: layers of kind {', '.join(sorted(kinds))}; this engine knows full attention only"
-            )
+        config = read_model_config(folder)
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)  # type: ignore[no-untyped-call]
+        require_memory(folder, config, bytes_per_parameter=self.dtype.itemsize, device=self.device)
+        auto: Any = AutoModelForCausalLM
+        with config_at_fault(folder), no_init_weights():
+            model = auto.from_config(config, dtype=self.dtype, trust_remote_code=False)
         model.tie_weights()  # where the configuration says so; transformers does it with the initialisation left out above
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model

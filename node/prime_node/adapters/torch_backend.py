@@ -27,18 +27,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from prime_node.adapters import tree_attention
+from prime_node.adapters.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.torch_weights import copy_into, to_weights
 from prime_node.algo.losses import LossInputs, LossOutputs
 from prime_node.algo.packing import PackedRows, pack
 from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainingDiverged, TrainSample
-from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
 Number = TypeVar("Number", int, float)
 _STATE_FILE = "backend.pt"
+BYTES_PER_PARAMETER = 4 * 4
+"""fp32: the weight, its gradient and AdamW's two moments."""
 
 
 class TorchBackend:
@@ -69,7 +71,7 @@ class TorchBackend:
         self._published_dtype = published_dtype
         self._row_tokens = row_tokens
         self._micro_batch_tokens = micro_batch_tokens
-        self._model = _build_model(model_folder).to(self._device)
+        self._model = _build_model(model_folder, self._device).to(self._device)
         if weights is not None:
             copy_into(self._model.named_parameters(), weights)
         self.new_optimizer(OptimizerSettings())
@@ -193,19 +195,18 @@ class TorchBackend:
         return torch.from_numpy(array).to(self._device)
 
 
-def _build_model(folder: Path) -> Any:
+def _build_model(folder: Path, device: torch.device) -> Any:
     """The architecture of config.json, with pretrained weights where the folder has them. Raises LocalError.
 
     transformers has no types, so the model is Any: a PreTrainedModel with a causal head.
     """
-    config = AutoConfig.from_pretrained(folder)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise LocalError(f"model {folder}: {', '.join(sorted(kinds))} layers; this backend trains full attention only")
+    config = read_model_config(folder)
+    require_memory(folder, config, bytes_per_parameter=BYTES_PER_PARAMETER, device=device)
     auto: Any = AutoModelForCausalLM
-    how = {"dtype": torch.float32, "attn_implementation": tree_attention.NAME}
+    how = {"dtype": torch.float32, "attn_implementation": tree_attention.NAME, "trust_remote_code": False}
     has_weights = any(folder.glob("*.safetensors"))
-    model = auto.from_pretrained(folder, **how) if has_weights else auto.from_config(config, **how)
+    with config_at_fault(folder):
+        model = auto.from_pretrained(folder, **how) if has_weights else auto.from_config(config, **how)
     return model.train()
 
 

@@ -130,6 +130,7 @@ class VllmEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
         arguments = AsyncEngineArgs(
             model=str(self._folder),
+            trust_remote_code=False,
             skip_tokenizer_init=True,
             load_format="dummy",
             generation_config="vllm",  # what a request does not say has vLLM's neutral value, not the folder's

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import parse_link
-from prime_protocol.run_spec import JoinLink
+from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
     from prime_node.broadcast.follower import Progress
+    from prime_node.ports.engine import Engine
     from prime_node.worker.config import WorkerConfig
 
 HOME = Path.home() / ".prime-node"
@@ -83,17 +84,25 @@ async def _join(
     from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
     from prime_node.keyfile import load_or_create
+    from prime_node.patience import unless
     from prime_node.worker.loop import Worker
     from prime_node.worker.loop import run as run_worker
 
-    clock, rng = wire.clock(), random.Random()
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await fetch_run(client, link.run, clock=clock)  # waits for a coordinator that is away
-            client.bounds = run.spec.limits
-            model = await wire.model_folder(client, run, folder / "model")
-            engine = wire.engine(settings, model, run, cheat=cheat)
+
+            async def set_up() -> tuple[PinnedRun, Engine]:
+                """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+                run = await fetch_run(client, link.run, clock=wire.clock())
+                client.bounds = run.spec.limits
+                model = await wire.model_folder(client, run, folder / "model")
+                return run, await asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat)
+
+            ready = await unless(stop.wait(), set_up())
+            if ready is None:
+                return 0
+            run, engine = ready
             try:
                 async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
                     worker = Worker(
@@ -104,8 +113,8 @@ async def _join(
                         engine=engine,
                         follower=follower,
                         folder=folder,
-                        clock=clock,
-                        rng=rng,
+                        clock=wire.clock(),
+                        rng=random.Random(),
                     )
                     return (await run_worker(worker, stop)).exit_code
             finally:

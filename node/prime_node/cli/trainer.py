@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import typer
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
+
+if TYPE_CHECKING:
+    from prime_node.trainer.trainer import Trainer
 
 GRACE_S = 50.0
 """Time to finish the step under way, save and publish."""
@@ -39,15 +43,21 @@ def trainer(
 async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
     from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
+    from prime_node.patience import unless
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.loop import run as run_trainer
 
     settings = options.load(TrainerConfig)
     async with wire.client(place.link, place.key) as client:
-        pinned = await fetch_run(client, place.link.run, clock=wire.clock())
-        client.bounds = pinned.spec.limits
-        model = await wire.model_folder(client, pinned, place.folder / "model")
-        parts = await asyncio.to_thread(
-            wire.trainer_parts, pinned, client, place.key, settings, model=model, folder=place.folder
-        )
-        return 0 if await run_trainer(parts, stop) else UNFINISHED
+
+        async def set_up() -> Trainer:
+            """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+            run = await fetch_run(client, place.link.run, clock=wire.clock())
+            client.bounds = run.spec.limits
+            model = await wire.model_folder(client, run, place.folder / "model")
+            return await asyncio.to_thread(
+                wire.trainer_parts, run, client, place.key, settings, model=model, folder=place.folder
+            )
+
+        parts = await unless(stop.wait(), set_up())
+        return 0 if parts is not None and await run_trainer(parts, stop) else UNFINISHED

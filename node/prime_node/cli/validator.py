@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import TYPE_CHECKING
 
 import typer
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
+
+if TYPE_CHECKING:
+    from prime_node.ports.engine import Scorer
+    from prime_protocol.run_spec import PinnedRun
 
 GRACE_S = 8.0
 
@@ -37,32 +42,41 @@ def validator(
 async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     from prime_node.broadcast.pinned import fetch_run
     from prime_node.cli import wire
+    from prime_node.patience import unless
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run as run_validator
 
     settings = options.load(ValidatorConfig)
-    clock = wire.clock()
+    model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
-        pinned = await fetch_run(client, place.link.run, clock=clock)
-        client.bounds = pinned.spec.limits
-        model = await wire.model_folder(client, pinned, place.folder / "model")
-        kept = max(settings.policies_kept, pinned.spec.async_level + 2)
-        follower = wire.follower(pinned, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
-        scorer = wire.scorer(model, settings)
+
+        async def set_up() -> tuple[PinnedRun, Scorer]:
+            """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+            run = await fetch_run(client, place.link.run, clock=wire.clock())
+            client.bounds = run.spec.limits
+            await wire.model_folder(client, run, model)
+            return run, await asyncio.to_thread(wire.scorer, model, settings)
+
+        ready = await unless(stop.wait(), set_up())
+        if ready is None:
+            return 0
+        run, scorer = ready
+        kept = max(settings.policies_kept, run.spec.async_level + 2)
+        follower = wire.follower(run, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
         following = asyncio.create_task(follower.follow())
         try:
             await run_validator(
                 Validator(
-                    run=pinned,
+                    run=run,
                     config=settings,
                     coordinator=client,
                     scorer=scorer,
-                    environments=wire.environments(pinned.spec),
+                    environments=wire.environments(run.spec),
                     tokenizer=wire.tokenizer(model),
                     policy=follower.weights,
                     policy_versions=follower.versions,
-                    clock=clock,
+                    clock=wire.clock(),
                 ),
                 stop,
             )

@@ -1,0 +1,93 @@
+"""A run's config.json, which a stranger may have written: read as data only, and refused before it can exhaust this machine.
+
+Everything that is wrong with it is a LocalError that names the file, for the architectures' own checks raise anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from prime_protocol.errors import LocalError, PrimeError
+from prime_protocol.run_spec import CONFIG_FILE
+
+LAYERS_MAX = 1_024
+"""Far above any published model. Each layer costs memory and time even where its parameters are only counted."""
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def read_model_config(folder: Path) -> Any:
+    """The configuration, for a model with full attention in all layers. Raises LocalError."""
+    path = folder / CONFIG_FILE
+    with config_at_fault(folder):
+        json.loads(path.read_bytes(), object_hook=lambda entries: _refuse_unsafe(path, entries))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise LocalError(
+            f"{folder}: layers of kind {', '.join(sorted(kinds))}; this software knows full attention only"
+        )
+    return config
+
+
+def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
+    """Raises LocalError where the model's parameters alone need more memory than there is. Nothing is allocated."""
+    with config_at_fault(folder), torch.device("meta"), no_init_weights():
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, trust_remote_code=False)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed, available = parameters * bytes_per_parameter, available_bytes(device)
+    if available is not None and needed > available:
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: {parameters:,} parameters need {needed / 2**30:.1f} GiB of memory, and "
+            f"{available / 2**30:.1f} GiB are available ({device}); free some, or use a larger machine"
+        )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that a process may still take, here or within its control group. None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    bounds = []
+    with contextlib.suppress(OSError, StopIteration):
+        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        bounds.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", so there is no bound
+        bounds.append(int((_CGROUP / "memory.max").read_text()))
+    return min(bounds, default=None)
+
+
+@contextlib.contextmanager
+def config_at_fault(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is laid to the run's config.json."""
+    try:
+        yield
+    except PrimeError:
+        raise
+    except Exception as error:  # the architectures raise anything for values that they do not expect
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: transformers cannot build this run's model ({type(error).__name__}: {reason}); "
+            "update transformers if it is older than the model, else ask the run's operator"
+        ) from error
+
+
+def _refuse_unsafe(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    """Every object of the file passes here, nested ones too."""
+    for key, value in entries.items():
+        if key == "auto_map" or (key.endswith("_implementation") and "/" in str(value)):
+            raise LocalError(
+                f"{path}: its {key} asks to run code that comes with the model, which this software never does; "
+                "ask the run's operator for a model that transformers knows by itself"
+            )
+        if "layer" in key and isinstance(value, int) and value > LAYERS_MAX:
+            raise LocalError(f"{path}: {key} is {value:,}, above {LAYERS_MAX:,}; ask the run's operator")
+    return entries

@@ -1,0 +1,93 @@
+"""A run's config.json may be broken, hostile or too large: each way gives one sentence, and nothing of it is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prime_node.adapters.causal_model import CausalModel
+from prime_node.adapters.tiny_model import model_files
+from prime_node.adapters.torch_backend import TorchBackend
+from prime_protocol.errors import LocalError
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+Build = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes(model_files(**SIZES)["config.json"])
+    return tmp_path
+
+
+@pytest.fixture(params=["engine", "trainer"])
+def build(request: pytest.FixtureRequest) -> Build:
+    if request.param == "engine":
+        return lambda folder: CausalModel(folder, dtype="fp32", device="cpu")
+    return lambda folder: TorchBackend(folder)
+
+
+def change(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
+        {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}},
+        {"text_config": {"auto_map": {"AutoConfig": "evil.Config"}}},
+        {"_attn_implementation": "somebody/kernel"},
+    ],
+)
+def test_code_that_a_config_brings_is_refused_and_not_run(
+    folder: Path, build: Build, entries: dict[str, object]
+) -> None:
+    ran = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    change(folder, **entries)
+    with pytest.raises(LocalError, match=r"config\.json: its \S+ asks to run code"):
+        build(folder)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", "{}"])
+def test_a_config_that_is_no_configuration_is_named(folder: Path, build: Build, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(LocalError, match=r"config\.json: transformers cannot build"):
+        build(folder)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"model_type": "of-next-year"},
+        {"hidden_size": "wide"},
+        {"hidden_size": -4},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"hidden_act": "none-such"},
+        {"vocab_size": None},
+    ],
+)
+def test_values_that_the_model_refuses_are_laid_to_the_config(
+    folder: Path, build: Build, entries: dict[str, object]
+) -> None:
+    change(folder, **entries)
+    with pytest.raises(LocalError, match=r"config\.json: transformers cannot build"):
+        build(folder)
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_both_figures(folder: Path, build: Build) -> None:
+    change(folder, hidden_size=2**17, intermediate_size=2**24)
+    with pytest.raises(LocalError, match=r"need [\d.]+ GiB of memory, and [\d.]+ GiB are available"):
+        build(folder)
+
+
+def test_a_number_of_layers_that_nobody_uses_is_refused(folder: Path, build: Build) -> None:
+    change(folder, num_hidden_layers=10**9)
+    with pytest.raises(LocalError, match=r"num_hidden_layers is 1,000,000,000"):
+        build(folder)
