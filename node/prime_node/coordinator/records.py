@@ -49,6 +49,10 @@ def rules_of(run: PinnedRun) -> Rules:
     )
 
 
+WASTED_MAX = 2
+"""A worker that wasted this many leases in a row is leased little, and slowly."""
+
+
 class LeaseEnd(StrEnum):
     """How a lease ended."""
 
@@ -144,6 +148,10 @@ class Worker:
     """Takes part at the moment."""
     banned: Ban | None = None
     strikes: int = 0
+    wasted: int = 0
+    """Leases that lapsed or were handed back since its last accepted bundle."""
+    pause_until_ms: int = 0
+    """It is leased nothing before this time."""
     accepted: int = 0
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
@@ -154,6 +162,10 @@ class Worker:
     """Lease id -> its bundle that waits for a verdict."""
     ended: dict[str, LeaseRecord] = field(default_factory=dict)
     """Its last leases that ended and wait for nothing, oldest first."""
+
+    @property
+    def is_wasteful(self) -> bool:
+        return self.wasted >= WASTED_MAX
 
     @property
     def has_history(self) -> bool:
