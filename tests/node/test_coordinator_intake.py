@@ -203,17 +203,16 @@ def test_environments_share_the_slots_by_weight() -> None:
     assert 0.72 < drawn.count("three") / len(drawn) < 0.78
 
 
-def test_seeds_depend_on_policy_problem_slot_and_attempt() -> None:
+def test_seeds_depend_on_policy_problem_and_slot() -> None:
     work = assigner()
     problem, other = work.problem(0)[0], work.problem(1)[0]
     seeds = {
-        work.seeds(problem, 0, 0, "a" * 64),
-        work.seeds(problem, 0, 0, "b" * 64),
-        work.seeds(problem, 0, 1, "a" * 64),
-        work.seeds(problem, 1, 0, "a" * 64),
-        work.seeds(other, 0, 0, "a" * 64),
+        work.seeds(problem, 0, "a" * 64),
+        work.seeds(problem, 0, "b" * 64),
+        work.seeds(problem, 1, "a" * 64),
+        work.seeds(other, 0, "a" * 64),
     }
-    assert len(seeds) == 5
+    assert len(seeds) == 4
     assert all(0 <= seed < 2**63 for group in seeds for seed in group)
 
 

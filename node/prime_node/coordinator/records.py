@@ -65,7 +65,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """One lease. Its problems and seeds follow from slots and attempts (assignments.py)."""
+    """One lease. Its problems and seeds follow from policy and slots (assignments.py)."""
 
     lease_id: str
     worker: str
