@@ -187,7 +187,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_out_again_at_once(world: W
 
 
 async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
-    async with running(memory_parts(make_run(heartbeat_seconds=0.05))) as world:
+    async with running(memory_parts(make_run(heartbeat_seconds=0.1))) as world:
         await world.publish()
         await world.join(ANNA)
         await world.lease(ANNA)
