@@ -115,7 +115,7 @@ class RunSpec(WireModel):
     """G: completions of one prompt."""
     lease_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
     """How long a worker has for one lease."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0.0, le=3_600.0)
+    heartbeat_seconds: float = Field(default=5.0, ge=0.1, le=3_600.0)
     """How often a worker reports; after four missed ones its leases go to others."""
     limits: Limits = Field(default_factory=Limits)
     checks: CheckPolicy = Field(default_factory=CheckPolicy)

@@ -34,6 +34,7 @@ from prime_protocol.messages import (
     BatchRequest,
     BundleRequest,
     CheckRequest,
+    LeaseRequest,
     LeaveRequest,
     NotYet,
     ReceiptsRequest,
@@ -73,12 +74,21 @@ async def test_every_completion_has_its_own_seed_and_every_slot_of_a_step_its_ow
     assert len({group.problem.index for group in lease.groups}) == len(lease.groups)
 
 
-async def test_another_attempt_has_the_same_problems_and_other_seeds(world: World) -> None:
+async def test_handing_a_lease_back_gives_no_other_seeds_but_a_new_policy_does(world: World) -> None:
     first = await world.lease(ANNA)
     await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=first.lease_id))
     second = await world.lease(ANNA)
-    assert [group.problem for group in first.groups] == [group.problem for group in second.groups]
-    assert first.groups[0].seeds != second.groups[0].seeds
+    assert first.groups == second.groups
+    await world.client(ANNA).upload(make_parcel(second, ANNA))
+    await world.judge()
+    ahead = await world.lease(ANNA)
+    await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=ahead.lease_id))
+    await world.fill(0)
+    await world.publish()
+    fresher = await world.lease(ANNA)
+    assert ahead.step == fresher.step == 1
+    assert [group.problem for group in ahead.groups] == [group.problem for group in fresher.groups]
+    assert ahead.groups[0].seeds != fresher.groups[0].seeds
 
 
 async def test_a_refused_bundle_is_leased_again_and_the_worker_can_read_why(world: World) -> None:
@@ -148,13 +158,24 @@ async def test_a_rollout_for_a_trained_step_is_stale(world: World) -> None:
 
 
 async def test_an_expired_lease_goes_to_somebody_else() -> None:
-    async with running(memory_parts(make_run(lease_seconds=0.2, heartbeat_seconds=0.1, groups_per_step=1))) as world:
+    run = make_run(lease_seconds=0.2, heartbeat_seconds=0.1, groups_per_step=1, async_level=0)
+    async with running(memory_parts(run)) as world:
         await world.publish()
         await world.join(ANNA, BEN)
         lost = await world.lease(ANNA)
-        taken = [await world.lease(BEN, wait_s=5.0) for _ in range(3)]
-        leased = [*taken, await world.lease(BEN, wait_s=5.0)]
-        assert lost.groups[0].slot in [lease.groups[0].slot for lease in leased]
+        assert (await world.lease(BEN, wait_s=5.0)).groups == lost.groups
+
+
+async def test_a_worker_that_wastes_its_leases_is_told_why_it_waits_and_how_long(world: World) -> None:
+    for _ in range(2):
+        lease = await world.lease(ANNA)
+        await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
+    assert world.head is not None
+    request = LeaseRequest(policy_version=0, policy_digest=world.head.digest, rollouts_max=64, wait_s=30.0)
+    answer = await world.client(ANNA).lease(request)
+    assert isinstance(answer, NotYet)
+    assert "brought nothing" in answer.reason
+    assert 0.5 < answer.retry_after_s <= 1.0
 
 
 async def test_a_lease_whose_answer_was_lost_is_given_out_again_at_once(world: World) -> None:
@@ -166,7 +187,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_out_again_at_once(world: W
 
 
 async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
-    async with running(memory_parts(make_run(heartbeat_seconds=0.05))) as world:
+    async with running(memory_parts(make_run(heartbeat_seconds=0.1))) as world:
         await world.publish()
         await world.join(ANNA)
         await world.lease(ANNA)

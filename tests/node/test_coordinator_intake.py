@@ -25,9 +25,13 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.memory_blobs import MemoryBlobs
 from prime_node.adapters.memory_store import MemoryStore
+from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.paths import Route
+from prime_node.coordinator import events as ev
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.core import receipt_signer
+from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.limiter import Buckets
 from prime_node.coordinator.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.presence import Presence
@@ -89,6 +93,30 @@ async def test_when_the_disk_fails_nobody_is_told_anything_and_the_daemon_ends()
     with pytest.raises(ExceptionGroup) as caught:
         await lose_the_disk()
     assert caught.group_contains(OSError, match="No space left")
+
+
+async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_the_log() -> None:
+    store, run = MemoryStore(), make_run()
+    journal = await open_journal(
+        store,
+        rules_of(run),
+        clock=SystemClock(),
+        sign_receipt=receipt_signer(run, COORDINATOR),
+        snapshot_events=100,
+    )
+    writer = asyncio.create_task(journal.write(lambda bundles: None))
+    journal.record(ev.DrainSet())
+    await journal.synced()
+    with pytest.raises(KeyError):
+        journal.record(ev.WorkersLost(("nobody",)))
+    with pytest.raises(PeerError) as caught:
+        journal.record(ev.DrainSet())
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    with pytest.raises(PeerError):
+        await journal.synced()
+    with pytest.raises(LocalError, match="not to be trusted"):
+        await writer
+    assert [logged.number async for logged in store.events(after=0)] == [1]
 
 
 async def test_a_restart_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -206,17 +234,16 @@ def test_environments_share_the_slots_by_weight() -> None:
     assert 0.72 < drawn.count("three") / len(drawn) < 0.78
 
 
-def test_seeds_depend_on_policy_problem_slot_and_attempt() -> None:
+def test_seeds_depend_on_policy_problem_and_slot() -> None:
     work = assigner()
     problem, other = work.problem(0)[0], work.problem(1)[0]
     seeds = {
-        work.seeds(problem, 0, 0, "a" * 64),
-        work.seeds(problem, 0, 0, "b" * 64),
-        work.seeds(problem, 0, 1, "a" * 64),
-        work.seeds(problem, 1, 0, "a" * 64),
-        work.seeds(other, 0, 0, "a" * 64),
+        work.seeds(problem, 0, "a" * 64),
+        work.seeds(problem, 0, "b" * 64),
+        work.seeds(problem, 1, "a" * 64),
+        work.seeds(other, 0, "a" * 64),
     }
-    assert len(seeds) == 5
+    assert len(seeds) == 4
     assert all(0 <= seed < 2**63 for group in seeds for seed in group)
 
 

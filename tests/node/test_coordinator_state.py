@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -58,7 +59,11 @@ class Run:
 
     def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | Refusal:
         found = choose_slots(
-            self.state, self.state.workers[worker], policy_version=policy_version, rollouts_max=rollouts_max
+            self.state,
+            self.state.workers[worker],
+            policy_version=policy_version,
+            rollouts_max=rollouts_max,
+            now_ms=self.now_ms,
         )
         if isinstance(found, Refusal):
             return found
@@ -235,6 +240,44 @@ def test_a_lost_worker_loses_its_leases_and_wakes_those_who_wait(run: Run) -> No
     assert run.granted("ben", 0).slots[: len(lease.slots)] == lease.slots
 
 
+def test_one_wasted_lease_is_forgiven(run: Run) -> None:
+    run.do(ev.LeaseReturned(run.granted("anna", 0).lease_id))
+    assert run.granted("anna", 0).slots == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "waste",
+    [
+        lambda run, lease: run.do(ev.LeaseReturned(lease.lease_id)),
+        lambda run, lease: run.do(ev.LeasesExpired((lease.lease_id,))),
+        lambda run, lease: run.do(ev.WorkersLost((lease.worker,))),
+        lambda run, lease: run.do(ev.WorkerLeft(lease.worker)),
+        lambda run, lease: run.join(lease.worker),
+    ],
+)
+def test_a_worker_that_wastes_its_leases_waits_ever_longer_for_one_group_at_a_time(
+    run: Run, waste: Callable[[Run, records.LeaseRecord], object]
+) -> None:
+    pauses_s = []
+    for number in range(9):
+        lease = run.granted("anna", 0)
+        assert len(lease.slots) == (3 if number < 2 else 1)
+        waste(run, lease)
+        run.join("anna")
+        pause_ms = run.state.workers["anna"].pause_until_ms - run.now_ms
+        pauses_s.append(max(0, pause_ms) // 1_000)
+        if pauses_s[-1]:
+            refusal = run.lease("anna", 0)
+            assert isinstance(refusal, Refusal)
+            assert refusal.pause_s == pauses_s[-1]
+            run.now_ms += pause_ms
+    assert pauses_s == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    held = run.granted("anna", 0)
+    assert isinstance(run.lease("anna", 0), Refusal), "one at a time"
+    run.accept(run.upload(held))
+    assert len(run.granted("anna", 0).slots) == 3, "an accepted bundle makes it like any other"
+
+
 def test_a_worker_that_joins_again_starts_without_leases_but_keeps_its_record(run: Run) -> None:
     run.accept(run.upload(run.granted("anna", 0)))
     run.granted("anna", 0)
@@ -373,7 +416,8 @@ class AnyRun(RuleBasedStateMachine):
     def lease(self, name: str, age: int, rollouts_max: int) -> None:
         worker, version = self.state.workers.get(name), self.state.head - age
         if worker is not None and worker.active and version in self.state.published:
-            found = choose_slots(self.state, worker, policy_version=version, rollouts_max=rollouts_max)
+            now_ms = self.run_.now_ms
+            found = choose_slots(self.state, worker, policy_version=version, rollouts_max=rollouts_max, now_ms=now_ms)
             if isinstance(found, Grant):
                 assert list(found.slots) == self.state.steps[found.step].open[: len(found.slots)]
                 assert 0 <= found.step - version <= self.state.rules.async_level

@@ -119,6 +119,7 @@ def set_in(*path: str | int, to: object) -> Callable[[Any], None]:
         set_in("rollouts_per_group", to=4_097),
         set_in("lease_seconds", to=0),
         set_in("heartbeat_seconds", to=1e9),
+        set_in("heartbeat_seconds", to=0.09),
         set_in("limits", "rollout_bytes_max", to="1024"),
         set_in("limits", "rollout_bytes_max", to=1024.0),
         set_in("limits", "rollout_bytes_max", to=2**40),

@@ -1,10 +1,11 @@
 """Which problem a slot is, and which seeds its completions get: keyed hashes, so nothing has to be stored.
 
 The key is a secret of the coordinator, so that nobody can foresee a problem or a seed before it is leased, nor shop for better
-ones: for a given policy, slot and attempt there is exactly one answer. Another attempt keeps the problem and has other seeds.
+ones: for a given policy and slot there is exactly one answer, whoever is leased it and however often it was handed back. A newer
+policy has other seeds for the same problem.
 
     problem of slot        environment by weight, index, from blake3(key, "problem", run, slot, draw)
-    seeds of a group       blake3(key, "seeds", run, policy digest, environment, index, slot, attempt), 8 bytes a completion
+    seeds of a group       blake3(key, "seeds", run, policy digest, environment, index, slot), 8 bytes a completion
                            of its extendable output, in order, the top bit cleared
 """
 
@@ -67,9 +68,9 @@ class Assigner:
     def lease(self, record: LeaseRecord) -> Lease:
         """The lease in full, the same each time."""
         groups = []
-        for slot, attempt in zip(record.slots, record.attempts, strict=True):
+        for slot in record.slots:
             problem, prompt = self.problem(slot)
-            seeds = self.seeds(problem, slot, attempt, record.policy_digest)
+            seeds = self.seeds(problem, slot, record.policy_digest)
             groups.append(
                 GroupAssignment.model_construct(slot=slot, problem=problem, prompt_token_ids=prompt, seeds=seeds)
             )
@@ -86,10 +87,10 @@ class Assigner:
             expires_at_ms=record.expires_at_ms,
         )
 
-    def seeds(self, problem: Problem, slot: int, attempt: int, policy_digest: str) -> tuple[int, ...]:
+    def seeds(self, problem: Problem, slot: int, policy_digest: str) -> tuple[int, ...]:
         """One seed for each completion of a group."""
         num = self._run.spec.rollouts_per_group
-        fields = ("seeds", policy_digest, problem.environment, problem.index, slot, attempt)
+        fields = ("seeds", policy_digest, problem.environment, problem.index, slot)
         stream = self._hash(*fields, num_bytes=8 * num)
         return tuple(int.from_bytes(stream[8 * i : 8 * i + 8], "big") & SEED_MAX for i in range(num))
 

@@ -31,7 +31,8 @@ class CoordinatorConfig(Settings):
     requests_per_second: float = Field(default=50.0, gt=0.0)
     """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
     faults_per_second: float = Field(default=5.0, gt=0.0)
-    """Faulty requests and new keys from one network address, sustained; a burst of fifty times as many is allowed."""
+    """Faulty requests and new keys from one network address, sustained; a burst of fifty times as many is allowed.
+    Beyond that, keys that neither take part nor belong to the run are turned away there."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
     """Nonces remembered against replays, about 200 bytes each. When they are used up, requests are turned away for a while."""
     grace_seconds: float = Field(default=5.0, ge=0.0)

@@ -6,6 +6,7 @@ answer leaves before everything that it could rest on is durable.
 
 Invariant: what the store holds is always a prefix of what the state has seen. If the store fails, the state is ahead of it for
 good, so the journal fails for good too and the daemon ends; a restart goes on from the prefix, and no peer was told otherwise.
+The same where `tick` raises: it may have changed half of what the event means, and the log does not hold it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Journal:
         self._wanted = asyncio.Event()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._failed = False
+        self._fault: BaseException | None = None
         self._closing = False
 
     @property
@@ -66,7 +68,12 @@ class Journal:
         if self._failed or self._closing:
             raise _unavailable()
         at_ms = self._clock.now_ms()
-        effects = tick(self.state, event, at_ms)
+        try:
+            effects = tick(self.state, event, at_ms)
+        except BaseException as error:
+            self._failed, self._fault = True, error
+            self._wanted.set()
+            raise
         self._number += 1
         self._events.append(LoggedEvent(self._number, at_ms, ev.to_json(event)))
         self._receipts += [self._sign_receipt(effect, at_ms) for effect in effects if isinstance(effect, Settled)]
@@ -89,6 +96,10 @@ class Journal:
             while True:
                 await self._wanted.wait()
                 self._wanted.clear()
+                if self._fault is not None:
+                    raise LocalError(
+                        "the coordinator's state is not to be trusted any more; restart it"
+                    ) from self._fault
                 await self._write_once(forget)
                 if self._closing and not self._events:
                     return

@@ -76,6 +76,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
             core.state.workers[signer],
             policy_version=request.policy_version,
             rollouts_max=request.rollouts_max,
+            now_ms=core.clock.now_ms(),
         )
 
     found = await core.news.until(
@@ -87,7 +88,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
     core.presence.heard(signer, core.clock.monotonic_s())
     if isinstance(found, Refusal):
         core.hints[signer] = found.reason
-        return NotYet(reason=found.reason, retry_after_s=RETRY_S)
+        return NotYet(reason=found.reason, retry_after_s=max(RETRY_S, found.pause_s))
     core.hints.pop(signer, None)
     return _grant(core, signer, request, found)
 

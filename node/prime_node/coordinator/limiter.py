@@ -1,7 +1,8 @@
 """Rate limits, all of them here. Two token buckets:
 
 - by key, once a signature has been verified: a worker cannot crowd out the others;
-- by network address, for what is refused and for new keys: who sends rubbish is turned away before it costs a signature check.
+- by network address, for what is refused and for new keys: where rubbish comes from, strangers are turned away before they cost
+  a signature check. Workers that take part and the keys of the run pass: they may share the address (requests.py).
 
 A bucket by an unverified key would let anybody use up somebody else's.
 """

@@ -72,7 +72,7 @@ class RunConfig(Settings):
     """Length limit of a completion, the stop token included."""
     lease_seconds: float = Field(default=600.0, gt=0.0)
     """How long a worker has for one lease."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    heartbeat_seconds: float = Field(default=5.0, ge=0.1)
     """How often a worker reports."""
     model: Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")] = TinyModel()
     """What is trained."""

@@ -50,6 +50,10 @@ def rules_of(run: PinnedRun) -> Rules:
     )
 
 
+WASTED_MAX = 2
+"""A worker that wasted this many leases in a row is leased little, and slowly."""
+
+
 class LeaseEnd(StrEnum):
     """How a lease ended."""
 
@@ -62,7 +66,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """One lease. Its problems and seeds follow from slots and attempts (assignments.py)."""
+    """One lease. Its problems and seeds follow from policy and slots (assignments.py)."""
 
     lease_id: str
     worker: str
@@ -145,6 +149,10 @@ class Worker:
     """Takes part at the moment."""
     banned: Ban | None = None
     strikes: int = 0
+    wasted: int = 0
+    """Leases that lapsed or were handed back since its last accepted bundle."""
+    pause_until_ms: int = 0
+    """It is leased nothing before this time."""
     accepted: int = 0
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
@@ -155,6 +163,10 @@ class Worker:
     """Lease id -> its bundle that waits for a verdict."""
     ended: dict[str, LeaseRecord] = field(default_factory=dict)
     """Its last leases that ended and wait for nothing, oldest first."""
+
+    @property
+    def is_wasteful(self) -> bool:
+        return self.wasted >= WASTED_MAX
 
     @property
     def has_history(self) -> bool:

@@ -1,14 +1,18 @@
 """The one path of every signed request. The cheap checks come before the dear ones; the first that fails answers.
 
-    (1) the address has not sent too much rubbish      TOO_MANY_REQUESTS
-    (2) framing and size                               MALFORMED, UNKNOWN_FIELD, WRONG_TYPE, TOO_LARGE
-    (3) one signer, with the endpoint's role           BAD_SIGNATURE, WRONG_ROLE, UNKNOWN_WORKER, BANNED
+    (1) framing and size                               MALFORMED, UNKNOWN_FIELD, WRONG_TYPE, TOO_LARGE
+    (2) one signer; a stranger's address has not sent
+        too much rubbish                               BAD_SIGNATURE, TOO_MANY_REQUESTS
+    (3) the signer has the endpoint's role             WRONG_ROLE, UNKNOWN_WORKER, BANNED
     (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
     (5) the signer's own rate                          TOO_MANY_REQUESTS
     (6) schema                                         UNKNOWN_FIELD, WRONG_TYPE
     (7) this run                                       WRONG_RUN
     (8) time stamp within the window                   EXPIRED
     (9) nonce not seen before                          REPLAYED
+
+Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that the RunSpec does not
+name and that do not take part. They are refused before any signature is checked.
 
 After a restart the nonces are forgotten, so requests signed before it are turned away (UNAVAILABLE: sign again), not believed.
 """
@@ -44,7 +48,7 @@ class Caller(StrEnum):
 
 @dataclass(slots=True)
 class Gate:
-    """Lets requests in. Holds the memory that steps (1), (5), (8) and (9) need."""
+    """Lets requests in. Holds the memory that steps (2), (5), (8) and (9) need."""
 
     run: PinnedRun
     limiter: Limiter
@@ -63,10 +67,12 @@ class Gate:
         now_s: float,
     ) -> tuple[str, Request]:
         """The verified signer and his request. Raises PeerError."""
-        with self.blame(address, now_s):  # (1)
-            envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (2)
-            signer = envelope.sole_signer()  # (3)
-            require_role(signer, caller, run=self.run, state=state)
+        with self.blame(address, now_s):
+            envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
+            signer = envelope.sole_signer()  # (2)
+            if is_stranger(signer, run=self.run, state=state):
+                self.limiter.by_address.require(address, now_s)
+            require_role(signer, caller, run=self.run, state=state)  # (3)
             if signer not in state.workers and caller is Caller.ANYONE:
                 self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
             payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
@@ -83,8 +89,7 @@ class Gate:
         return signer, stamped.request
 
     def blame(self, address: str, now_s: float) -> _Blame:
-        """Charge an address for a PeerError inside; refuse an address with too many. Step (1), for parcels too."""
-        self.limiter.by_address.require(address, now_s)
+        """Charge an address for a PeerError inside. For parcels too."""
         return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
 
     def _check_time(self, issued_at_ms: int, now_ms: int) -> None:
@@ -116,6 +121,14 @@ class _Blame:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PeerError):
             self._charge()
+
+
+def is_stranger(signer: str, *, run: PinnedRun, state: State) -> bool:
+    """Neither named in the RunSpec nor taking part."""
+    keys, worker = run.spec.keys, state.workers.get(signer)
+    if worker is not None and worker.active:
+        return False
+    return signer not in keys.root + keys.coordinator + keys.trainer + keys.validator
 
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:

@@ -7,6 +7,10 @@ a policy that is fresh enough. No slot can be skipped and forgotten.
 
 Fair share: while others take part, one worker holds at most ceil(R / workers) slots of one step at once. Who is faster comes
 back sooner and gets more; who is alone gets everything.
+
+Wasted leases: from the second lease in a row on that a worker let lapse or handed back, it holds one group at most and waits
+between leases, longer each time, so that others take first what it gave back. An accepted bundle makes it like any other.
+Joining again or leaving is no way around: a lease that ends without a bundle counts however it ends.
 """
 
 from __future__ import annotations
@@ -32,9 +36,13 @@ class Refusal:
     reason: str
     is_worth_waiting: bool
     """True where something may come up that this worker can take with the policy that it holds."""
+    pause_s: float = 0.0
+    """Nothing will come up sooner."""
 
 
-def choose_slots(state: State, worker: Worker, *, policy_version: int, rollouts_max: int) -> Grant | Refusal:
+def choose_slots(
+    state: State, worker: Worker, *, policy_version: int, rollouts_max: int, now_ms: int
+) -> Grant | Refusal:
     """The lowest open slots that the policy may serve, all of one step.
 
     A group is never split: where `rollouts_max` is less than a group, one group is leased all the same.
@@ -46,23 +54,37 @@ def choose_slots(state: State, worker: Worker, *, policy_version: int, rollouts_
         return Refusal("the operator drains the run: no more work", is_worth_waiting=False)
     if state.is_complete:
         return Refusal("all rollouts of the run are in", is_worth_waiting=False)
+    if worker.is_wasteful and (refusal := _make_wait(worker, now_ms)):
+        return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
         return Refusal(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
     if len(worker.leases) + len(worker.pending) >= rules.bundles_pending_per_worker_max:
         waiting = len(worker.pending)
         return Refusal(f"{waiting} of your bundles wait for a validator", is_worth_waiting=waiting > 0)
-    count_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
+    groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
+    count_max = 1 if worker.is_wasteful else max(1, groups_max)
     for number in range(max(policy_version, state.first_step), state.last_step + 1):
         if not step.admits(number, policy_version, rules.async_level):
             break
         room = fair_share(state) - slots_held(state, worker, number)
         open_slots = state.steps[number].open
         if open_slots and room > 0:
-            return Grant(number, tuple(open_slots[: max(1, min(room, count_max))]))
+            return Grant(number, tuple(open_slots[: min(room, count_max)]))
     if policy_version < state.head:
         reason = f"policy {policy_version} can serve nothing that is open; fetch policy {state.head}"
         return Refusal(reason, is_worth_waiting=False)
     return Refusal(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
+
+
+def _make_wait(worker: Worker, now_ms: int) -> Refusal | None:
+    """A worker that wastes leases gets the next one when its pause is over and it holds none."""
+    pause_s = (worker.pause_until_ms - now_ms) / 1_000
+    if pause_s > 0:
+        reason = f"your last {worker.wasted} leases brought nothing; wait {pause_s:.0f} s"
+        return Refusal(reason, is_worth_waiting=False, pause_s=pause_s)
+    if worker.leases:
+        return Refusal("your last leases brought nothing: one group at a time", is_worth_waiting=False)
+    return None
 
 
 def fair_share(state: State) -> int:

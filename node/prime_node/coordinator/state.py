@@ -22,6 +22,7 @@ from typing import Any
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.records import (
+    WASTED_MAX,
     AcceptedGroup,
     Ban,
     Banned,
@@ -44,6 +45,10 @@ LEASES_REMEMBERED_MAX = 64
 """Ended leases kept for each worker, so that a late upload gets a precise answer."""
 WORKERS_REMEMBERED_FACTOR = 4
 """Beyond this many times `workers_max`, workers that went away are forgotten, oldest first. The banned are not."""
+WASTED_PAUSE_MS = 1_000
+"""A worker waits this long after its second wasted lease in a row, twice as long after each further one, ..."""
+WASTED_PAUSE_MS_MAX = 60_000
+"""... up to this."""
 
 
 def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
@@ -57,7 +62,7 @@ def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
 def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Effect]:
     worker = state.workers.get(event.worker) or Worker(event.worker, "", "", "", 0, at_ms)
     assert worker.banned is None
-    effects = _lapse_leases(state, worker)
+    effects = _lapse_leases(state, worker, at_ms)
     state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
     worker.name, worker.software, worker.engine = event.name, event.software, event.engine
     worker.rollouts_max, worker.joined_at_ms = event.rollouts_max, at_ms
@@ -68,11 +73,11 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
 
 
 def _worker_left(state: State, event: ev.WorkerLeft, at_ms: int) -> list[Effect]:
-    return _deactivate(state, state.workers[event.worker])
+    return _deactivate(state, state.workers[event.worker], at_ms)
 
 
 def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effect]:
-    return [effect for worker in event.workers for effect in _deactivate(state, state.workers[worker])]
+    return [effect for worker in event.workers for effect in _deactivate(state, state.workers[worker], at_ms)]
 
 
 def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Effect]:
@@ -84,6 +89,7 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
     if worker.banned is not None and worker.banned.evidence is not None:
         state.evidence.remove(worker.banned.evidence)
     worker.banned, worker.strikes = None, 0
+    worker.wasted, worker.pause_until_ms = 0, 0
     return []
 
 
@@ -115,11 +121,11 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
 
 
 def _lease_returned(state: State, event: ev.LeaseReturned, at_ms: int) -> list[Effect]:
-    return _give_back(state, event.lease_id, LeaseEnd.RETURNED)
+    return _give_back(state, event.lease_id, LeaseEnd.RETURNED, at_ms)
 
 
 def _leases_expired(state: State, event: ev.LeasesExpired, at_ms: int) -> list[Effect]:
-    return [effect for lease in event.lease_ids for effect in _give_back(state, lease, LeaseEnd.LAPSED)]
+    return [effect for lease in event.lease_ids for effect in _give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
 
 
 # Bundles
@@ -148,7 +154,8 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
-    effects = _give_back(state, event.lease_id, LeaseEnd.RETURNED) if event.lease_id in state.leases else []
+    is_open = event.lease_id in state.leases
+    effects = _give_back(state, event.lease_id, LeaseEnd.RETURNED, at_ms) if is_open else []
     lease = state.workers[event.worker].ended[event.lease_id]
     assert lease.bundle is None
     lease.bundle = event.bundle
@@ -249,6 +256,7 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
         step.accepted[slot] = AcceptedGroup(lease.worker, lease.policy_version, event.bundle, index * size, rewards)
     worker = _stop_waiting(state, pending)
     worker.accepted += pending.num_rollouts
+    worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
     settled = Settled(event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED)
     if not state.is_ready(lease.step):
@@ -281,12 +289,16 @@ def _stop_waiting(state: State, pending: PendingBundle) -> Worker:
     return worker
 
 
-def _give_back(state: State, lease_id: str, end: LeaseEnd) -> list[Effect]:
-    """End an open lease without a bundle."""
+def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Effect]:
+    """End an open lease without a bundle. Whoever does so again and again is made to wait (scheduler.py)."""
     lease = state.leases.pop(lease_id)
     worker = state.workers[lease.worker]
     worker.leases.remove(lease_id)
     lease.end = end
+    worker.wasted += 1
+    if worker.is_wasteful:
+        doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
+        worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
     _remember_ended(worker, lease)
     return _reopen(state, lease)
 
@@ -310,12 +322,12 @@ def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
         del worker.ended[next(iter(worker.ended))]
 
 
-def _lapse_leases(state: State, worker: Worker) -> list[Effect]:
-    return [effect for lease in list(worker.leases) for effect in _give_back(state, lease, LeaseEnd.LAPSED)]
+def _lapse_leases(state: State, worker: Worker, at_ms: int) -> list[Effect]:
+    return [effect for lease in list(worker.leases) for effect in _give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
 
 
-def _deactivate(state: State, worker: Worker) -> list[Effect]:
-    effects = _lapse_leases(state, worker)
+def _deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:
+    effects = _lapse_leases(state, worker, at_ms)
     state.num_active -= worker.active
     worker.active = False
     if not worker.has_history:
@@ -337,7 +349,7 @@ def _ban(state: State, worker: Worker, ban: Ban) -> list[Effect]:
     worker.banned = ban
     if ban.evidence is not None:
         state.evidence.append(ban.evidence)
-    effects = [Banned(worker.worker, ban), *_deactivate(state, worker)]
+    effects = [Banned(worker.worker, ban), *_deactivate(state, worker, ban.at_ms)]
     for bundle in list(worker.pending.values()):
         effects += _refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
     return effects
