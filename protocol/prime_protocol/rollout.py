@@ -152,6 +152,13 @@ def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
     return zstandard.ZstdCompressor(level=3).compress(raw), len(raw)
 
 
+def body_bytes_max(*, num_rollouts: int, completion_tokens_max: int) -> int:
+    """More than any bundle of so many completions can need before compression: no span is shorter than a token."""
+    per_token = 4 + 4 + 12  # token id, logprob, span
+    per_completion = 4 + 1 + 8 + 8  # length, finish, slot, seed
+    return limits.TENSOR_HEADER_BYTES_MAX + num_rollouts * (per_completion + completion_tokens_max * per_token)
+
+
 def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) -> Rollouts:
     """Decompress and check a body whose digest has been compared with the header's. Raises PeerError."""
     if header.decompressed_bytes > bounds.rollout_decompressed_bytes_max:

@@ -47,7 +47,7 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
 )
 from prime_protocol.parcel import open_parcel, pack_parcel
-from prime_protocol.rollout import RolloutHeader, parse_body
+from prime_protocol.rollout import RolloutHeader, body_bytes_max, parse_body
 from prime_protocol.verdict import RejectReason, Verdict
 
 
@@ -258,6 +258,26 @@ async def test_a_bundle_over_the_size_limit_is_refused() -> None:
         await refused(
             world, ErrorCode.TOO_LARGE, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, body=b"x" * 2_049)
         )
+
+
+async def test_a_bundle_larger_than_its_lease_can_need_is_refused_and_not_stored(world: World) -> None:
+    lease = await world.lease(ANNA, rollouts_max=2)
+    bound = body_bytes_max(num_rollouts=2, completion_tokens_max=4)
+    large = make_parcel(lease, ANNA, body=b"x" * (bound + 1))
+    await refused(world, ErrorCode.TOO_LARGE, "/v1/rollouts", large)
+    swollen = make_parcel(lease, ANNA, decompressed_bytes=bound + 1)
+    await refused(world, ErrorCode.DECOMPRESSED_TOO_LARGE, "/v1/rollouts", swollen)
+    assert [digest async for digest in world.parts.bundles.digests()] == []
+    assert (await world.client(ANNA).upload(make_parcel(lease, ANNA))).verdict is None
+
+
+async def test_uploads_count_against_the_workers_rate() -> None:
+    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(2)]
+        assert codes == [200, 429]
 
 
 @pytest.mark.parametrize("parcel", [b"", b"PRP0" + b"\0" * 20, b"PRP1" + b"\0\0\1\0" + b"{}"])

@@ -10,6 +10,7 @@ import pytest
 from prime_node.adapters import aiohttp_server
 from prime_node.adapters.aiohttp_server import AiohttpServer
 from prime_node.ports.web import Request, Response, Route
+from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
 
@@ -25,7 +26,11 @@ async def stream(request: Request) -> Response:
     return Response(chunks(), content_type="application/octet-stream", headers={"Content-Length": "9"})
 
 
-ROUTES = [Route("GET", "/stream", stream), Route("POST", "/echo", echo, 1_000)]
+ROUTES = [
+    Route("GET", "/stream", stream),
+    Route("POST", "/echo", echo, 1_000),
+    Route("POST", "/upload", echo, limits.REQUEST_BYTES_MAX + 1),
+]
 
 
 @pytest.fixture
@@ -76,6 +81,32 @@ async def test_a_body_that_drips_is_refused_although_it_never_stalls(port: int) 
     assert b"too slowly" in await exchange(port, *pieces, pause_s=0.02)
 
 
+async def test_a_large_body_that_stalls_is_refused_although_it_came_fast_before() -> None:
+    server = AiohttpServer(body_grace_s=60.0, body_stall_s_max=0.2)
+    port = await server.start(ROUTES, host="127.0.0.1", port=0)
+    head = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n"
+    assert b"too slowly" in await exchange(port, head + b"x" * 400_000)
+    await server.stop(grace_s=0.1)
+
+
+async def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for head in (b"Content-Length: 100\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\n" + head)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+async def test_a_chunk_that_is_none_is_refused(port: int) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert (await exchange(port, head, b"3\r\nabc\r\n", b"zz\r\n", pause_s=0.02)).startswith(b"HTTP/1.1 400")
+
+
 async def test_an_announced_length_over_the_limit_is_refused_before_it_is_sent(port: int) -> None:
     answer = await exchange(port, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413")
@@ -92,13 +123,24 @@ async def test_a_compressed_body_is_not_unpacked(port: int) -> None:
     assert (await exchange(port, head)).startswith(b"HTTP/1.1 400")
 
 
-async def test_bodies_on_their_way_in_are_bounded_together(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_on_their_way_in_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aiohttp_server, "BODIES_BYTES_MAX", 900)
-    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-    assert (await exchange(port, head + b"x" * 1_000)).startswith(b"HTTP/1.1 503")
-    small = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 800\r\nConnection: close\r\n\r\n"
+    server = AiohttpServer(header_s_max=0.2)
+    port = await server.start(ROUTES, host="127.0.0.1", port=0)
+    head = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    answer = await exchange(port, head + b"x" * 1_000)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"Connection: close" in answer
+    small = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 800\r\nConnection: close\r\n\r\n"
     for _ in range(3):  # what was counted is given back
         assert (await exchange(port, small + b"x" * 800)).startswith(b"HTTP/1.1 200")
+    _, held = await asyncio.open_connection("127.0.0.1", port)
+    held.write(head + b"x" * 800)
+    await held.drain()
+    request = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\nConnection: close\r\n\r\n"
+    assert (await exchange(port, request + b"x" * 900)).startswith(b"HTTP/1.1 200"), "uploads crowd out no request"
+    held.close()
+    await server.stop(grace_s=0.1)
 
 
 async def test_head_has_the_header_of_get_and_no_body(port: int) -> None:

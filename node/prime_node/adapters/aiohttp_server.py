@@ -12,11 +12,13 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import ClientConnectionError, web
 
 from prime_node.ports.web import Request, Response, Route
+from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
 
 log = logging.getLogger(__name__)
@@ -26,18 +28,38 @@ HEADER_S_MAX = 75.0
 BODY_GRACE_S = 20.0
 BODY_BYTES_PER_S_MIN = 16 * 2**10
 """A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
+BODY_STALL_S_MAX = 20.0
+"""A body of which no byte comes for so long is given up, however fast it came before."""
 BODIES_BYTES_MAX = 2**30
 """Memory for bodies on their way in, all connections together."""
+REQUESTS_BYTES_MAX = 2**28
+"""The same for routes that take no more than a signed request; so uploads cannot crowd them out."""
 CONNECTIONS_MAX = 20_000
+
+
+@dataclass(slots=True)
+class _Memory:
+    """How much of its share the bodies on their way in take."""
+
+    bytes_max: int
+    num_bytes: int = 0
 
 
 class AiohttpServer:
     """Implements ports.web.WebServer."""
 
-    def __init__(self, *, header_s_max: float = HEADER_S_MAX, body_grace_s: float = BODY_GRACE_S) -> None:
+    def __init__(
+        self,
+        *,
+        header_s_max: float = HEADER_S_MAX,
+        body_grace_s: float = BODY_GRACE_S,
+        body_stall_s_max: float = BODY_STALL_S_MAX,
+    ) -> None:
         self._header_s_max = header_s_max
         self._body_grace_s = body_grace_s
-        self._bodies_bytes = 0
+        self._body_stall_s_max = body_stall_s_max
+        self._uploads = _Memory(BODIES_BYTES_MAX)
+        self._requests = _Memory(REQUESTS_BYTES_MAX)
         self._server: asyncio.Server | None = None
         self._manager: web.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -75,12 +97,14 @@ class AiohttpServer:
         return _GuardedHandler(self._manager, header_s_max=self._header_s_max)
 
     def _adapt(self, route: Route) -> Any:
+        memory = self._requests if route.body_bytes_max <= limits.REQUEST_BYTES_MAX else self._uploads
+
         async def handle(request: web.Request) -> web.StreamResponse:
             guard = request.protocol
             assert isinstance(guard, _GuardedHandler)
             guard.header_came()
             try:
-                body = await self._read_body(request, route.body_bytes_max)
+                body = await self._read_body(request, route.body_bytes_max, memory)
                 try:
                     response = await route.handler(
                         Request(
@@ -91,9 +115,12 @@ class AiohttpServer:
                         )
                     )
                 finally:
-                    self._bodies_bytes -= len(body)
+                    memory.num_bytes -= len(body)
             except PeerError as error:
-                return _error(error)
+                answer = _error(error)
+                if guard.is_given_up:
+                    answer.force_close()  # says so in the header, too
+                return answer
             else:
                 return await _send(request, response)
             finally:
@@ -101,8 +128,8 @@ class AiohttpServer:
 
         return handle
 
-    async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
-        """The body, counted against `BODIES_BYTES_MAX` until the caller is done with it. Raises PeerError."""
+    async def _read_body(self, request: web.Request, bytes_max: int, memory: _Memory) -> bytes:
+        """The body, counted in `memory` until the caller is done with it. Raises PeerError."""
         if not request.body_exists:
             return b""
         if "Content-Encoding" in request.headers:
@@ -115,32 +142,36 @@ class AiohttpServer:
         began_s = loop.time()
         try:
             while True:
-                async with asyncio.timeout_at(began_s + self._body_grace_s + num_bytes / BODY_BYTES_PER_S_MIN):
+                due_s = began_s + self._body_grace_s + num_bytes / BODY_BYTES_PER_S_MIN
+                async with asyncio.timeout_at(min(due_s, loop.time() + self._body_stall_s_max)):
                     chunk = await request.content.readany()
                 if not chunk:
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
                 num_bytes += len(chunk)
-                self._bodies_bytes += len(chunk)
+                memory.num_bytes += len(chunk)
                 chunks.append(chunk)
                 if num_bytes > bytes_max:
                     raise LimitExceeded("body_bytes_max", None, bytes_max)
-                if self._bodies_bytes > BODIES_BYTES_MAX:
+                if memory.num_bytes > memory.bytes_max:
                     raise PeerError(ErrorCode.UNAVAILABLE, "too many uploads at once", retry_after_s=2.0)
         except TimeoutError:
-            self._bodies_bytes -= num_bytes
+            memory.num_bytes -= num_bytes
             raise _closing(request, PeerError(ErrorCode.MALFORMED, "the body came too slowly")) from None
+        except (ConnectionError, ClientConnectionError, web.RequestPayloadError):
+            memory.num_bytes -= num_bytes
+            raise _closing(request, PeerError(ErrorCode.MALFORMED, "the body broke off")) from None
         except PeerError as error:
-            self._bodies_bytes -= num_bytes
+            memory.num_bytes -= num_bytes
             raise _closing(request, error) from None
         except BaseException:
-            self._bodies_bytes -= num_bytes
+            memory.num_bytes -= num_bytes
             raise
 
 
 class _GuardedHandler(web.RequestHandler):
     """One connection, which is cut when the header of its next request does not come in time."""
 
-    __slots__ = ("_header_s_max", "_header_timer")
+    __slots__ = ("_header_s_max", "_header_timer", "is_given_up")
 
     def __init__(self, manager: web.Server, *, header_s_max: float) -> None:
         super().__init__(
@@ -153,6 +184,7 @@ class _GuardedHandler(web.RequestHandler):
         )
         self._header_s_max = header_s_max
         self._header_timer: asyncio.TimerHandle | None = None
+        self.is_given_up = False  # a body was not read to its end, so no other request can follow
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -181,7 +213,10 @@ class _GuardedHandler(web.RequestHandler):
 
 def _closing(request: web.Request, error: PeerError) -> PeerError:
     """An error after which the rest of the body is not read: the connection cannot be used again."""
-    request.protocol.close()
+    guard = request.protocol
+    assert isinstance(guard, _GuardedHandler)
+    guard.is_given_up = True
+    guard.close()
     return error
 
 

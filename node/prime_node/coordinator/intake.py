@@ -6,7 +6,10 @@
     (4) the header's schema, run, signer and sizes        UNKNOWN_FIELD, WRONG_TYPE, WRONG_RUN, TOO_LARGE
     (5) its lease                                         LEASE_UNKNOWN, LEASE_FOREIGN, verdict DUPLICATE or LEASE_EXPIRED
     (6) its step                                          verdict STALE or FUTURE
-    (7) the body is the one that was signed               DIGEST_MISMATCH
+    (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
+    (8) the body is the one that was signed               DIGEST_MISMATCH
+
+A verified header, (3), is counted against its worker's rate: TOO_MANY_REQUESTS.
 
 Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle,
 and one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged
@@ -26,7 +29,7 @@ from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.messages import UploadReply
 from prime_protocol.parcel import Parcel, open_parcel
-from prime_protocol.rollout import RolloutHeader
+from prime_protocol.rollout import RolloutHeader, body_bytes_max
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 
@@ -36,6 +39,8 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)  # (1)
         header = read_header(opened, run=core.run, state=core.state)  # (2) to (4)
+    gate.limiter.by_key.require(header.worker, core.clock.monotonic_s())
+    gate.limiter.by_key.charge(header.worker, core.clock.monotonic_s())
     core.presence.heard(header.worker, core.clock.monotonic_s())
     bundle = digest_of(parcel)
     lease = core.state.lease_of(header.lease_id, header.worker)
@@ -44,7 +49,8 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
     decision = decide(core.state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
     if isinstance(decision, UploadReply):
         return decision
-    opened.check_body(header)  # (7)
+    check_sizes(header, lease, core.run)  # (7)
+    opened.check_body(header)  # (8)
     if isinstance(decision, ev.BundleArrived):
         decision = await _store(core, header, decision, parcel)
     if isinstance(decision, UploadReply):
@@ -74,6 +80,19 @@ def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeade
             code=ErrorCode.DECOMPRESSED_TOO_LARGE,
         )
     return header
+
+
+def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> None:
+    """Step (7). Raises PeerError where the declared sizes are beyond what the lease's completions can take."""
+    bound = body_bytes_max(
+        num_rollouts=len(lease.slots) * run.spec.rollouts_per_group,
+        completion_tokens_max=run.spec.sampling.completion_tokens_max,
+    )
+    if header.body_bytes > bound:  # compression makes it smaller, or larger by far less than the bound's slack
+        raise LimitExceeded("the lease's body_bytes_max", header.body_bytes, bound)
+    if header.decompressed_bytes > bound:
+        code = ErrorCode.DECOMPRESSED_TOO_LARGE
+        raise LimitExceeded("the lease's body_bytes_max", header.decompressed_bytes, bound, code=code)
 
 
 def decide(
