@@ -53,8 +53,8 @@ class FolderBlobs:
         await asyncio.to_thread(self._path(digest).unlink, missing_ok=True)
 
     async def digests(self) -> AsyncIterator[str]:
-        for folder in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
-            for path in await asyncio.to_thread(lambda folder=folder: sorted(folder.iterdir())):  # type: ignore[misc]
+        for folder in await asyncio.to_thread(sorted, self._folder.glob("??")):
+            for path in await asyncio.to_thread(sorted, folder.iterdir()):
                 if _DIGEST.fullmatch(path.name):
                     yield path.name
 

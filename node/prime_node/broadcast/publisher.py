@@ -20,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from prime_node.broadcast.encoder import SpanEncoder
@@ -206,7 +207,7 @@ class Publisher:
         for attempt in range(UPLOADS_MAX):
             for blob in {entry.digest: data for one in encoded for entry, data in _named_blobs(one)}.values():
                 await ask_until_answered(
-                    lambda blob=blob: self._coordinator.put_blob(blob),  # type: ignore[misc]
+                    partial(self._coordinator.put_blob, blob),
                     what=f"blobs of policy {version}",
                     clock=self._clock,
                 )

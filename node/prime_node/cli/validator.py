@@ -65,6 +65,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
         kept = max(settings.policies_kept, run.spec.async_level + 2)
         follower = wire.follower(run, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
         following = asyncio.create_task(follower.follow())
+        following.add_done_callback(lambda _: stop.set())  # a full disk ends it; its error is raised below, not lost
         try:
             await run_validator(
                 Validator(
