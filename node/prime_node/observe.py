@@ -10,18 +10,19 @@ import json
 import logging
 import sys
 import time
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
 
-def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None) -> None:
-    """One line a record: time, level, role, module, message. To a file if given, else to standard error."""
+def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
+    """One line a record: time, level, role, module, message. To standard error; or to a file, and one more of that size."""
     handler: logging.Handler
     if file is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8")
+        handler = RotatingFileHandler(file, maxBytes=bytes_max, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

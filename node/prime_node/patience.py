@@ -1,4 +1,6 @@
-"""Asking until there is an answer, with growing pauses, for days if it must be; and ending a wait when something else happens."""
+"""Asking until there is an answer, with growing pauses, for days if it must be; ending a wait when something else happens; and
+which fault to report where several tasks fall together.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +80,13 @@ async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, An
         return doing.result() if doing.done() else None
     finally:
         await _cancelled([doing, interrupted])
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The faults behind a task group's, in the order in which they fell; of any other error, itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [cause for one in error.exceptions for cause in causes_of(one)]
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:

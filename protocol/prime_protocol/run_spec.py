@@ -151,11 +151,6 @@ class RunSpec(WireModel):
         """The step that trains a slot."""
         return slot // self.groups_per_step
 
-    @property
-    def num_slots(self) -> int:
-        """Groups of the whole run."""
-        return self.max_steps * self.groups_per_step
-
 
 @dataclass(frozen=True, slots=True)
 class PinnedRun:

@@ -29,11 +29,6 @@ def lag(step: int, policy_version: int) -> int:
     return step - policy_version
 
 
-def oldest_policy(step: int, async_level: int) -> int:
-    """The oldest policy version that may still serve `step`."""
-    return max(0, step - async_level)
-
-
 def newest_step(policy_version: int, async_level: int) -> int:
     """The last step that a rollout of `policy_version` may be tagged with."""
     return policy_version + async_level

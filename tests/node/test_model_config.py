@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.causal_model import CausalModel
+from prime_node.adapters.model_config import require_within
 from prime_node.adapters.tiny_model import model_files
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_protocol.errors import LocalError
@@ -85,6 +86,14 @@ def test_a_model_larger_than_the_memory_is_refused_with_both_figures(folder: Pat
     change(folder, hidden_size=2**17, intermediate_size=2**24)
     with pytest.raises(LocalError, match=r"need [\d.]+ GiB of memory, and [\d.]+ GiB are available"):
         build(folder)
+
+
+def test_a_model_whose_policies_the_run_would_not_take_is_refused_before_it_is_built(folder: Path) -> None:
+    require_within(folder, checkpoint_bytes_max=2**20)
+    with pytest.raises(
+        LocalError, match=r"[\d,]+ parameters are [\d,]+ bytes, and the run's limits\.checkpoint_bytes_max"
+    ):
+        require_within(folder, checkpoint_bytes_max=2**10)
 
 
 def test_a_number_of_layers_that_nobody_uses_is_refused(folder: Path, build: Build) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from prime_node.adapters.hf_tokenizer import HfTokenizer
 from prime_node.adapters.tiny_model import initial_weights, model_files
 from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
 from prime_protocol.weights import root_of
 
 
@@ -125,11 +126,30 @@ def test_a_chat_template_of_the_usual_kind_is_cut_around_the_text(folder: Path) 
 def test_a_template_that_cannot_be_cut_is_refused(folder: Path, template: str, why: str) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(LocalError, match=why):
         HfTokenizer(folder)
 
 
 def test_a_folder_without_an_end_token_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="eos_token"):
+    with pytest.raises(LocalError, match="eos_token"):
+        HfTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", "\xff"),
+        ("tokenizer_config.json", '{"eos_token": "<|end|>", "chat_template": "{% for %}"}'),
+        ("tokenizer_config.json", '{"eos_token": "<|end|>", "chat_template": [{}]}'),
+        ("config.json", '{"vocab_size": null}'),
+    ],
+)
+def test_a_broken_file_of_a_tokenizer_gives_one_sentence(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(LocalError, match="tokenizer's files"):
         HfTokenizer(folder)

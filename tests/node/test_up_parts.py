@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.node.worker_world import make_run
+from typer.testing import CliRunner
 
 from prime_node.cli.gather import progress_of
+from prime_node.cli.main import app, outcome_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, Row, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState
 from prime_node.folder_lock import FolderLock
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 
 RUN = make_run()
 
@@ -32,6 +34,23 @@ def test_a_folder_that_is_a_file_is_refused_with_a_sentence(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with pytest.raises(LocalError, match="choose another folder"):
         FolderLock(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--config", "none.toml"], ["--set", "up.num_workers=many"], ["--set", "run.max_steps=-1"]]
+)
+def test_up_makes_no_folder_before_it_has_understood_its_command_line(tmp_path: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["up", str(tmp_path / "runs"), *arguments])
+    assert isinstance(result.exception, LocalError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_on_purpose_is_one_line_though_a_task_group_wraps_it() -> None:
+    full, banned = LocalError("the disk is full"), PeerError(ErrorCode.BANNED, "forged")
+    assert outcome_of(full) == (3, "the disk is full")
+    assert outcome_of(ExceptionGroup("tasks", [banned, ExceptionGroup("more", [full])])) == (3, "the disk is full")
+    assert outcome_of(ExceptionGroup("tasks", [banned])) == (4, "refused by the other side: banned: forged")
+    assert outcome_of(ExceptionGroup("tasks", [full, KeyError("a bug")])) is None
 
 
 def test_a_stranger_with_a_local_workers_name_does_not_take_its_row(tmp_path: Path) -> None:

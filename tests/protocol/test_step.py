@@ -11,11 +11,8 @@ def test_a_policy_serves_its_own_step_and_the_next_k() -> None:
         assert step.admits(number, version, k) == (version in range(max(0, number - k), number + 1))
 
 
-def test_oldest_policy_and_newest_step_are_the_edges_of_the_rule() -> None:
+def test_the_newest_step_is_the_edge_of_the_rule() -> None:
     for number, k in product(range(12), range(5)):
-        oldest = step.oldest_policy(number, k)
-        assert step.admits(number, oldest, k)
-        assert not step.admits(number, oldest - 1, k)
         newest = step.newest_step(number, k)
         assert step.admits(newest, number, k)
         assert not step.admits(newest + 1, number, k)

@@ -8,12 +8,16 @@ a prompt are head + text + tail, the same for every problem but the text in betw
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from prime_protocol.errors import LocalError
 
 _MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
 
@@ -22,6 +26,11 @@ class HfTokenizer:
     """Example: HfTokenizer(folder).encode_prompt("sun") == [258, 115, 117, 110, 259] with the tiny model's files."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises LocalError where the folder's files make no tokenizer."""
+        with _tokenizer_at_fault(folder):
+            self._read(folder)
+
+    def _read(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = _read_json(folder / "tokenizer_config.json")
         self._vocab_size = int(_read_json(folder / "config.json").get("vocab_size", self._tokenizer.get_vocab_size()))
@@ -54,6 +63,19 @@ class HfTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+@contextlib.contextmanager
+def _tokenizer_at_fault(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is laid to the tokenizer's files: the libraries raise anything for what they do not expect."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        raise LocalError(
+            f"{folder}: the tokenizer's files (tokenizer.json, tokenizer_config.json, chat template) are not usable "
+            f"({type(error).__name__}: {reason}); a run's own are its operator's to mend"
+        ) from error
 
 
 def _template_parts(folder: Path, config: dict[str, Any]) -> tuple[str, str]:

@@ -20,6 +20,8 @@ from prime_protocol.run_spec import CONFIG_FILE
 
 LAYERS_MAX = 1_024
 """Far above any published model. Each layer costs memory and time even where its parameters are only counted."""
+PUBLISHED_BYTES_PER_PARAMETER = 2
+"""Policies are published as bf16."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
@@ -40,16 +42,32 @@ def read_model_config(folder: Path) -> Any:
 
 def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
     """Raises LocalError where the model's parameters alone need more memory than there is. Nothing is allocated."""
-    with config_at_fault(folder), torch.device("meta"), no_init_weights():
-        auto: Any = AutoModelForCausalLM
-        model = auto.from_config(config, trust_remote_code=False)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = _num_parameters(folder, config)
     needed, available = parameters * bytes_per_parameter, available_bytes(device)
     if available is not None and needed > available:
         raise LocalError(
             f"{folder / CONFIG_FILE}: {parameters:,} parameters need {needed / 2**30:.1f} GiB of memory, and "
             f"{available / 2**30:.1f} GiB are available ({device}); free some, or use a larger machine"
         )
+
+
+def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
+    """Raises LocalError where a policy of this model would be larger than the run's limit: no manifest of it would be taken."""
+    parameters = _num_parameters(folder, read_model_config(folder))
+    published = parameters * PUBLISHED_BYTES_PER_PARAMETER
+    if published > checkpoint_bytes_max:
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: {parameters:,} parameters are {published:,} bytes, and the run's "
+            f"limits.checkpoint_bytes_max is {checkpoint_bytes_max:,}; its operator makes a new run with a higher limit"
+        )
+
+
+def _num_parameters(folder: Path, config: Any) -> int:
+    """Counted on a model without memory."""
+    with config_at_fault(folder), torch.device("meta"), no_init_weights():
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, trust_remote_code=False)
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def available_bytes(device: torch.device) -> int | None:

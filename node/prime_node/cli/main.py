@@ -13,7 +13,8 @@ from rich.console import Console
 
 from prime_node import __version__
 from prime_node.cli import config, coordinator, doctor, join, new, trainer, up, validator, verify
-from prime_protocol.errors import LocalError, PeerError
+from prime_node.patience import causes_of
+from prime_protocol.errors import LocalError, PrimeError
 
 app = typer.Typer(
     name="prime-node",
@@ -37,12 +38,24 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
-    problem = Console(stderr=True)
     try:
         app()
-    except LocalError as error:
-        problem.print(f"prime-node: {error}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(3)
-    except PeerError as error:
-        problem.print(f"prime-node: refused by the other side: {error}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(4)
+    except (PrimeError, BaseExceptionGroup) as error:
+        told = outcome_of(error)
+        if told is None:
+            raise
+        code, line = told
+        Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(code)
+
+
+def outcome_of(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and line for an error that was raised on purpose; None where a bug is in it.
+
+    The tasks of a role run in groups, so what one of them raises arrives in a group.
+    """
+    causes = causes_of(error)
+    if not all(isinstance(cause, PrimeError) for cause in causes):
+        return None
+    local = next((cause for cause in causes if isinstance(cause, LocalError)), None)
+    return (4, f"refused by the other side: {causes[0]}") if local is None else (3, str(local))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -56,8 +57,9 @@ class Child:
 class Supervisor:
     """Children by name, in the order in which they were started."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_bytes_max: int = 16 * 2**20) -> None:
         self.children: dict[str, Child] = {}
+        self._log_bytes_max = log_bytes_max
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
 
@@ -87,6 +89,20 @@ class Supervisor:
         await self._watchers[name]
         if child.state not in (ChildState.DONE, ChildState.FAILED):
             child.state = ChildState.STOPPED
+
+    def rotate_logs(self) -> None:
+        """Copy what is too long to NAME.1 and begin anew. Blocking; a line written in between is lost.
+
+        A child writes through the descriptor that it was given, so the file is emptied, not renamed. It is open for appending:
+        what comes next goes to its new end.
+        """
+        for path in {child.log_file for child in self.children.values()}:
+            try:
+                if path.stat().st_size >= self._log_bytes_max:
+                    shutil.copyfile(path, path.with_name(path.name + ".1"))
+                    os.truncate(path, 0)
+            except OSError as error:  # a full disk is the children's to report
+                log.debug("log %s: %s", path, error)
 
     async def _spawn(self, child: Child) -> None:
         child.log_file.parent.mkdir(parents=True, exist_ok=True)

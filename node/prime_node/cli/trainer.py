@@ -5,39 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import typer
-
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import Folder, Key, Place, Run, find_place
+from prime_node.cli.role import role_command
 
 if TYPE_CHECKING:
+    from prime_node.cli.options import Options
+    from prime_node.cli.place import Place
     from prime_node.trainer.trainer import Trainer
 
 GRACE_S = 50.0
 """Time to finish the step under way, save and publish."""
 UNFINISHED = 5
 """Exit code where it was asked to stop before the run was over."""
-
-
-def trainer(
-    run: Run,
-    key: Key = None,
-    folder: Folder = None,
-    config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
-    log_level: LogLevel = "INFO",
-    stop_with_parent: StopWithParent = False,
-) -> None:
-    """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped."""
-    from prime_node.cli.lifetime import run_role
-    from prime_node.observe import setup_logging
-
-    setup_logging("trainer", level=log_level)
-    place = find_place(run, "trainer", key=key, folder=folder)
-    options = Options(config, assignments)
-    raise typer.Exit(
-        run_role(lambda stop: _train(place, options, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S)
-    )
 
 
 async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
@@ -61,3 +39,11 @@ async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
 
         parts = await unless(stop.wait(), set_up())
         return 0 if parts is not None and await run_trainer(parts, stop) else UNFINISHED
+
+
+trainer = role_command(
+    "trainer",
+    _train,
+    grace_s=GRACE_S,
+    about="Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped.",
+)

@@ -58,18 +58,18 @@ def up(
     from prime_node.observe import setup_logging
 
     run_dir = RunDir(directory)
-    lock = FolderLock(run_dir.path)
-    setup_logging("up", file=run_dir.log("up"))
     options = _options(run_dir, config, assignments)
-    code = asyncio.run(_up(run_dir, options, config_file=config or _shipped_demo(), engine=engine))
+    settings = _settings(run_dir, options)
+    lock = FolderLock(run_dir.path)  # makes the folder, so whatever the command line gets wrong has been said by now
+    setup_logging("up", file=run_dir.log("up"), bytes_max=settings.log_bytes_max)
+    code = asyncio.run(_up(run_dir, options, settings, config_file=config or _shipped_demo(), engine=engine))
     lock.release()
     raise typer.Exit(code)
 
 
-async def _up(run_dir: RunDir, options: Options, *, config_file: Path, engine: str) -> int:
+async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str) -> int:
     console = Console()
     run, resumed = _open_or_make(run_dir, options, config_file)
-    settings = options.load(UpConfig)
     link = _choose_address(run_dir, run, settings)
     console.print(f"{'resuming' if resumed else 'new run'} in {run_dir.path}", highlight=False)
     console.print(
@@ -83,7 +83,7 @@ async def _up(run_dir: RunDir, options: Options, *, config_file: Path, engine: s
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    session = Session(run_dir, run, link, options, settings, engine)
+    session = Session(run_dir, run, link, settings, engine)
     try:
         await unless(stop.wait(), session.start())
         finished = not stop.is_set() and await session.watch(console, stop)
@@ -100,12 +100,10 @@ async def _up(run_dir: RunDir, options: Options, *, config_file: Path, engine: s
 class Session:
     """One stretch of a run: from `up` to its end or to Ctrl-C."""
 
-    def __init__(
-        self, run_dir: RunDir, run: PinnedRun, link: JoinLink, options: Options, settings: UpConfig, engine: str
-    ) -> None:
+    def __init__(self, run_dir: RunDir, run: PinnedRun, link: JoinLink, settings: UpConfig, engine: str) -> None:
         self._run_dir, self._run, self._link = run_dir, run, link
         self._settings, self._engine = settings, engine
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(log_bytes_max=settings.log_bytes_max)
         self._metrics = JsonLinesReader(run_dir.trainer_metrics)
         self._began = time.monotonic()
         self._workers = [f"worker-{number}" for number in range(1, settings.num_workers + 1)]
@@ -216,6 +214,7 @@ class Session:
     async def _refresh(self) -> None:
         from prime_node.cli.gather import progress_of
 
+        await asyncio.to_thread(self._supervisor.rotate_logs)
         self.status = await self._get("/v1/status") or self.status
         self.progress = await asyncio.to_thread(
             progress_of,
@@ -254,6 +253,15 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
     if any(assignment.startswith("run.") for assignment in assignments):
         raise LocalError(f"the run in {run_dir.path} is signed and fixed: --set run.* is for a new folder")
     return options
+
+
+def _settings(run_dir: RunDir, options: Options) -> UpConfig:
+    """What `up` itself is told; the [run] table of a new run is looked at too. Raises LocalError."""
+    from prime_node.coordinator.new_run import RunConfig
+
+    if not run_dir.exists:
+        options.load(RunConfig)
+    return options.load(UpConfig)
 
 
 def _open_or_make(run_dir: RunDir, options: Options, config_file: Path) -> tuple[PinnedRun, bool]:

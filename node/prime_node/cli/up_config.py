@@ -25,3 +25,5 @@ class UpConfig(Settings):
     """Its port; the next free one is taken where it is in use."""
     threads: int = Field(default=1, ge=1)
     """Threads of each process for arithmetic. More than cores / processes makes everything slower."""
+    log_bytes_max: int = Field(default=16 * 2**20, ge=2**16)
+    """A log file that has grown to this becomes NAME.log.1, in the place of the one before, and begins anew."""

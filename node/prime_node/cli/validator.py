@@ -6,37 +6,15 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-import typer
-
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import Folder, Key, Place, Run, find_place
+from prime_node.cli.role import role_command
 
 if TYPE_CHECKING:
+    from prime_node.cli.options import Options
+    from prime_node.cli.place import Place
     from prime_node.ports.engine import Scorer
     from prime_protocol.run_spec import PinnedRun
 
 GRACE_S = 8.0
-
-
-def validator(
-    run: Run,
-    key: Key = None,
-    folder: Folder = None,
-    config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
-    log_level: LogLevel = "INFO",
-    stop_with_parent: StopWithParent = False,
-) -> None:
-    """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
-    from prime_node.cli.lifetime import run_role
-    from prime_node.observe import setup_logging
-
-    setup_logging("validator", level=log_level)
-    place = find_place(run, "validator", key=key, folder=folder)
-    options = Options(config, assignments)
-    raise typer.Exit(
-        run_role(lambda stop: _validate(place, options, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S)
-    )
 
 
 async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
@@ -56,7 +34,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             await wire.model_folder(client, run, model)
-            return run, await asyncio.to_thread(wire.scorer, model, settings)
+            return run, await asyncio.to_thread(wire.scorer, settings, model, run)
 
         ready = await unless(stop.wait(), set_up())
         if ready is None:
@@ -87,3 +65,11 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                 await following
             await scorer.close()
     return 0
+
+
+validator = role_command(
+    "validator",
+    _validate,
+    grace_s=GRACE_S,
+    about="Judge rollouts by a forward pass of the claimed policy, and compute their rewards.",
+)

