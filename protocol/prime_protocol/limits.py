@@ -58,6 +58,16 @@ ENCODINGS_MAX = 16
 """Ways to one policy: its anchor and its deltas."""
 STEP_MAX = 2**31 - 1
 """The largest step and policy version: they travel as int32 too."""
+ANNOUNCEMENT_BYTES_MAX = 256 * 2**10
+"""What peers pass on to all others: a signed manifest, or its digest where that is longer."""
+ANNOUNCEMENT_JUDGE_S_MAX = 4.0
+"""A peer judges an announcement within this time or drops it, blaming nobody."""
+ANNOUNCEMENTS_REJECTED_MAX = 8
+"""Announcements of one peer that do not verify, before its links are closed for good."""
+PEER_REQUESTS_MAX = 32
+"""Requests of one peer that another works on at a time."""
+KNOWN_PEERS_MAX = 2_048
+"""Addresses of peers that one peer remembers; the oldest go first."""
 COUNT_MAX = 2**53
 """The largest count, size and time stamp: every JSON reader keeps it exactly."""
 

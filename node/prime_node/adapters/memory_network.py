@@ -1,0 +1,202 @@
+"""A peer network inside one process: the port's promises without sockets, for tests and simulations.
+
+A `MemorySwitch` is the internet; each `MemoryNetwork` plugged into it is one peer. A peer with `dialable=False` sits
+behind a NAT: it dials others and nobody dials it. Announcements travel from neighbour to neighbour, and each
+judges before it forwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import NoReturn
+
+from prime_node.ports.peers import (
+    ConnectedPeer,
+    HandleAnnouncement,
+    Judgement,
+    PeerAddress,
+    Reachability,
+    RequestHandler,
+    Validate,
+)
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import KeyId
+
+
+class MemorySwitch:
+    """Knows every peer that has started, and who said to have what."""
+
+    def __init__(self) -> None:
+        self.peers: dict[KeyId, MemoryNetwork] = {}
+        self.provided: dict[tuple[str, str], set[KeyId]] = {}
+
+
+class MemoryNetwork:
+    """Implements PeerNetwork. `cut` takes the peer off the net without a word, as a pulled plug does."""
+
+    def __init__(
+        self, switch: MemorySwitch, peer_id: KeyId, *, run: str, dialable: bool = True, private: bool = False
+    ) -> None:
+        self._switch = switch
+        self._peer_id = peer_id
+        self._run = run
+        self._dialable = dialable and not private
+        self._private = private
+        self._links: set[KeyId] = set()
+        self._blocked: set[KeyId] = set()
+        self._rejected: Counter[KeyId] = Counter()
+        self._served: dict[str, tuple[RequestHandler, int]] = {}
+        self._under_way: Counter[KeyId] = Counter()
+        self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
+        self._seen: set[tuple[str, str, KeyId]] = set()
+        self._known: dict[KeyId, PeerAddress] = {}
+        self._answering: set[asyncio.Task[bytes]] = set()
+
+    @property
+    def peer_id(self) -> KeyId:
+        return self._peer_id
+
+    def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
+        if not self._private:
+            self._served[protocol] = (handler, request_bytes_max)
+
+    def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
+        self._topics[topic] = (validate, handle)
+
+    async def start(self) -> None:
+        self._switch.peers[self._peer_id] = self
+
+    async def close(self) -> None:
+        self._switch.peers.pop(self._peer_id, None)
+        for peer in list(self._links):
+            await self.disconnect(peer)
+        for task in list(self._answering):
+            task.cancel()
+
+    cut = close
+
+    def addresses(self) -> tuple[str, ...]:
+        return () if self._private or not self._dialable else (f"/memory/{self._peer_id}",)
+
+    def reachability(self) -> Reachability:
+        if self._private:
+            return Reachability.PRIVATE
+        return Reachability.PUBLIC if self._dialable else Reachability.OUTBOUND
+
+    def connected(self) -> tuple[ConnectedPeer, ...]:
+        return tuple(ConnectedPeer(peer, is_relayed=False) for peer in sorted(self._links))
+
+    def known(self) -> tuple[PeerAddress, ...]:
+        return tuple(self._known.values())
+
+    def learn(self, peers: tuple[PeerAddress, ...]) -> None:
+        for address in peers:
+            if address.peer == self._peer_id:
+                continue
+            self._known.pop(address.peer, None)
+            self._known[address.peer] = address
+            if len(self._known) > limits.KNOWN_PEERS_MAX:
+                self._known.pop(next(iter(self._known)))
+
+    async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
+        if address.peer in self._links:
+            return ConnectedPeer(address.peer, is_relayed=False)
+        other = self._switch.peers.get(address.peer)
+        dialled = f"/memory/{address.peer}" in address.addresses
+        if other is None or not dialled or not other._dialable or other._run != self._run:
+            raise Unreachable(f"{address.peer}: nobody answers at {', '.join(address.addresses) or 'no address'}")
+        if address.peer in self._blocked or self._peer_id in other._blocked:
+            raise Unreachable(f"{address.peer} is blocked, or blocks this peer")
+        self._links.add(other._peer_id)
+        other._links.add(self._peer_id)
+        self.learn((address,))
+        return ConnectedPeer(address.peer, is_relayed=False)
+
+    async def disconnect(self, peer: KeyId) -> None:
+        self._links.discard(peer)
+        other = self._switch.peers.get(peer)
+        if other is not None:
+            other._links.discard(self._peer_id)
+
+    async def block(self, peer: KeyId, reason: str) -> None:
+        self._blocked.add(peer)
+        self._known.pop(peer, None)
+        await self.disconnect(peer)
+
+    async def request(
+        self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
+    ) -> bytes:
+        other = self._switch.peers.get(peer)
+        if peer not in self._links or other is None:
+            raise Unreachable(f"no link to {peer}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await other._answer(self._peer_id, protocol, payload)
+        except TimeoutError:
+            raise Unreachable(f"{peer} did not answer within {timeout_s:g} s") from None
+        if len(reply) > reply_bytes_max:
+            raise LimitExceeded("reply_bytes_max", len(reply), reply_bytes_max)
+        return reply
+
+    async def announce(self, topic: str, data: bytes) -> None:
+        if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
+            raise ValueError(f"an announcement has at most {limits.ANNOUNCEMENT_BYTES_MAX} bytes, got {len(data)}")
+        self._seen.add((topic, digest_of(data), self._peer_id))
+        await self._forward(topic, data, author=self._peer_id, came_from=self._peer_id)
+
+    async def provide(self, digest: str) -> None:
+        if not self._private:
+            self._switch.provided.setdefault((self._run, digest), set()).add(self._peer_id)
+
+    async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
+        said = self._switch.provided.get((self._run, digest), set()) - {self._peer_id}
+        return tuple(PeerAddress(peer, (f"/memory/{peer}",)) for peer in sorted(said))
+
+    async def _answer(self, asker: KeyId, protocol: str, payload: bytes) -> bytes:
+        """As the asked peer does it: bounded, and what its handler raises is the answer."""
+        handler, request_bytes_max = self._served.get(protocol, (_serves_nobody, limits.COUNT_MAX))
+        if len(payload) > request_bytes_max:
+            raise LimitExceeded("request_bytes_max", len(payload), request_bytes_max)
+        if self._under_way[asker] >= limits.PEER_REQUESTS_MAX:
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way")
+        self._under_way[asker] += 1
+        task = asyncio.ensure_future(handler(asker, payload))
+        self._answering.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and self._peer_id not in self._switch.peers:
+                raise Unreachable(f"{self._peer_id} went away") from None
+            raise
+        finally:
+            self._answering.discard(task)
+            self._under_way[asker] -= 1
+
+    async def _forward(self, topic: str, data: bytes, *, author: KeyId, came_from: KeyId) -> None:
+        for peer in list(self._links - {came_from, author}):
+            other = self._switch.peers.get(peer)
+            if other is not None and other._run == self._run:
+                await other._hear(topic, data, author=author, sender=self._peer_id)
+
+    async def _hear(self, topic: str, data: bytes, *, author: KeyId, sender: KeyId) -> None:
+        name = (topic, digest_of(data), author)
+        if topic not in self._topics or name in self._seen:
+            return
+        validate, handle = self._topics[topic]
+        judgement = await validate(sender, data)
+        self._seen.add(name)
+        if judgement is Judgement.REJECT:
+            self._rejected[sender] += 1
+            if self._rejected[sender] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
+                await self.block(sender, "announced too much that does not verify")
+        elif judgement is Judgement.ACCEPT:
+            await handle(author, data)
+            await self._forward(topic, data, author=author, came_from=sender)
+
+
+async def _serves_nobody(asker: KeyId, payload: bytes) -> NoReturn:
+    raise PeerError(ErrorCode.NOT_FOUND, "this peer does not serve that")

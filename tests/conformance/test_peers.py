@@ -1,0 +1,293 @@
+"""One suite for every peer network: what ports/peers.py promises."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from prime_node.adapters.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.ports.peers import Judgement, PeerAddress, PeerNetwork, Reachability
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId, SigningKey
+
+RUN, OTHER_RUN = "a" * 64, "b" * 64
+ECHO, SLOW, STRICT, BIG = "echo", "slow", "strict", "big"
+
+
+@dataclass
+class Node:
+    """A peer that echoes, hears one topic and takes every announcement that does not begin with "bad"."""
+
+    network: PeerNetwork
+    heard: list[tuple[KeyId, bytes]] = field(default_factory=list)
+    judged: list[bytes] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    working: int = 0
+
+    def __post_init__(self) -> None:
+        self.network.serve(ECHO, self.echo, request_bytes_max=2**20)
+        self.network.serve(SLOW, self.slow, request_bytes_max=64)
+        self.network.serve(STRICT, self.strict, request_bytes_max=64)
+        self.network.serve(BIG, self.big, request_bytes_max=64)
+        self.network.subscribe("heads", self.judge, self.handle)
+
+    async def echo(self, asker: KeyId, payload: bytes) -> bytes:
+        return asker.encode() + b" " + payload
+
+    async def slow(self, asker: KeyId, payload: bytes) -> bytes:
+        self.working += 1
+        self.news.set()
+        await self.go_on.wait()
+        return payload
+
+    async def strict(self, asker: KeyId, payload: bytes) -> bytes:
+        raise PeerError(ErrorCode.BAD_RANGE, "no such bytes", retry_after_s=3.0)
+
+    async def big(self, asker: KeyId, payload: bytes) -> bytes:
+        return bytes(int(payload))
+
+    async def judge(self, sender: KeyId, data: bytes) -> Judgement:
+        self.judged.append(data)
+        self.news.set()
+        if data.startswith(b"bad"):
+            return Judgement.REJECT
+        return Judgement.IGNORE if data.startswith(b"old") else Judgement.ACCEPT
+
+    async def handle(self, author: KeyId, data: bytes) -> None:
+        self.heard.append((author, data))
+        self.news.set()
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.network.peer_id, self.network.addresses())
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            self.news.clear()
+            await self.news.wait()
+
+
+MakeNode = Callable[..., Awaitable[Node]]
+
+
+@pytest.fixture(params=["memory"])
+async def node(request: pytest.FixtureRequest) -> AsyncIterator[MakeNode]:
+    """Makes started nodes: `await node(run=..., private=...)`."""
+    made: list[Node] = []
+    switch = MemorySwitch()
+
+    async def make(*, run: str = RUN, private: bool = False) -> Node:
+        key = SigningKey(bytes([len(made) + 1]) * 32)
+        one = Node(MemoryNetwork(switch, key.key_id, run=run, private=private))
+        made.append(one)
+        await one.network.start()
+        return one
+
+    yield make
+    for one in made:
+        one.go_on.set()
+        await one.network.close()
+
+
+async def linked(node: MakeNode, count: int) -> list[Node]:
+    """A line of peers: each is linked to the next."""
+    nodes = [await node() for _ in range(count)]
+    for left, right in itertools.pairwise(nodes):
+        await left.network.connect(right.address)
+    return nodes
+
+
+async def reach(one: Node, other: Node) -> bytes:
+    """Link and ask."""
+    await one.network.connect(other.address)
+    return await ask(one, other, ECHO, b"hello")
+
+
+async def ask(one: Node, other: Node, protocol: str, payload: bytes, *, reply_bytes_max: int = 2**21) -> bytes:
+    return await one.network.request(
+        other.network.peer_id, protocol, payload, timeout_s=20.0, reply_bytes_max=reply_bytes_max
+    )
+
+
+async def test_an_answer_comes_back_and_the_asker_is_known_by_its_key(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    assert await ask(anna, ben, ECHO, b"hello") == anna.network.peer_id.encode() + b" hello"
+    assert await ask(ben, anna, ECHO, b"") == ben.network.peer_id.encode() + b" ", "a link carries both ways"
+
+
+async def test_a_megabyte_comes_back_whole(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    payload = bytes(range(256)) * 4_096
+    assert (await ask(anna, ben, ECHO, payload)).endswith(payload)
+
+
+async def test_many_requests_are_under_way_at_once_and_a_slow_one_holds_up_no_other(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    slow = asyncio.ensure_future(ask(anna, ben, SLOW, b"slow"))
+    await ben.until(lambda: ben.working == 1)
+    answers = await asyncio.gather(*(ask(anna, ben, ECHO, bytes([number])) for number in range(20)))
+    assert [answer[-1] for answer in answers] == list(range(20))
+    ben.go_on.set()
+    assert await slow == b"slow"
+
+
+async def test_requests_of_one_peer_are_bounded(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    slow = [asyncio.ensure_future(ask(anna, ben, SLOW, b"")) for _ in range(limits.PEER_REQUESTS_MAX)]
+    await ben.until(lambda: ben.working == limits.PEER_REQUESTS_MAX)
+    with pytest.raises(PeerError) as refused:
+        await ask(anna, ben, ECHO, b"one more")
+    assert refused.value.code is ErrorCode.TOO_MANY_REQUESTS
+    ben.go_on.set()
+    await asyncio.gather(*slow)
+
+
+async def test_what_a_handler_refuses_reaches_the_asker_with_its_code(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    with pytest.raises(PeerError, match="no such bytes") as refused:
+        await ask(anna, ben, STRICT, b"")
+    assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.BAD_RANGE, 3.0)
+
+
+async def test_an_answer_over_the_bound_is_refused_and_the_link_goes_on(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    assert len(await ask(anna, ben, BIG, b"1000", reply_bytes_max=1_000)) == 1_000
+    with pytest.raises(PeerError) as refused:
+        await ask(anna, ben, BIG, b"1001", reply_bytes_max=1_000)
+    assert refused.value.code is ErrorCode.TOO_LARGE
+    assert await ask(anna, ben, BIG, b"1", reply_bytes_max=1) == b"\0"
+
+
+async def test_a_request_over_the_bound_is_refused(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    with pytest.raises(PeerError) as refused:
+        await ask(anna, ben, STRICT, bytes(65))
+    assert refused.value.code is ErrorCode.TOO_LARGE
+
+
+async def test_a_protocol_that_nobody_serves_is_not_found(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    with pytest.raises(PeerError) as refused:
+        await ask(anna, ben, "unheard-of", b"")
+    assert refused.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_a_silent_handler_costs_the_asker_its_time_out_only(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    with pytest.raises(Unreachable):
+        await anna.network.request(ben.network.peer_id, SLOW, b"", timeout_s=0.05, reply_bytes_max=10)
+    assert (await ask(anna, ben, ECHO, b"still there")).endswith(b"still there")
+
+
+async def test_without_a_link_nothing_is_asked(node: MakeNode) -> None:
+    anna, ben = await node(), await node()
+    with pytest.raises(Unreachable):
+        await ask(anna, ben, ECHO, b"")
+
+
+async def test_connecting_twice_is_one_link_that_both_see(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    link = await anna.network.connect(ben.address)
+    assert link.is_direct
+    assert [link.peer for link in anna.network.connected()] == [ben.network.peer_id]
+    assert [link.peer for link in ben.network.connected()] == [anna.network.peer_id]
+
+
+async def test_whoever_answers_under_another_key_is_not_the_peer(node: MakeNode) -> None:
+    anna, ben, carla = [await node() for _ in range(3)]
+    with pytest.raises(Unreachable):
+        await anna.network.connect(PeerAddress(carla.network.peer_id, ben.network.addresses()))
+    assert anna.network.connected() == ()
+
+
+async def test_a_peer_that_closes_is_gone_and_its_requests_end(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    slow = asyncio.ensure_future(ask(anna, ben, SLOW, b""))
+    await ben.until(lambda: ben.working == 1)
+    await ben.network.close()
+    with pytest.raises(Unreachable):
+        await slow
+    with pytest.raises(Unreachable):
+        await ask(anna, ben, ECHO, b"")
+    with pytest.raises(Unreachable):
+        await anna.network.connect(ben.address)
+
+
+async def test_a_blocked_peer_loses_its_link_and_gets_no_new_one(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    await anna.network.block(ben.network.peer_id, "sent a piece with another digest")
+    assert anna.network.connected() == ()
+    for one, other in ((anna, ben), (ben, anna)):
+        with pytest.raises(Unreachable):
+            await reach(one, other)
+
+
+async def test_an_announcement_reaches_those_that_are_not_linked_to_its_author(node: MakeNode) -> None:
+    anna, ben, carla = await linked(node, 3)
+    await anna.network.announce("heads", b"policy 41")
+    await carla.until(lambda: bool(carla.heard))
+    assert carla.heard == ben.heard == [(anna.network.peer_id, b"policy 41")]
+    assert anna.heard == [], "its author knows it already"
+
+
+async def test_an_announcement_that_does_not_hold_is_not_forwarded_and_costs_its_sender(node: MakeNode) -> None:
+    anna, ben, carla = await linked(node, 3)
+    for number in range(limits.ANNOUNCEMENTS_REJECTED_MAX):
+        await anna.network.announce("heads", b"bad %d" % number)
+        await ben.until(lambda number=number: b"bad %d" % number in ben.judged)
+    await carla.network.announce("heads", b"good")
+    await ben.until(lambda: bool(ben.heard))
+    assert carla.judged == [], "nothing bad came through"
+    with pytest.raises(Unreachable):
+        await ask(ben, anna, ECHO, b"")
+
+
+async def test_an_announcement_that_is_ignored_goes_nowhere_and_costs_nothing(node: MakeNode) -> None:
+    anna, ben, carla = await linked(node, 3)
+    for number in range(limits.ANNOUNCEMENTS_REJECTED_MAX + 1):
+        await anna.network.announce("heads", b"old %d" % number)
+        await ben.until(lambda number=number: b"old %d" % number in ben.judged)
+    await anna.network.announce("heads", b"new")
+    await carla.until(lambda: bool(carla.heard))
+    assert carla.judged == [b"new"]
+
+
+async def test_an_announcement_over_the_bound_is_the_callers_mistake(node: MakeNode) -> None:
+    anna = await node()
+    with pytest.raises(ValueError, match="at most"):
+        await anna.network.announce("heads", bytes(limits.ANNOUNCEMENT_BYTES_MAX + 1))
+
+
+async def test_peers_of_another_run_have_nothing_to_say_to_each_other(node: MakeNode) -> None:
+    anna, foreign = await node(), await node(run=OTHER_RUN)
+    with pytest.raises((Unreachable, PeerError)):
+        await reach(anna, foreign)
+
+
+async def test_a_private_peer_asks_and_is_not_asked(node: MakeNode) -> None:
+    public, private = await node(), await node(private=True)
+    assert (private.network.reachability(), private.network.addresses()) == (Reachability.PRIVATE, ())
+    await private.network.connect(public.address)
+    assert (await ask(private, public, ECHO, b"hello")).endswith(b"hello")
+    with pytest.raises(PeerError) as refused:
+        await ask(public, private, ECHO, b"hello")
+    assert refused.value.code is ErrorCode.NOT_FOUND
+    await public.network.announce("heads", b"policy 41")
+    await private.until(lambda: bool(private.heard))
+
+
+async def test_addresses_are_remembered_and_bounded(node: MakeNode) -> None:
+    anna = await node()
+    addresses = tuple(PeerAddress(f"peer {number}", (f"/memory/{number}",)) for number in range(3))
+    anna.network.learn((*addresses, anna.address))
+    assert set(anna.network.known()) == set(addresses), "others, not itself"
+    anna.network.learn(tuple(PeerAddress(f"many {n}", ("/memory/x",)) for n in range(limits.KNOWN_PEERS_MAX)))
+    assert len(anna.network.known()) == limits.KNOWN_PEERS_MAX
+    assert not set(addresses) & set(anna.network.known())
