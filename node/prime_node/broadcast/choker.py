@@ -1,0 +1,123 @@
+"""Who is served next, when more ask than the uplink carries. Pure.
+
+At most `slots` answers are on their way at one time; other requests wait, few per peer, in a bounded room. A free slot goes to
+the peer that has received the least for what it has given here, both remembered with a half-life: proportional response, under
+which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant lets newcomers begin; members
+of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+ACCOUNTS_IDLE_MAX = 1_024
+"""Above this, accounts of peers that have not been heard of for long are dropped."""
+
+
+class Turn(StrEnum):
+    """What becomes of a request."""
+
+    NOW = "now"
+    WAIT = "wait"
+    """It is queued: `done` will name it."""
+    REFUSED = "refused"
+    """Too many wait already. Ask another peer, or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChokerRules:
+    """Settings of a serving side."""
+
+    slots: int = 8
+    """Answers on their way at one time."""
+    waiting_max: int = 512
+    """Requests that wait, of all peers."""
+    waiting_per_peer_max: int = 32
+    half_life_s: float = 30.0
+    """What was given and received counts half after this time."""
+    member_grant_bytes: float = 2**22
+    """What a peer of the run is taken to have given at the beginning."""
+    stranger_grant_bytes: float = 2**18
+    """The same for whoever does not show that he belongs to the run."""
+
+
+@dataclass(slots=True)
+class _Account:
+    given_bytes: float = 0.0
+    received_bytes: float = 0.0
+    settled_s: float = 0.0
+    is_member: bool = True
+    waiting: deque[int] = field(default_factory=deque)
+
+
+class Choker:
+    """Requests are numbers that the caller chooses; peers are names."""
+
+    def __init__(self, rules: ChokerRules | None = None) -> None:
+        self.rules = rules or ChokerRules()
+        self.serving = 0
+        self._accounts: dict[str, _Account] = {}
+        self._num_waiting = 0
+
+    def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True) -> Turn:
+        """A peer wants something."""
+        account = self._account(peer, now_s)
+        account.is_member = is_member
+        if self.serving < self.rules.slots:
+            self.serving += 1
+            return Turn.NOW
+        if self._num_waiting >= self.rules.waiting_max or len(account.waiting) >= self.rules.waiting_per_peer_max:
+            return Turn.REFUSED
+        account.waiting.append(request)
+        self._num_waiting += 1
+        return Turn.WAIT
+
+    def done(self, peer: str, sent_bytes: int, now_s: float) -> int | None:
+        """An answer was sent, or has failed. Returns the waiting request that takes its slot."""
+        self._account(peer, now_s).received_bytes += sent_bytes
+        self.serving -= 1
+        waiting = [name for name, account in self._accounts.items() if account.waiting]
+        if not waiting:
+            if len(self._accounts) > ACCOUNTS_IDLE_MAX:
+                self._forget(now_s)
+            return None
+        chosen = min(waiting, key=lambda name: self._received_for_given(name, now_s))
+        self.serving += 1
+        self._num_waiting -= 1
+        return self._accounts[chosen].waiting.popleft()
+
+    def gave(self, peer: str, num_bytes: int, now_s: float) -> None:
+        """A peer has given us verified bytes."""
+        self._account(peer, now_s).given_bytes += num_bytes
+
+    def withdrawn(self, peer: str, request: int) -> None:
+        """A request that waits is wanted no more."""
+        account = self._accounts.get(peer)
+        if account is not None and request in account.waiting:
+            account.waiting.remove(request)
+            self._num_waiting -= 1
+
+    def _received_for_given(self, peer: str, now_s: float) -> float:
+        account = self._account(peer, now_s)
+        rules = self.rules
+        grant = rules.member_grant_bytes if account.is_member else rules.stranger_grant_bytes
+        return account.received_bytes / (account.given_bytes + grant)
+
+    def _account(self, peer: str, now_s: float) -> _Account:
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = _Account(settled_s=now_s)
+        remains = 0.5 ** ((now_s - account.settled_s) / self.rules.half_life_s)
+        account.given_bytes *= remains
+        account.received_bytes *= remains
+        account.settled_s = now_s
+        return account
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the accounts in which nothing is left. The caller bounds the names: members, and one for all strangers."""
+        for peer in list(self._accounts):
+            account = self._account(peer, now_s)
+            if not account.waiting and account.given_bytes < 1.0 and account.received_bytes < 1.0:
+                del self._accounts[peer]

@@ -1,0 +1,99 @@
+"""Sets of pieces as integers, and how often each piece is held, counted for all pieces at once. Pure.
+
+A set is a Python int: bit n stands for piece n. The counter keeps one int per binary digit of the counts (bit slicing), so adding
+a whole bitfield, and finding the rarest pieces of a set, takes a handful of operations on ints, whatever the number of pieces.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+PieceSet = int
+
+
+def pieces(numbers: Iterable[int]) -> PieceSet:
+    """Example: pieces([0, 2]) is 0b101."""
+    made = 0
+    for number in numbers:
+        made |= 1 << number
+    return made
+
+
+def span(start: int, end: int) -> PieceSet:
+    """Pieces start to end - 1."""
+    return (1 << end) - (1 << start) if end > start else 0
+
+
+def members(of: PieceSet) -> Iterator[int]:
+    """The numbers in a set, ascending."""
+    while of:
+        lowest = of & -of
+        yield lowest.bit_length() - 1
+        of ^= lowest
+
+
+def runs(of: PieceSet) -> list[tuple[int, int]]:
+    """The set as [start, end) ranges, ascending. Example: runs(0b1101) is [(0, 1), (2, 4)]."""
+    found, at = [], 0
+    while of:
+        skipped = (of & -of).bit_length() - 1
+        of >>= skipped
+        length = (~of & (of + 1)).bit_length() - 1
+        found.append((at + skipped, at + skipped + length))
+        of >>= length
+        at += skipped + length
+    return found
+
+
+def any_of(of: PieceSet, rng: random.Random) -> int:
+    """A random member of a set that is not empty: the first one at or after a random place."""
+    place = rng.randrange(of.bit_length())
+    rest = of >> place
+    return (rest & -rest).bit_length() - 1 + place
+
+
+class Counts:
+    """For every piece, how many sources hold it."""
+
+    def __init__(self) -> None:
+        self._digits: list[PieceSet] = []
+        """The least significant first."""
+
+    def add(self, held: PieceSet) -> None:
+        for place, digit in enumerate(self._digits):
+            self._digits[place], held = digit ^ held, digit & held
+            if not held:
+                return
+        if held:
+            self._digits.append(held)
+
+    def remove(self, held: PieceSet) -> None:
+        """The opposite of `add`: every piece in it was added before."""
+        for place, digit in enumerate(self._digits):
+            self._digits[place], held = digit ^ held, ~digit & held
+            if not held:
+                return
+        assert not held, "a piece was removed more often than added"
+
+    def rarest(self, of: PieceSet) -> PieceSet:
+        """Those of a set that the fewest sources hold."""
+        for digit in reversed(self._digits):
+            of = of & ~digit or of
+        return of
+
+    def is_held(self) -> PieceSet:
+        """Pieces that at least one source holds."""
+        held = 0
+        for digit in self._digits:
+            held |= digit
+        return held
+
+    def is_held_once(self) -> PieceSet:
+        """Pieces that exactly one source holds."""
+        if not self._digits:
+            return 0
+        more = 0
+        for digit in self._digits[1:]:
+            more |= digit
+        return self._digits[0] & ~more

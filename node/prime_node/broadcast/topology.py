@@ -1,0 +1,76 @@
+"""Whom to connect to: a tree for what is small, a swarm for what is large. Pure, and the same at every peer.
+
+A delta of a few hundred kilobytes is over after a few round trips: what counts is the depth at which a peer learns of it, and
+exchanging bitfields with forty neighbours costs more than the bytes. So small files go down a tree in which every peer has one
+parent (and a spare one); large files spread in a mesh of random neighbours, where everybody's uplink carries as much as it can.
+
+Neither needs messages: peers are sorted by the digest of their names and a salt, so everyone computes the same order. The tree's
+salt is the run, so that its connections are kept from one delta to the next; the shares of a file are salted with the file.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prime_protocol.digest import digest_of
+
+
+class Topology(StrEnum):
+    """How a file spreads."""
+
+    TREE = "tree"
+    SWARM = "swarm"
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRules:
+    """Settings."""
+
+    tree_bytes_max: int = 2**20
+    """Larger files spread in a swarm (scripts/bench/RESULTS.md says where the two cross)."""
+    fan_out: int = 4
+    """Children of a peer in the tree."""
+    neighbours_max: int = 32
+    """Peers that a receiver connects to in the swarm."""
+
+
+def topology_for(sent_bytes: int, num_peers: int, rules: TopologyRules) -> Topology:
+    """Few peers are always a swarm: each is a neighbour of each."""
+    small = sent_bytes <= rules.tree_bytes_max and num_peers > rules.neighbours_max
+    return Topology.TREE if small else Topology.SWARM
+
+
+def order_of(peers: Collection[str], salt: str) -> list[str]:
+    """The peers in the order that everybody computes."""
+    return sorted(peers, key=lambda peer: digest_of(f"{salt}/{peer}".encode()))
+
+
+def parents(me: str, peers: Collection[str], run: str, rules: TopologyRules) -> list[str]:
+    """Whom `me` asks in the tree: its parent, and the parent's in case that is away. The root asks the origin."""
+    order = order_of({*peers, me}, run)
+    place = order.index(me)
+    found: list[str] = []
+    while place > 0 and len(found) < 2:
+        place = (place - 1) // rules.fan_out
+        found.append(order[place])
+    return found
+
+
+def neighbours(
+    me: str, peers: Collection[str], run: str, *, topology: Topology, rules: TopologyRules, rng: random.Random
+) -> list[str]:
+    """Whom to ask for a file."""
+    if topology is Topology.TREE:
+        return parents(me, peers, run, rules)
+    others = sorted(set(peers) - {me})
+    return others if len(others) <= rules.neighbours_max else rng.sample(others, rules.neighbours_max)
+
+
+def share_of(me: str, peers: Collection[str], file: str) -> tuple[float, float]:
+    """The part of a file, from 0 to 1, that a peer asks the origin for first: no two peers the same one."""
+    order = order_of({*peers, me}, file)
+    place = order.index(me)
+    return place / len(order), (place + 1) / len(order)

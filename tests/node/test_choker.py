@@ -1,0 +1,105 @@
+"""Serving slots: shared by what was given, never empty while somebody waits, and bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_node.broadcast.choker import Choker, ChokerRules, Turn
+
+MB = 2**20
+
+
+def serve(choker: Choker, peers: dict[str, bool], *, answers: int, first_s: float = 0.0) -> Counter[str]:
+    """Every peer always wants more; each answer is 1 MiB and takes 0.1 s. Peers -> are they members."""
+    served: Counter[str] = Counter()
+    owner = {}
+    serving = []
+    for number, peer in enumerate(peers):
+        for extra in range(4):
+            request = number * 1_000 + extra
+            owner[request] = peer
+            if choker.asked(peer, request, first_s, is_member=peers[peer]) is Turn.NOW:
+                serving.append(request)
+    fresh = 10**6
+    for step in range(answers):
+        request = serving.pop(0)
+        served[owner[request]] += 1
+        now_s = first_s + 0.1 * (step + 1)
+        fresh += 1
+        owner[fresh] = owner[request]
+        turn = choker.asked(owner[request], fresh, now_s, is_member=peers[owner[request]])
+        assert turn is Turn.WAIT
+        following = choker.done(owner[request], MB, now_s)
+        assert following is not None
+        serving.append(following)
+    return served
+
+
+def test_peers_that_gave_nothing_get_the_same() -> None:
+    served = serve(Choker(ChokerRules(slots=2)), {"a": True, "b": True, "c": True}, answers=90)
+    assert max(served.values()) - min(served.values()) <= 4
+
+
+def test_who_gave_more_gets_more_and_nobody_gets_nothing() -> None:
+    choker = Choker(ChokerRules(slots=2))
+    choker.gave("giver", 400 * MB, 0.0)
+    served = serve(choker, {"giver": True, "taker": True}, answers=100)
+    assert served["giver"] > 5 * served["taker"] > 0
+
+
+def test_strangers_get_little_beside_members() -> None:
+    served = serve(Choker(ChokerRules(slots=2)), {"member": True, "stranger": False}, answers=100)
+    assert served["member"] > 5 * served["stranger"] > 0
+
+
+def test_what_was_given_is_forgotten_in_time() -> None:
+    choker = Choker(ChokerRules(slots=1))
+    choker.gave("once", 400 * MB, 0.0)
+    served = serve(choker, {"once": True, "other": True}, answers=60, first_s=3_600.0)
+    assert abs(served["once"] - served["other"]) <= 4
+
+
+def test_requests_that_wait_are_bounded_per_peer_and_in_all() -> None:
+    choker = Choker(ChokerRules(slots=1, waiting_max=3, waiting_per_peer_max=2))
+    turns = [choker.asked(peer, number, 0.0) for number, peer in enumerate("aaaabbb")]
+    assert turns == [Turn.NOW, Turn.WAIT, Turn.WAIT, Turn.REFUSED, Turn.WAIT, Turn.REFUSED, Turn.REFUSED]
+
+
+def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
+    choker = Choker(ChokerRules(slots=1))
+    choker.asked("a", 1, 0.0)
+    choker.asked("b", 2, 0.0)
+    choker.asked("c", 3, 0.0)
+    choker.withdrawn("b", 2)
+    assert choker.done("a", MB, 1.0) == 3
+    assert choker.done("c", MB, 2.0) is None
+    assert choker.serving == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=80), st.integers(1, 4))
+def test_slots_are_never_exceeded_nor_left_empty_while_somebody_waits(
+    events: list[tuple[int, int]], slots: int
+) -> None:
+    choker = Choker(ChokerRules(slots=slots, waiting_max=8))
+    owner: dict[int, str] = {}
+    serving, waiting = set[int](), set[int]()
+    for number, (peer, event) in enumerate(events):
+        name = f"peer-{peer}"
+        if event < 2:
+            turn = choker.asked(name, number, float(number))
+            owner[number] = name
+            if turn is Turn.NOW:
+                serving.add(number)
+            elif turn is Turn.WAIT:
+                waiting.add(number)
+        elif serving:
+            request = serving.pop()
+            following = choker.done(owner[request], 1_000, float(number))
+            if following is not None:
+                waiting.remove(following)
+                serving.add(following)
+        assert choker.serving == len(serving) <= slots
+        assert len(serving) == slots or not waiting

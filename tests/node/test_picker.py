@@ -1,0 +1,245 @@
+"""The piece picker: everything arrives, nothing is asked for twice without need, and what is rare comes first."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_node.broadcast.picker import Picker, PickerRules
+from prime_node.broadcast.piece_sets import Counts, any_of, members, pieces, runs, span
+
+numbers = st.sets(st.integers(0, 40))
+
+
+def picker(num_pieces: int, *, seed: int = 0, size: int = 100, rules: PickerRules | None = None) -> Picker:
+    return Picker([size] * num_pieces, rng=random.Random(seed), rules=rules)
+
+
+def picks(of: Picker, name: str, *, now_s: float = 0.0) -> list[int]:
+    """All that a source is asked for at once."""
+    found = []
+    while (piece := of.pick(name, now_s)) is not None:
+        found.append(piece)
+    return found
+
+
+def give(of: Picker, name: str, *, rate: float, until_s: float, now_s: float = 0.0) -> float:
+    """A source that answers one request after another at `rate` pieces a second."""
+    while now_s < until_s and (piece := of.pick(name, now_s)) is not None:
+        now_s += 1 / rate
+        of.arrived(name, piece, now_s)
+    return now_s
+
+
+# Sets and counts
+
+
+@given(numbers)
+def test_a_set_is_its_members_and_its_runs(chosen: set[int]) -> None:
+    made = pieces(chosen)
+    assert list(members(made)) == sorted(chosen)
+    assert sum(span(start, end) for start, end in runs(made)) == made
+    assert all(end < start for (_, end), (start, _) in zip(runs(made), runs(made)[1:], strict=False))
+
+
+@given(numbers.filter(bool), st.integers())
+def test_a_random_member_is_a_member(chosen: set[int], seed: int) -> None:
+    assert any_of(pieces(chosen), random.Random(seed)) in chosen
+
+
+@given(st.lists(numbers, max_size=12), st.data())
+def test_counts_are_those_of_a_plain_counter(held: list[set[int]], data: st.DataObject) -> None:
+    counts = Counts()
+    for one in held:
+        counts.add(pieces(one))
+    kept = [one for one in held if data.draw(st.booleans()) or counts.remove(pieces(one))]
+    plain = Counter(number for one in kept for number in one)
+    assert set(members(counts.is_held())) == set(plain)
+    assert set(members(counts.is_held_once())) == {number for number, count in plain.items() if count == 1}
+    asked = data.draw(numbers.filter(bool))
+    fewest = min(plain[number] for number in asked)
+    assert set(members(counts.rarest(pieces(asked)))) == {number for number in asked if plain[number] == fewest}
+
+
+# What to ask for
+
+
+def test_the_rarest_piece_is_asked_for_first() -> None:
+    of = picker(8)
+    of.add("all", has=span(0, 8))
+    of.add("most", has=span(1, 8))
+    assert picks(of, "all")[0] == 0
+
+
+def test_nothing_is_asked_of_two_sources_while_there_is_other_work() -> None:
+    of = picker(64)
+    for name in ("a", "b", "c"):
+        of.add(name, has=span(0, 64))
+    asked = [piece for name in ("a", "b", "c") for piece in picks(of, name)]
+    assert len(set(asked)) == len(asked) == 6
+
+
+def test_a_source_is_asked_for_what_it_has_only() -> None:
+    of = picker(8)
+    of.add("a", has=pieces([3]))
+    assert picks(of, "a") == [3]
+
+
+def test_equally_rare_pieces_come_from_ones_own_share_first() -> None:
+    of = Picker([100] * 40, rng=random.Random(1), share=(0.25, 0.5))
+    of.add("origin", has=span(0, 40))
+    first = [of.pick("origin", 0.0) for _ in range(2)]
+    assert set(first) <= set(range(10, 20))
+
+
+def test_receivers_with_shares_of_their_own_ask_the_origin_for_different_pieces() -> None:
+    asked: list[int] = []
+    for place in range(4):
+        of = Picker([100] * 40, rng=random.Random(place), share=(place / 4, (place + 1) / 4))
+        of.add("origin", has=span(0, 40))
+        for _ in range(10):
+            piece = of.pick("origin", 0.0)
+            assert piece is not None
+            of.arrived("origin", piece, 0.1)
+            asked.append(piece)
+    assert len(set(asked)) == 40
+
+
+def test_a_fallback_gives_only_what_no_peer_has() -> None:
+    of = picker(4)
+    of.add("peer", has=pieces([0, 1, 2]))
+    of.add("origin", has=span(0, 4), is_fallback=True)
+    assert picks(of, "origin") == [3]
+
+
+def test_a_source_far_below_the_others_gives_only_what_no_other_has() -> None:
+    of = picker(100)
+    of.add("fast", has=span(0, 99))
+    of.add("slow", has=span(0, 100))
+    give(of, "slow", rate=1, until_s=1.0)
+    give(of, "fast", rate=100, until_s=1.0)
+    assert picks(of, "slow", now_s=1.0) in ([99], [])
+    assert 99 in members(of.have) or of.open_at("slow") == (99,)
+
+
+def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
+    of = picker(400, rules=PickerRules(rate_memory_s=0.1))
+    of.add("far", has=span(0, 400))
+    asked: list[tuple[float, int]] = []  # answered 0.2 s after it was asked, whatever else is open
+    now_s, widest = 0.0, 0
+    while not of.is_done:
+        asked += [(now_s + 0.2, piece) for piece in picks(of, "far", now_s=now_s)]
+        widest = max(widest, len(asked))
+        now_s, piece = asked.pop(0)
+        of.arrived("far", piece, now_s)
+    assert widest == PickerRules().in_flight_max
+
+
+# The end game
+
+
+def test_the_last_pieces_of_a_slow_source_are_taken_over() -> None:
+    of = picker(20)
+    of.add("slow", has=span(0, 20))
+    of.add("fast", has=span(0, 20))
+    give(of, "slow", rate=1, until_s=1.0)
+    stuck = of.pick("slow", 1.0)  # and it is never answered
+    give(of, "fast", rate=20, until_s=60.0, now_s=1.0)
+    assert stuck is not None
+    assert list(members(of.missing)) == [stuck]
+    assert give(of, "fast", rate=20, until_s=60.0, now_s=2.2) < 2.3
+    assert of.is_done
+    assert of.open_at("slow") == ()
+
+
+def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
+    of = picker(4)
+    for name in ("a", "b"):
+        of.add(name, has=span(0, 4))
+        give(of, name, rate=10, until_s=0.05)
+    assert len(of.open_at("a") + of.open_at("b")) == 0
+    assert of.pick("a", 1.0) is not None
+    assert of.pick("a", 1.0) is not None
+    assert of.pick("b", 1.0) is None
+
+
+def test_whoever_was_also_asked_is_named_when_the_piece_arrives() -> None:
+    of = picker(3)
+    of.add("slow", has=span(0, 3))
+    of.add("fast", has=span(0, 3))
+    give(of, "slow", rate=5, until_s=0.1)
+    give(of, "fast", rate=50, until_s=0.01)
+    (last,) = members(of.missing)
+    assert of.pick("slow", 1.0) == last
+    assert of.pick("fast", 1.0) == last
+    assert of.arrived("fast", last, 1.1) == ("slow",)
+    assert of.is_done
+
+
+def test_a_piece_that_did_not_come_is_asked_of_another() -> None:
+    of = picker(1)
+    of.add("liar", has=1)
+    of.add("honest", has=1)
+    assert of.pick("liar", 0.0) == 0
+    of.missed("liar", 0)
+    assert of.pick("honest", 0.0) == 0
+
+
+def test_what_a_lost_source_was_asked_for_is_free_again() -> None:
+    of = picker(2)
+    of.add("gone", has=0b11)
+    of.add("there", has=0b11)
+    assert len(picks(of, "gone")) == 2
+    of.remove("gone")
+    assert sorted(picks(of, "there")) == [0, 1]
+
+
+def test_what_is_on_the_disk_is_not_asked_for() -> None:
+    of = Picker([100] * 4, rng=random.Random(0), have=pieces([0, 2]))
+    of.add("a", has=span(0, 4))
+    assert sorted(picks(of, "a")) == [1, 3]
+
+
+# Everything at once
+
+
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    rates=st.lists(st.floats(1.0, 1e6), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates: list[float], seed: int) -> None:
+    """Sources announce, fail, lie and vanish at random. The last one has everything and is honest."""
+    rng, now_s = random.Random(seed), 0.0
+    of = Picker(sizes, rng=random.Random(seed))
+    for number, _ in enumerate(rates):
+        of.add(str(number), is_fallback=rng.random() < 0.2)
+    of.has_all(str(len(rates) - 1))
+    for _ in range(200 * len(sizes) + 1000):
+        if of.is_done:
+            break
+        name = rng.choice(of.sources)
+        honest = name == str(len(rates) - 1)
+        now_s += rng.random()
+        match rng.randrange(6):
+            case 0 if not honest:
+                of.has(name, rng.getrandbits(len(sizes)))
+            case 1 if not honest and rng.random() < 0.05:
+                of.remove(name)
+            case _:
+                of.pick(name, now_s)
+                for piece in of.open_at(name):
+                    if honest or rng.random() < 0.5:
+                        others = of.arrived(name, piece, now_s)
+                        assert name not in others
+                    elif rng.random() < 0.5:
+                        of.missed(name, piece)
+        open_now = [piece for one in of.sources for piece in of.open_at(one)]
+        assert not any(1 << piece & of.have for piece in open_now)
+        assert all(count <= PickerRules().copies_max for count in Counter(open_now).values())
+    assert of.is_done
