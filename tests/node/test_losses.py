@@ -1,67 +1,222 @@
-"""Each loss against its formula in float64, at ratios that break a careless one."""
+"""Each loss against its formula in float64, value and gradient, at ratios that break a careless one.
+
+The references are scalar Python over torch's float64 scalars, written from the papers' formulas. They share nothing with what
+they check but the documented clamp of log ratios.
+"""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from prime_node.algo.advantages import AdvantageInputs, find_advantage
-from prime_node.algo.filters import FilterInputs, find_filters, flags
-from prime_node.algo.losses import LOSSES, LossInputs, LossOutputs, find_loss
+from prime_node.algo.losses import LOSSES, LossInputs, LossSum, find_loss
 from prime_node.algo.losses.base import LOG_RATIO_MAX
-from prime_node.algo.schedule import Damping, LinearSchedule
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_backend import AggregationKind
 from prime_protocol.errors import LocalError
-from prime_protocol.rollout import Completion, FinishReason
 
 INF, NAN = math.inf, math.nan
-LOG_RATIOS = [-200.0, -30.0, -1.0, -0.01, 0.0, 0.01, 1.0, 1.9, 2.1, 69.0, 200.0]
-ADVANTAGES = [1.0, -1.0, 0.25, -0.25, 0.0, 3.0, -3.0, 0.5, 0.5, -2.0, 2.0]
-DELTA = 8.0
+LOG_RATIOS = (-200.0, -30.0, -1.0, -0.3, -0.01, 0.0, 0.01, 0.15, 1.0, 1.9, 2.1, 69.0, 200.0)
+ADVANTAGES = (1.0, -1.0, 0.25, -0.25, 0.0, 3.0, -3.0, 0.5, -0.5, -2.0, 2.0, 1.5, -0.75)
+LENGTHS = (4, 1, 8)
 
 
-def inputs(log_ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> LossInputs:
-    inference = torch.full((len(log_ratios),), -3.0)
+def inputs(log_ratios: tuple[float, ...] = LOG_RATIOS, *, prox: bool = False) -> LossInputs:
+    """Three sequences; where `prox`, the proximal policy lies between the sampler and the trainer."""
+    inference = torch.linspace(-0.1, -3.0, len(log_ratios))
+    shift = torch.tensor(log_ratios)
     return LossInputs(
-        trainer_logprobs=(inference + torch.tensor(log_ratios)).requires_grad_(),
+        trainer_logprobs=(inference + shift).requires_grad_(),
         inference_logprobs=inference,
-        advantages=torch.tensor(advantages),
-        loss_mask=torch.tensor(mask or [True] * len(log_ratios)),
+        advantages=torch.tensor(ADVANTAGES),
+        loss_mask=torch.ones(len(log_ratios), dtype=torch.bool),
+        teacher_logprobs=inference - 0.7 * shift.clamp(-1.0, 1.0),
+        prox_logprobs=inference + 0.25 * shift if prox else None,
+        lengths=LENGTHS,
     )
 
 
-def gradient(outputs: LossOutputs, given: LossInputs) -> Tensor:
+Scalar = Any
+"""A torch float64 scalar or a float."""
+
+
+def constant(value: Scalar) -> float:
+    """Without a gradient."""
+    return float(value.detach())
+
+
+def clamped(log_ratio: Scalar) -> Scalar:
+    return log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+
+
+def surrogate(ratio: Scalar, advantage: float, low: float, high: float, dual: float | None = None) -> Scalar:
+    bounded = 1.0 - low if ratio < 1.0 - low else min(ratio, 1.0 + high)
+    loss = max(-ratio * advantage, -bounded * advantage)
+    if dual is not None and advantage < 0.0:
+        loss = min(loss, torch.tensor(-dual * advantage, dtype=torch.float64))
+    return loss
+
+
+class Tokens:
+    """One sequence in float64: pi carries the gradient."""
+
+    def __init__(self, pi: Tensor, mu: Tensor, advantages: Tensor, teacher: Tensor, prox: Tensor | None) -> None:
+        self.pi, self.mu, self.advantages, self.teacher = pi, mu, advantages.tolist(), teacher
+        self.prox = pi.detach() if prox is None else prox
+
+    def each(self, loss: Callable[[Scalar, Scalar, Scalar, float, Scalar], Scalar]) -> list[Scalar]:
+        """`loss` of log pi, log r, log mu, A, log teacher."""
+        return [
+            loss(pi, clamped(pi - mu), mu, advantage, teacher)
+            for pi, mu, advantage, teacher in zip(self.pi, self.mu, self.advantages, self.teacher, strict=True)
+        ]
+
+    def corrected(
+        self, weigh: Callable[[list[Scalar]], list[Scalar]], low: float = 0.2, high: float = 0.2
+    ) -> list[Scalar]:
+        """w * the surrogate of rho."""
+        weights = weigh([clamped(prox - mu) for prox, mu in zip(self.prox, self.mu, strict=True)])
+        return [
+            weight * surrogate(clamped(pi - prox).exp(), advantage, low, high)
+            for weight, pi, prox, advantage in zip(weights, self.pi, self.prox, self.advantages, strict=True)
+        ]
+
+
+def dppo_kl(pi: Scalar, log_r: Scalar, mu: Scalar, advantage: float, teacher: Scalar) -> Scalar:
+    moved = constant(pi.exp() - mu.exp())
+    dropped = moved > 0.2 if advantage > 0 else moved < -0.2
+    return (0.0 if dropped else -advantage * log_r.exp()) + 1e-3 * log_r**2
+
+
+def gspo(tokens: Tokens) -> list[Scalar]:
+    ratio = (sum(clamped(pi - mu) for pi, mu in zip(tokens.pi, tokens.mu, strict=True)) / len(tokens.mu)).exp()
+    return [surrogate(ratio, advantage, 3e-4, 4e-4) for advantage in tokens.advantages]
+
+
+def token_weights(bound: Callable[[float], float]) -> Callable[[list[Scalar]], list[Scalar]]:
+    return lambda log_weights: [bound(constant(value.exp())) for value in log_weights]
+
+
+def sequence_weights(bound: Callable[[float], float], *, mean: bool) -> Callable[[list[Scalar]], list[Scalar]]:
+    def weigh(log_weights: list[Scalar]) -> list[Scalar]:
+        total = constant(sum(log_weights)) / (len(log_weights) if mean else 1)
+        return [bound(math.exp(min(max(total, -LOG_RATIO_MAX), LOG_RATIO_MAX)))] * len(log_weights)
+
+    return weigh
+
+
+def truncated(weight: float) -> float:
+    return min(weight, 2.0)
+
+
+def masked(weight: float) -> float:
+    return weight if 0.5 <= weight <= 5.0 else 0.0
+
+
+REFERENCES: Mapping[tuple[str, tuple[tuple[str, Any], ...]], Callable[[Tokens], list[Scalar]]] = {
+    ("aipo", (("delta", 4.0),)): lambda t: t.each(lambda pi, log_r, mu, a, q: -min(log_r.exp(), torch.tensor(4.0)) * a),
+    ("aipo_stop_gradient", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: -min(constant(log_r.exp()), 8.0) * a * pi),
+    ("cispo", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: -min(constant(log_r.exp()), 5.0) * a * pi),
+    ("cispo", (("eps_low", 0.2), ("eps_high", 0.3))): lambda t: t.each(
+        lambda pi, log_r, mu, a, q: -min(max(constant(log_r.exp()), 0.8), 1.3) * a * pi
+    ),
+    ("dapo", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: surrogate(log_r.exp(), a, 0.2, 0.28)),
+    ("decoupled_ppo", (("behavior_weight_max", 1.5),)): lambda t: t.corrected(token_weights(lambda w: min(w, 1.5))),
+    ("dppo_kl", ()): lambda t: t.each(dppo_kl),
+    ("dr_grpo", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: surrogate(log_r.exp(), a, 0.2, 0.2)),
+    ("grpo", (("eps_high", 0.5),)): lambda t: t.corrected(token_weights(lambda w: 1.0), high=0.5),
+    ("grpo_is", ()): lambda t: t.corrected(token_weights(lambda w: w)),
+    ("gspo", ()): gspo,
+    ("mis", ()): lambda t: t.corrected(token_weights(masked)),
+    ("mis", (("level", "sequence"),)): lambda t: t.corrected(sequence_weights(masked, mean=False)),
+    ("opd", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: -min(constant(log_r.exp()), 8.0) * constant(q - pi) * pi),
+    ("ppo_clip", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: surrogate(log_r.exp(), a, 0.2, 0.2, 3.0)),
+    ("ppo_clip", (("dual_clip", None),)): lambda t: t.each(
+        lambda pi, log_r, mu, a, q: surrogate(log_r.exp(), a, 0.2, 0.2)
+    ),
+    ("sft", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: -pi),
+    ("tis", ()): lambda t: t.corrected(token_weights(truncated)),
+    ("tis", (("level", "sequence"),)): lambda t: t.corrected(sequence_weights(truncated, mean=False)),
+    ("tis", (("level", "geometric"),)): lambda t: t.corrected(sequence_weights(truncated, mean=True)),
+}
+
+
+def in_float64(
+    reference: Callable[[Tokens], list[Scalar]], given: LossInputs, kind: AggregationKind
+) -> tuple[float, Tensor]:
+    """The batch's loss before its division, and the gradient."""
+
+    def split(values: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(values.detach().double(), LENGTHS)
+
+    pi = given.trainer_logprobs.detach().double().requires_grad_()
+    total: Scalar = torch.zeros((), dtype=torch.float64)
+    assert given.teacher_logprobs is not None
+    proxies = [None] * len(LENGTHS) if given.prox_logprobs is None else split(given.prox_logprobs)
+    parts = (
+        torch.split(pi, LENGTHS),
+        *map(split, (given.inference_logprobs, given.advantages, given.teacher_logprobs)),
+    )
+    for *values, prox in zip(*parts, proxies, strict=True):
+        losses = reference(Tokens(*values, prox))
+        total = total + sum(losses) / (len(losses) if kind is AggregationKind.SEQUENCE_MEAN else 1)
+    (gradient,) = torch.autograd.grad(total, pi)
+    return float(total.detach()), gradient
+
+
+def gradient(outputs: LossSum, given: LossInputs) -> Tensor:
     (found,) = torch.autograd.grad(outputs.loss, given.trainer_logprobs)
-    return found.double()
+    return found
 
 
-def test_aipo_is_its_formula_in_float64() -> None:
-    given = inputs(LOG_RATIOS, ADVANTAGES)
-    outputs = find_loss("aipo", kwargs={"delta": DELTA})(given)
-    log_ratio = given.trainer_logprobs.detach().double() - given.inference_logprobs.double()
-    ratio, advantages = log_ratio.exp(), given.advantages.double()
-    expected = (-torch.minimum(ratio, torch.tensor(DELTA).double()) * advantages).sum()
-    # Below exp(-LOG_RATIO_MAX) the clamp holds the ratio at 2e-9 instead of less: beyond float32 beside anything else.
-    assert outputs.loss.item() == pytest.approx(float(expected), rel=1e-6)
-    slope = torch.where(ratio < DELTA, -ratio * advantages, 0.0)
-    torch.testing.assert_close(gradient(outputs, given), slope, rtol=1e-5, atol=math.exp(-LOG_RATIO_MAX))
-    assert float(outputs.metrics["ratio_clipped_share"]) == pytest.approx(float((ratio > DELTA).double().mean()))
+def found(name: str, **settings: Any) -> Any:
+    return find_loss(name, constant_length=16, **settings)
 
 
-def test_aipo_gives_no_gradient_above_delta_for_either_sign_of_the_advantage() -> None:
-    given = inputs([3.0, 3.0], [1.0, -1.0])
-    assert gradient(find_loss("aipo", kwargs={"delta": DELTA})(given), given).tolist() == [0.0, 0.0]
+def test_every_loss_has_a_reference() -> None:
+    assert {name for name, _ in REFERENCES} == set(LOSSES)
 
 
-def test_sft_is_the_cross_entropy() -> None:
-    given = inputs([0.0, 1.0, -5.0], [0.0, 7.0, NAN])
-    outputs = find_loss("sft")(given)
-    assert outputs.loss.item() == pytest.approx(3.0 + 2.0 + 8.0)
-    assert gradient(outputs, given).tolist() == [-1.0, -1.0, -1.0]
+@pytest.mark.parametrize("prox", [False, True])
+@pytest.mark.parametrize("kind", list(AggregationKind))
+@pytest.mark.parametrize(("name", "settings"), REFERENCES)
+def test_a_loss_is_its_formula_in_float64(
+    name: str, settings: tuple[tuple[str, Any], ...], kind: AggregationKind, prox: bool
+) -> None:
+    """Tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times."""
+    given = inputs(prox=prox)
+    outputs = found(name, kwargs=dict(settings), aggregation=kind)(given)
+    total, slope = in_float64(REFERENCES[name, settings], given, kind)
+    assert outputs.loss.item() == pytest.approx(total, rel=1e-5)
+    torch.testing.assert_close(gradient(outputs, given).double(), slope, rtol=2e-5, atol=1e-7)
+    assert all(tally.isfinite().all() for tally in outputs.metrics.values())
+
+
+def test_aipo_gives_no_gradient_above_delta_and_its_other_form_does() -> None:
+    for name, expected in (("aipo", [0.0, 0.0]), ("aipo_stop_gradient", [-4.0, 4.0])):
+        given = LossInputs(
+            torch.tensor([-1.0, -1.0], requires_grad=True),
+            torch.tensor([-4.0, -4.0]),
+            torch.tensor([1.0, -1.0]),
+            torch.tensor([True, True]),
+        )
+        assert gradient(find_loss(name, kwargs={"delta": 4.0})(given), given).tolist() == expected
+
+
+def test_dppo_holds_dropped_tokens_to_the_sampler_as_well() -> None:
+    given = LossInputs(
+        torch.tensor([-0.1, -3.0], requires_grad=True),
+        torch.tensor([-1.0, -0.5]),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([True, True]),
+    )
+    outputs = find_loss("dppo_kl", kwargs={"kl_tau": 0.5})(given)
+    assert outputs.metrics["masked_share"].tolist() == [2.0, 2.0]
+    assert gradient(outputs, given).tolist() == pytest.approx([0.9, -2.5])
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -71,121 +226,59 @@ def test_sft_is_the_cross_entropy() -> None:
 def test_masked_tokens_contribute_exactly_nothing(
     name: str, trainer: float, inference: float, advantage: float
 ) -> None:
-    alone = inputs([0.3], [0.7])
-    logprobs = torch.tensor([float(alone.trainer_logprobs.detach()[0]), trainer], requires_grad=True)
-    beside = LossInputs(
-        logprobs, torch.tensor([-3.0, inference]), torch.tensor([0.7, advantage]), torch.tensor([True, False])
-    )
-    loss = find_loss(name)
-    expected, found = loss(alone), loss(beside)
-    assert found.loss.item() == expected.loss.item()
-    assert gradient(found, beside).tolist() == [float(gradient(expected, alone)[0]), 0.0]
-    assert {key: float(value) for key, value in found.metrics.items()} == {
-        key: float(value) for key, value in expected.metrics.items()
+    def given(*also: float) -> LossInputs:
+        """One trained token, and perhaps a masked one behind it."""
+        beside = bool(also)
+        return LossInputs(
+            torch.tensor([-2.7, trainer][: 1 + beside], requires_grad=True),
+            torch.tensor([-3.0, inference][: 1 + beside]),
+            torch.tensor([0.7, advantage][: 1 + beside]),
+            torch.tensor([True, False][: 1 + beside]),
+            teacher_logprobs=torch.tensor([-2.0, inference][: 1 + beside]),
+            prox_logprobs=torch.tensor([-2.9, trainer][: 1 + beside]),
+        )
+
+    alone, beside = given(), given(1.0)
+    loss = found(name)
+    expected, outputs = loss(alone), loss(beside)
+    assert outputs.loss.item() == expected.loss.item()
+    assert gradient(outputs, beside).tolist() == [float(gradient(expected, alone)[0]), 0.0]
+    assert {key: value.tolist() for key, value in outputs.metrics.items()} == {
+        key: value.tolist() for key, value in expected.metrics.items()
     }
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_no_ratio_gives_nan(name: str) -> None:
+@pytest.mark.parametrize("smallest", [-1e30, -INF])
+def test_no_ratio_gives_nan(name: str, smallest: float) -> None:
     given = LossInputs(
-        torch.tensor([-1.0, -1e30, -70.0, -0.0], requires_grad=True),
-        torch.tensor([-1e30, -1.0, -0.0, -1e30]),
-        torch.tensor([1.0, -1.0, 1.0, -1.0]),
-        torch.ones(4, dtype=torch.bool),
+        torch.tensor([-1.0, smallest, -70.0, -0.0, smallest], requires_grad=True),
+        torch.tensor([smallest, -1.0, -0.0, smallest, smallest]),
+        torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0]),
+        torch.ones(5, dtype=torch.bool),
+        teacher_logprobs=torch.full((5,), -2.0),
     )
-    outputs = find_loss(name)(given)
+    outputs = found(name)(given)
     assert math.isfinite(outputs.loss.item())
     assert gradient(outputs, given).isfinite().all()
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_token_wise_loss_is_the_sum_over_its_parts(name: str) -> None:
-    loss, whole = find_loss(name), inputs(LOG_RATIOS[2:9], ADVANTAGES[2:9])
-    assert loss.token_wise
-    parts = [
-        loss(
-            LossInputs(
-                *(
-                    value[part]
-                    for value in (
-                        whole.trainer_logprobs,
-                        whole.inference_logprobs,
-                        whole.advantages,
-                        whole.loss_mask,
-                    )
-                )
-            )
-        ).loss
-        for part in (slice(0, 3), slice(3, 7))
-    ]
-    assert loss(whole).loss.item() == pytest.approx(torch.stack(parts).sum().item(), rel=1e-6)
+def test_distillation_without_a_teacher_says_what_is_missing() -> None:
+    given = LossInputs(*(torch.zeros(1),) * 3, torch.tensor([True]))
+    with pytest.raises(LocalError, match="no teacher logprobs"):
+        find_loss("opd")(given)
 
 
-def test_a_loss_of_ones_own_is_found_by_its_import_path_and_called_for_each_sequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_losses.py").write_text(
-        "from prime_node.algo.losses import LossInputs, LossOutputs\n"
-        "def doubled(inputs: LossInputs, factor: float = 1.0) -> LossOutputs:\n"
-        "    return LossOutputs(loss=factor * -inputs.trainer_logprobs[inputs.loss_mask].sum(), metrics={})\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    loss = find_loss("unused", import_path="my_losses.doubled", kwargs={"factor": 2.0})
-    assert not loss.token_wise
-    assert loss(inputs([0.0, 0.0], [1.0, 1.0])).loss.item() == 12.0
-    for path, why in (("my_losses.no", "my_losses has no no"), ("nothing.here", "No module named"), ("x", "expected")):
-        with pytest.raises(LocalError, match=why):
-            find_loss("unused", import_path=path)
+def test_an_unknown_level_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(LocalError, match="level 'word': expected one of token, sequence, geometric"):
+        find_loss("tis", kwargs={"level": "word"})(inputs())
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(LocalError, match="no loss is called 'apio'; known are aipo, sft"):
+    with pytest.raises(LocalError, match="no loss is called 'apio'; known are aipo, aipo_stop_gradient, cispo"):
         find_loss("apio")
 
 
 def test_a_setting_that_the_loss_does_not_take_is_refused_before_the_run() -> None:
     with pytest.raises(LocalError, match="loss aipo: got an unexpected keyword argument 'dleta'"):
         find_loss("aipo", kwargs={"dleta": 4.0})
-
-
-def test_the_advantage_is_the_reward_minus_the_mean_without_a_deviation() -> None:
-    advantage = find_advantage("group_mean")
-    assert advantage(AdvantageInputs((1.0, 0.0, 0.5), (3, 1, 8))) == [0.5, -0.5, 0.0]
-    assert advantage(AdvantageInputs((0.7,), (3,))) == [0.0]
-    assert advantage(AdvantageInputs((0.1,) * 7, (1,) * 7)) == [0.0] * 7
-    assert advantage(AdvantageInputs((), ())) == []
-
-
-def group(*rewards: float) -> Group:
-    completion = Completion((1, 2), (-0.1, -0.2), FinishReason.STOP)
-    return Group(0, (9,), (completion,) * len(rewards), rewards, (0,) * len(rewards), "worker")
-
-
-def test_the_first_filter_that_matches_names_the_rollout() -> None:
-    filters = {
-        "second_only": lambda given: [index == 1 for index in range(len(given.advantages))],
-        **find_filters(["zero_advantage"]),
-    }
-    given = FilterInputs(group(1.0, 0.0, 0.5), (0.5, 0.0, 0.0))
-    assert flags(filters, given) == [None, "second_only", "zero_advantage"]
-    assert flags({}, given) == [None, None, None]
-    with pytest.raises(LocalError, match="no filter is called"):
-        find_filters(["zero"])
-
-
-def test_the_schedule_rises_and_falls() -> None:
-    schedule = LinearSchedule(1.0, warmup_steps=5, total_steps=400, final_share=0.1)
-    assert schedule.at(0) == pytest.approx(0.2)
-    assert schedule.at(4) == pytest.approx(1 - 0.9 * 4 / 400)
-    assert schedule.at(399) == pytest.approx(0.1, abs=0.003)
-    assert schedule.at(10_000) == pytest.approx(0.1)
-    assert LinearSchedule(2.0, 0, 1, 1.0).at(77) == 2.0
-
-
-def test_damping_falls_fast_recovers_slowly_and_has_a_floor() -> None:
-    damping = Damping(0.1)
-    assert damping.after(1.0, 0.2) == 0.75
-    assert damping.after(0.5, 0.12) == 0.5
-    assert damping.after(0.5, 0.05) == pytest.approx(0.525)
-    assert damping.after(1.0, 0.0) == 1.0
-    assert damping.after(0.16, 9.0) == 0.15

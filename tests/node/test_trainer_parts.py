@@ -14,7 +14,7 @@ from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.algo.advantages import find_advantage
 from prime_node.algo.filters import find_filters
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import Group, TrainSample
+from prime_node.ports.train_backend import AggregationKind, Group, TrainSample
 from prime_node.trainer.batch import Prepared, prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
@@ -160,5 +160,9 @@ def test_settings_reach_their_places_from_a_file_and_are_checked() -> None:
     assert config.optimizer.settings().betas == (0.9, 0.95)
     assert (config.optimizer.lr, config.sft.steps_max, config.loss.kwargs) == (1e-4, 7, {"delta": 4.0})
     assert config.sft.optimizer.lr == 2e-3
+    seeds_way = TrainerConfig.load(
+        {"trainer": {"loss": {"type": "dppo_kl", "kl_tau": 0.01, "aggregation": "token-mean"}}}
+    )
+    assert (seeds_way.loss.kwargs, seeds_way.loss.aggregation) == ({"kl_tau": 0.01}, AggregationKind.TOKEN_MEAN)
     with pytest.raises(LocalError, match=r"\[trainer\] optimizer.lr"):
         TrainerConfig.load({"trainer": {"optimizer": {"lr": 0.0}}})

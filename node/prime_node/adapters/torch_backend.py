@@ -7,21 +7,17 @@ on the snapshot. Logprobs are taken as the engines take them: over the whole voc
 that is 0), without the noise.
 
 A step is forward and backward over packed rows (algo/packing.py), one micro-batch after another, then clipping and AdamW. The
-loss is divided by the trainable tokens of the whole batch, so the split into micro-batches changes nothing but rounding.
-
-Seam for several processes: `_total` is where counts and sums become global, and `_model` is what would be sharded. All else
-holds per rank.
+loss is divided by counts of the whole batch, so the split into micro-batches changes nothing but rounding.
 
 Letters: N predictions, S distinct places that they are read from, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +27,13 @@ from transformers import AutoModelForCausalLM
 
 from prime_node.adapters import tree_attention
 from prime_node.adapters.model_config import config_at_fault, read_model_config, require_memory
+from prime_node.adapters.torch_batch import Tallies, batch_counts, loss_inputs
 from prime_node.adapters.torch_weights import copy_into, to_weights
-from prime_node.algo.losses import LossInputs, LossOutputs
+from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.packing import PackedRows, pack
 from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainingDiverged, TrainSample
 from prime_protocol.weights import Weights
 
-Number = TypeVar("Number", int, float)
 _STATE_FILE = "backend.pt"
 BYTES_PER_PARAMETER = 4 * 4
 """fp32: the weight, its gradient and AdamW's two moments."""
@@ -87,27 +83,25 @@ class TorchBackend:
         )
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
-        num_tokens = self._total(sum(len(sample.completion_token_ids) for sample in samples))
+        num_tokens, num_sequences = batch_counts(samples)
         if num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
+        denominator = loss.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
         loss_sum = 0.0
-        sums: defaultdict[str, float] = defaultdict(float)
+        tallies = Tallies()
         for packed in self._pack(samples):
-            logprobs_N = self._logprobs(packed)
-            inputs = self._loss_inputs(logprobs_N, packed, samples)
-            outputs = _call_loss(loss, inputs, [len(samples[index].completion_token_ids) for index in packed.samples])
-            torch.autograd.backward(outputs.loss / num_tokens)
+            inputs = loss_inputs(self._logprobs(packed), [samples[index] for index in packed.samples])
+            outputs = loss(inputs)
+            torch.autograd.backward(outputs.loss / denominator)
             loss_sum += outputs.loss.item()
-            for name, mean in outputs.metrics.items():
-                sums[name] += mean.item() * len(logprobs_N)
-            sums["log_ratio_abs"] += float((logprobs_N.detach() - inputs.inference_logprobs).abs().sum())
+            tallies.add(outputs.metrics)
         grad_norm = self._optimizer_step(lr)
-        means = {name: self._total(value) / num_tokens for name, value in sums.items()}
+        means = tallies.means()
         return StepStats(
-            loss=self._total(loss_sum) / num_tokens,
+            loss=loss_sum / denominator,
             grad_norm=grad_norm,
             num_tokens=num_tokens,
-            log_ratio_abs=means.pop("log_ratio_abs"),
+            log_ratio_abs=means.pop(LOG_RATIO_ABS, 0.0),
             metrics=means,
         )
 
@@ -162,18 +156,6 @@ class TorchBackend:
         chosen_N: Tensor = logprobs_SV[self._to_device(row_of_N), self._to_device(packed.targets_N)]
         return chosen_N
 
-    def _loss_inputs(self, logprobs_N: Tensor, packed: PackedRows, samples: Sequence[TrainSample]) -> LossInputs:
-        here = [samples[index] for index in packed.samples]
-        lengths = torch.tensor([len(sample.completion_token_ids) for sample in here])
-        inference = [logprob for sample in here for logprob in sample.inference_logprobs]
-        advantages = torch.tensor([sample.advantage for sample in here])
-        return LossInputs(
-            trainer_logprobs=logprobs_N,
-            inference_logprobs=torch.tensor(inference, device=self._device),
-            advantages=advantages.repeat_interleave(lengths).to(self._device),
-            loss_mask=torch.ones(len(inference), dtype=torch.bool, device=self._device),
-        )
-
     def _optimizer_step(self, lr: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_norm_max).item()
         if not norm < float("inf"):
@@ -186,10 +168,6 @@ class TorchBackend:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return norm
-
-    def _total(self, value: Number) -> Number:
-        """The sum over all processes. There is one; FSDP2 puts its all-reduce here."""
-        return value
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -208,21 +186,3 @@ def _build_model(folder: Path, device: torch.device) -> Any:
     with config_at_fault(folder):
         model = auto.from_pretrained(folder, **how) if has_weights else auto.from_config(config, **how)
     return model.train()
-
-
-def _call_loss(loss: Loss, inputs: LossInputs, lengths: Sequence[int]) -> LossOutputs:
-    """Over all sequences at once where each token stands for itself, else sequence by sequence."""
-    if loss.token_wise:
-        outputs: LossOutputs = loss(inputs)
-        return outputs
-    values = (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages, inputs.loss_mask)
-    sequences = zip(*(torch.split_with_sizes(value, list(lengths)) for value in values), strict=True)
-    parts = [loss(LossInputs(*sequence)) for sequence in sequences]
-    shares = [length / sum(lengths) for length in lengths]
-    return LossOutputs(
-        loss=torch.stack([part.loss for part in parts]).sum(),
-        metrics={
-            name: torch.stack([part.metrics[name] * share for part, share in zip(parts, shares, strict=True)]).sum()
-            for name in parts[0].metrics
-        },
-    )

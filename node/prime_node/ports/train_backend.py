@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,15 +34,63 @@ class Group:
     """Key id of whoever sampled them."""
 
 
+class TrainingMode(StrEnum):
+    """What a sample teaches. One batch may hold several."""
+
+    RL = "rl"
+    """By its advantage: the loss that the settings name."""
+    OPD = "opd"
+    """By a teacher's logprobs of the student's own tokens: on-policy distillation."""
+    SFT = "sft"
+    """As a reference to imitate."""
+
+
+class AggregationKind(StrEnum):
+    """What a batch's loss is the mean of. verl's names are understood as well."""
+
+    TOKEN_MEAN = "token_mean"
+    """Every trained token counts the same: long completions weigh more."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """Every completion counts the same: a token of a long one counts less."""
+    CONSTANT_LENGTH = "constant_length"
+    """Every token counts the same, in each batch, however many there are."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> AggregationKind | None:
+        return _VERL_NAMES.get(str(value))
+
+
+_VERL_NAMES = {
+    "token-mean": AggregationKind.TOKEN_MEAN,
+    "seq-mean-token-mean": AggregationKind.SEQUENCE_MEAN,
+    "seq-mean-token-sum-norm": AggregationKind.CONSTANT_LENGTH,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One sequence to train on. Example: TrainSample((1, 2), (3, 4), (-0.1, -0.2), advantage=0.5)."""
+    """One sequence to train on. Example: TrainSample((1, 2), (3, 4), (-0.1, -0.2), advantage=0.5).
+
+    What has one value for each completion token may be empty where the sample has none of it.
+    """
 
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     inference_logprobs: tuple[float, ...]
     """Nats, of the policy that sampled each completion token; zeros where the mode needs none (sft)."""
     advantage: float
+    mode: TrainingMode = TrainingMode.RL
+    loss_mask: tuple[bool, ...] = ()
+    """False on completion tokens that are not trained: what an environment said between two turns. Empty: all are trained."""
+    teacher_logprobs: tuple[float, ...] = ()
+    """Nats, of the teacher; mode `opd` needs them."""
+    prox_logprobs: tuple[float, ...] = ()
+    """Nats, of the proximal policy. Empty: it is the policy that the step begins with."""
+
+    @property
+    def num_trained(self) -> int:
+        """Trainable tokens."""
+        return sum(self.loss_mask) if self.loss_mask else len(self.completion_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +114,24 @@ class StepStats:
     num_tokens: int
     """Trainable tokens of the whole batch."""
     log_ratio_abs: float
-    """Mean over trainable tokens of |trainer logprob - inference logprob|, nats, before the step."""
+    """Mean over trainable tokens that were sampled of |trainer logprob - inference logprob|, nats, before the step."""
     metrics: Mapping[str, float]
-    """Means over trainable tokens, as the loss names them."""
+    """Means over the trainable tokens that they concern, as the loss names them."""
 
 
 class Loss(Protocol):
-    """One of algo.losses: sums a loss over trainable tokens."""
+    """algo.losses.Objective, which is what a backend works with.
 
-    @property
-    def token_wise(self) -> bool:
-        """True where each token's loss depends on that token alone: then one call may take many sequences at once."""
-        ...
+    A backend calls it once for each micro-batch of whole sequences, divides the result by `denominator` of the counts over all
+    micro-batches and ranks, and calls backward. So gradients are summed over ranks, never averaged.
+    """
 
     def __call__(self, inputs: Any) -> Any:
-        """algo.losses.LossInputs -> algo.losses.LossOutputs."""
+        """algo.losses.LossInputs -> algo.losses.LossSum: a scalar, and [2] (sum, number of tokens) of each metric."""
+        ...
+
+    def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
+        """Of the whole batch: its trainable tokens, and its sequences that have at least one."""
         ...
 
 
@@ -91,10 +143,15 @@ class TrainBackend(Protocol):
         ...
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
-        """Forward, backward and one optimizer step. The loss is divided by the batch's total of trainable tokens.
+        """Forward, backward and one optimizer step on all samples of the batch, divided as the loss says.
 
-        Without samples nothing changes. Raises TrainingDiverged, before any weight has changed, where the gradient is not finite.
+        Without trainable tokens nothing changes. Raises TrainingDiverged where the gradient is not finite, before any weight has
+        changed.
         """
+        ...
+
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Nats of every completion token of every sample, as `train_step` sees them."""
         ...
 
     def snapshot(self) -> Weights:

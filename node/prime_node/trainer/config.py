@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_node.broadcast.spans import SpanRules
 from prime_node.config import Settings, SettingsConfigDict
-from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_backend import AggregationKind, OptimizerSettings
 
 Scalar = str | int | float | bool
 
@@ -38,7 +39,7 @@ class AdamW(BaseModel):
 
 
 class LossConfig(BaseModel):
-    """Which loss, and its settings."""
+    """Which loss, and its settings. A key that is none of these is taken for one of `kwargs`: `kl_tau = 1e-3` as in prime-rl."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -46,8 +47,23 @@ class LossConfig(BaseModel):
     """Name of a loss in prime_node.algo.losses."""
     import_path: str | None = None
     """A loss of one's own, "package.module.function"; then `type` is not used."""
-    kwargs: dict[str, Scalar] = Field(default_factory=dict)
+    kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
     """What the loss takes beside its inputs."""
+    aggregation: AggregationKind | None = None
+    """token_mean, sequence_mean or constant_length; none takes that of the loss's paper."""
+    constant_length: int | None = Field(default=None, ge=1)
+    """Divisor of the aggregation constant_length, tokens; none takes the run's longest completion."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        loose = {key: value for key, value in given.items() if key not in cls.model_fields}
+        kwargs = given.get("kwargs", {})
+        if not loose or not isinstance(kwargs, Mapping):
+            return given
+        return {key: value for key, value in given.items() if key not in loose} | {"kwargs": {**loose, **kwargs}}
 
 
 class SftConfig(BaseModel):

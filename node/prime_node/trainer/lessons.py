@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 
 class Lessons:
@@ -47,6 +47,6 @@ class Lessons:
             environment = self._environments[name]
             prompt = tuple(self._tokenizer.encode_prompt(environment.prompt(index)))
             answer = (*self._tokenizer.encode(environment.answer(index)), self._tokenizer.stop_token_id)
-            sample = TrainSample(prompt, answer, (0.0,) * len(answer), advantage=1.0)
+            sample = TrainSample(prompt, answer, (0.0,) * len(answer), advantage=1.0, mode=TrainingMode.SFT)
             self._made[name, index] = sample
         return sample

@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
     """Train until the run's last policy is published (True) or until `stop` is set (False)."""
     try:
-        recipe = Recipe.of(trainer.config, max_steps=trainer.run.spec.max_steps)
+        spec = trainer.run.spec
+        recipe = Recipe.of(
+            trainer.config, max_steps=spec.max_steps, completion_tokens_max=spec.sampling.completion_tokens_max
+        )
         if not await _unless_left(trainer, stop, trainer.publisher.start()):
             return False
         await trainer.resume()

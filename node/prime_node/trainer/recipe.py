@@ -24,11 +24,17 @@ class Recipe:
     damping: Damping | None
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, max_steps: int) -> Recipe:
+    def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int) -> Recipe:
         """Raises LocalError where a name or a setting is unknown."""
         optimizer, loss = config.optimizer, config.loss
         return cls(
-            loss=find_loss(loss.type, import_path=loss.import_path, kwargs=loss.kwargs),
+            loss=find_loss(
+                loss.type,
+                import_path=loss.import_path,
+                kwargs=loss.kwargs,
+                aggregation=loss.aggregation,
+                constant_length=loss.constant_length or completion_tokens_max,
+            ),
             advantage=find_advantage(config.advantage, import_path=config.advantage_import_path),
             filters=find_filters(config.filters),
             schedule=LinearSchedule(optimizer.lr, optimizer.warmup_steps, max_steps, config.lr_final_share),

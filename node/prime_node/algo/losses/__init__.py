@@ -1,32 +1,98 @@
-"""Losses, one a file. Formulas are per token, to minimise; base.py says what a loss takes and gives."""
+"""Losses, one a file: formulas per token, to minimise. base.py says what a loss takes and gives."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.aipo import aipo
-from prime_node.algo.losses.base import BoundLoss, LossFunction, LossInputs, LossOutputs
+from prime_node.algo.losses.aipo_stop_gradient import aipo_stop_gradient
+from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs
+from prime_node.algo.losses.cispo import cispo
+from prime_node.algo.losses.dapo import dapo
+from prime_node.algo.losses.decoupled_ppo import decoupled_ppo
+from prime_node.algo.losses.dppo_kl import dppo_kl
+from prime_node.algo.losses.dr_grpo import dr_grpo
+from prime_node.algo.losses.grpo import grpo
+from prime_node.algo.losses.grpo_is import grpo_is
+from prime_node.algo.losses.gspo import gspo
+from prime_node.algo.losses.mis import mis
+from prime_node.algo.losses.objective import LOG_RATIO_ABS, BoundLoss, LossSum, Objective
+from prime_node.algo.losses.opd import opd
+from prime_node.algo.losses.ppo_clip import ppo_clip
 from prime_node.algo.losses.sft import sft
+from prime_node.algo.losses.tis import tis
 from prime_node.algo.registry import choose, import_object
+from prime_node.ports.train_backend import AggregationKind, TrainingMode
 from prime_protocol.errors import LocalError
 
-__all__ = ["LOSSES", "BoundLoss", "LossInputs", "LossOutputs", "find_loss"]
+__all__ = [
+    "LOG_RATIO_ABS",
+    "LOSSES",
+    "Aggregation",
+    "AggregationKind",
+    "LossInputs",
+    "LossOutputs",
+    "LossSum",
+    "Objective",
+    "find_loss",
+]
 
-LOSSES: Mapping[str, LossFunction] = {"aipo": aipo, "sft": sft}
-"""Token-wise losses by name."""
+
+@dataclass(frozen=True, slots=True)
+class KnownLoss:
+    """A loss and how its paper aggregates it."""
+
+    function: LossFunction
+    aggregation: AggregationKind = AggregationKind.TOKEN_MEAN
 
 
-def find_loss(name: str, *, import_path: str | None = None, kwargs: Mapping[str, Any] | None = None) -> BoundLoss:
-    """A loss by its name, or one's own by `import_path` ("package.module.function"), with its settings.
+LOSSES: Mapping[str, KnownLoss] = {
+    "aipo": KnownLoss(aipo),
+    "aipo_stop_gradient": KnownLoss(aipo_stop_gradient),
+    "cispo": KnownLoss(cispo),
+    "dapo": KnownLoss(dapo),
+    "decoupled_ppo": KnownLoss(decoupled_ppo),
+    "dppo_kl": KnownLoss(dppo_kl),
+    "dr_grpo": KnownLoss(dr_grpo, AggregationKind.CONSTANT_LENGTH),
+    "grpo": KnownLoss(grpo),
+    "grpo_is": KnownLoss(grpo_is),
+    "gspo": KnownLoss(gspo, AggregationKind.SEQUENCE_MEAN),
+    "mis": KnownLoss(mis),
+    "opd": KnownLoss(opd),
+    "ppo_clip": KnownLoss(ppo_clip),
+    "sft": KnownLoss(sft),
+    "tis": KnownLoss(tis),
+}
 
-    A loss of one's own is called for each sequence by itself. Raises LocalError.
+
+def find_loss(
+    name: str,
+    *,
+    import_path: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    aggregation: AggregationKind | None = None,
+    constant_length: int | None = None,
+) -> Objective:
+    """An objective whose mode `rl` is the loss of this name, or one's own by `import_path` ("package.module.function").
+
+    `kwargs` are the loss's settings; `aggregation` is its paper's where none is given. A loss of one's own is called for each
+    sequence by itself. The modes `sft` and `opd` are the losses of these names. Raises LocalError.
     """
     settings = dict(kwargs or {})
-    function: LossFunction = import_object(import_path) if import_path is not None else choose("loss", name, LOSSES)
+    known = choose("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
     try:
-        inspect.signature(function).bind(None, **settings)
+        inspect.signature(known.function).bind(None, **settings)
     except TypeError as error:
         raise LocalError(f"loss {import_path or name}: {error}") from None
-    return BoundLoss(function, token_wise=import_path is None, **settings)
+    return Objective(
+        {
+            TrainingMode.RL: BoundLoss(known.function, settings, per_sequence=import_path is not None),
+            TrainingMode.OPD: BoundLoss(opd, settings if name == "opd" else {}),
+            TrainingMode.SFT: BoundLoss(sft, {}),
+        },
+        Aggregation(aggregation or known.aggregation, constant_length),
+    )

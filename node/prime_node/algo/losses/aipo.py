@@ -7,17 +7,13 @@ Above delta the gradient is zero: a token that the policy already prefers far mo
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, masked_mean, masked_sum
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share
 
 
 def aipo(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
-    """Token-wise. `delta` is the largest importance ratio that counts."""
-    mask = inputs.loss_mask
+    """`delta` is the largest importance ratio that counts."""
     ratio = log_ratio(inputs).exp()
     return LossOutputs(
-        loss=masked_sum(-ratio.clamp(max=delta) * inputs.advantages, mask),
-        metrics={
-            "ratio_mean": masked_mean(ratio, mask),
-            "ratio_clipped_share": masked_mean((ratio > delta).to(ratio.dtype), mask),
-        },
+        loss=-ratio.clamp(max=delta) * inputs.advantages,
+        metrics={"ratio_mean": ratio, "ratio_clipped_share": share(ratio > delta)},
     )

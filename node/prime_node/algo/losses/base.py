@@ -1,21 +1,22 @@
 """What a loss takes and gives.
 
-A loss sums over trainable tokens; the backend divides by the whole batch's count of them, over all micro-batches and ranks,
-so that no split of a batch changes the gradient. Masked tokens contribute exactly nothing, whatever their values are:
-`torch.where` chooses, because 0 * inf is NaN (prime-rl #2972).
+A loss is told one value for each completion token of one or of many sequences. It gives back a loss for each token, which the
+aggregation (aggregation.py) weighs and sums, or one scalar for a sequence that it was called with alone. objective.py puts the
+two together, and puts zeros in place of whatever stands on masked tokens before a loss sees it. So masked tokens contribute
+exactly nothing, whatever their values are: 0 * inf is NaN (prime-rl #2972), but `torch.where` chooses.
 
-Letters: N completion tokens.
+Letters: N completion tokens, S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from prime_node.ports.train_backend import TrainingMode
 
 LOG_RATIO_MAX = 20.0
 """Nats. exp(20) is 5e8: beyond every clip and far below float32's overflow. Where the clamp acts, the gradient is zero."""
@@ -23,21 +24,29 @@ LOG_RATIO_MAX = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Per-token values of one sequence, or of many one after another for a loss that is token-wise.
+    """Per-token values of one sequence, or of many one after another.
 
     Example: LossInputs(torch.tensor([-1.0]), torch.tensor([-1.1]), torch.tensor([0.5]), torch.tensor([True])).
     """
 
     trainer_logprobs: Tensor  # [N] nats, of the policy that is trained; carries the gradient
-    inference_logprobs: Tensor  # [N] nats, of the policy that sampled
+    inference_logprobs: Tensor  # [N] nats, of the policy that sampled (mu)
     advantages: Tensor  # [N]
     loss_mask: Tensor  # [N] bool, True where the token is trained
     teacher_logprobs: Tensor | None = None  # [N] nats, of a teacher, where the mode has one
+    prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; none: the weights that the step begins with
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence, masked ones included, in order; empty: one sequence."""
+    modes: tuple[TrainingMode, ...] = ()
+    """Of each sequence; empty: all `rl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """A scalar to minimise, summed over trainable tokens, and numbers to log: means over trainable tokens, detached."""
+    """What is minimised and numbers to log: each of them [N], one value a token, or a scalar for the one sequence given.
+
+    Values on masked tokens are not looked at. Metrics are averaged over trainable tokens and need no gradient.
+    """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -47,31 +56,66 @@ LossFunction = Callable[..., LossOutputs]
 """(LossInputs, **settings) -> LossOutputs."""
 
 
-class BoundLoss:
-    """A loss with its settings. Example: BoundLoss(aipo, token_wise=True, delta=4.0)."""
-
-    def __init__(self, function: LossFunction, *, token_wise: bool, **settings: Any) -> None:
-        self._call = partial(function, **settings)
-        self._token_wise = token_wise
-
-    @property
-    def token_wise(self) -> bool:
-        return self._token_wise
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        return self._call(inputs)
-
-
 def log_ratio(inputs: LossInputs) -> Tensor:
-    """log(pi / mu) of each token, clamped; 0 where masked, without a gradient."""
-    difference = inputs.trainer_logprobs - inputs.inference_logprobs
-    return torch.where(inputs.loss_mask, difference, 0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    """[N] log r = log(pi / mu), clamped."""
+    return _clamped(inputs.trainer_logprobs - inputs.inference_logprobs)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).sum()
+def log_prox_ratio(inputs: LossInputs) -> Tensor:
+    """[N] log rho = log(pi / pi_prox), clamped. Without proximal logprobs it is 0 with the gradient of log pi."""
+    return _clamped(inputs.trainer_logprobs - _prox(inputs))
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over trainable tokens, detached; 0 where there are none."""
-    return masked_sum(values.detach(), mask) / mask.sum().clamp(min=1)
+def log_prox_weight(inputs: LossInputs) -> Tensor:
+    """[N] log w = log(pi_prox / mu), clamped, without a gradient."""
+    return _clamped(_prox(inputs) - inputs.inference_logprobs)
+
+
+def clipped_surrogate(
+    log_ratio_N: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> LossOutputs:
+    """[N] -min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A), PPO's (arXiv 1707.06347, equation 7).
+
+    `dual_clip` c > 1: where A < 0 no more than -c * A (arXiv 1912.09729, equation 5).
+    """
+    ratio = log_ratio_N.exp()
+    clipped = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0.0, torch.minimum(loss, -dual_clip * advantages), loss)
+    clips = torch.where(advantages > 0.0, ratio > 1.0 + eps_high, (advantages < 0.0) & (ratio < 1.0 - eps_low))
+    return LossOutputs(loss, {"ratio_mean": ratio.detach(), "ratio_clipped_share": share(clips)})
+
+
+def sequence_mean(values: Tensor, inputs: LossInputs) -> Tensor:
+    """[N] at each token the mean of `values` over its sequence's trainable tokens; they must be 0 on masked ones."""
+    return sequence_sum(values, inputs) / sequence_sum(inputs.loss_mask.to(values.dtype), inputs).clamp(min=1.0)
+
+
+def sequence_sum(values: Tensor, inputs: LossInputs) -> Tensor:
+    """[N] at each token the sum of `values` over its sequence; they must be 0 on masked tokens."""
+    sequence_of_N = sequence_ids(inputs)
+    sums_S = values.new_zeros(max(1, len(inputs.lengths))).index_add(0, sequence_of_N, values)
+    return sums_S[sequence_of_N]
+
+
+def sequence_ids(inputs: LossInputs) -> Tensor:
+    """[N] which sequence each token belongs to."""
+    mask = inputs.loss_mask
+    if not inputs.lengths:
+        return torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
+    lengths_S = torch.tensor(inputs.lengths, device=mask.device)
+    return torch.arange(len(inputs.lengths), device=mask.device).repeat_interleave(lengths_S, output_size=len(mask))
+
+
+def share(flags: Tensor) -> Tensor:
+    """A metric whose mean is the share of tokens that are flagged."""
+    return flags.to(torch.float32)
+
+
+def _prox(inputs: LossInputs) -> Tensor:
+    return inputs.trainer_logprobs.detach() if inputs.prox_logprobs is None else inputs.prox_logprobs
+
+
+def _clamped(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, masked_mean, masked_sum
+from prime_node.algo.losses.base import LossInputs, LossOutputs
 
 
 def sft(inputs: LossInputs) -> LossOutputs:
-    """Token-wise."""
-    mask = inputs.loss_mask
-    return LossOutputs(
-        loss=masked_sum(-inputs.trainer_logprobs, mask),
-        metrics={"cross_entropy": masked_mean(-inputs.trainer_logprobs, mask)},
-    )
+    return LossOutputs(loss=-inputs.trainer_logprobs, metrics={"cross_entropy": -inputs.trainer_logprobs})

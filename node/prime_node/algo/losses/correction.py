@@ -1,0 +1,38 @@
+"""The importance weight of the rollout correction, at the level that a setting names. Shared by tis.py and mis.py.
+
+token       w = pi_prox / mu                          of each token
+sequence    w = exp(sum of log(pi_prox / mu))         of the whole sequence
+geometric   w = exp(mean of log(pi_prox / mu))        of the whole sequence, per token
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from prime_node.algo.losses.base import LOG_RATIO_MAX, LossInputs, log_prox_weight, sequence_mean, sequence_sum
+from prime_protocol.errors import LocalError
+
+
+class Level(StrEnum):
+    """What one weight belongs to."""
+
+    TOKEN = "token"
+    """Each token has its own: little variance, some bias."""
+    SEQUENCE = "sequence"
+    """All tokens of a sequence share the product: unbiased, large variance."""
+    GEOMETRIC = "geometric"
+    """All tokens of a sequence share the geometric mean."""
+
+
+def behavior_weight(inputs: LossInputs, level: str) -> Tensor:
+    """[N] w, without a gradient. Raises LocalError for an unknown level."""
+    log_weight = log_prox_weight(inputs)
+    if level == Level.TOKEN:
+        return log_weight.exp()
+    if level == Level.SEQUENCE:
+        return sequence_sum(log_weight, inputs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    if level == Level.GEOMETRIC:
+        return sequence_mean(log_weight, inputs).exp()
+    raise LocalError(f"loss level {level!r}: expected one of {', '.join(Level)}")

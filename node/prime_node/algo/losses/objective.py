@@ -1,0 +1,165 @@
+"""What a train step minimises: for each sequence the loss of its training mode, aggregated over the batch.
+
+Implements ports.train_backend.Loss. The backend calls it once a micro-batch with whole sequences, divides what it gets by
+`denominator` of the global counts, and calls backward.
+
+Invariant: neither the values on masked tokens, nor the order of the sequences, nor their split into micro-batches, changes loss
+or gradient by more than the rounding of a sum in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_node.algo.losses.aggregation import Aggregation
+from prime_node.algo.losses.base import LossFunction, LossInputs
+from prime_node.ports.train_backend import TrainingMode
+
+LOG_RATIO_ABS = "log_ratio_abs"
+"""A metric of every objective: mean |log pi - log mu| over the tokens that were sampled, nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """What one micro-batch adds to the batch."""
+
+    loss: Tensor
+    """Scalar, to be divided by the objective's `denominator`."""
+    metrics: Mapping[str, Tensor]
+    """[2] each, without a gradient: the sum over trainable tokens, and how many. Add them up, then divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLoss:
+    """A loss with its settings. Example: BoundLoss(aipo, {"delta": 4.0})."""
+
+    function: LossFunction
+    settings: Mapping[str, Any]
+    per_sequence: bool = False
+    """Whether it is called for each sequence by itself, as somebody else's losses are."""
+
+    def __call__(self, inputs: LossInputs, aggregation: Aggregation) -> LossSum:
+        """Sum over the sequences of `inputs`, masked tokens zeroed already."""
+        if not self.per_sequence:
+            return self._sum(inputs, aggregation)
+        parts = [self._sum(sequence, aggregation) for sequence in _sequences(inputs) if sequence.loss_mask.any()]
+        return added(parts, like=inputs.trainer_logprobs)
+
+    def _sum(self, inputs: LossInputs, aggregation: Aggregation) -> LossSum:
+        outputs = self.function(inputs, **self.settings)
+        weights_N = aggregation.weights(inputs)
+        is_sum = outputs.loss.dim() == 0  # of one sequence, whose trainable tokens all weigh the same
+        loss = outputs.loss * weights_N.max() if is_sum else aggregation.sum(outputs.loss, inputs)
+        return LossSum(
+            loss, {name: _tally(value.detach(), inputs.loss_mask) for name, value in outputs.metrics.items()}
+        )
+
+
+class Objective:
+    """Losses by training mode. Example: Objective({TrainingMode.RL: BoundLoss(aipo, {})}, Aggregation())."""
+
+    def __init__(self, losses: Mapping[TrainingMode, BoundLoss], aggregation: Aggregation) -> None:
+        self._losses = losses
+        self._aggregation = aggregation
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return self._aggregation
+
+    def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
+        return self._aggregation.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
+
+    def __call__(self, inputs: LossInputs) -> LossSum:
+        parts = [self._of_mode(mode, part) for mode, part in _by_mode(_zeroed(inputs))]
+        return added(parts, like=inputs.trainer_logprobs)
+
+    def _of_mode(self, mode: TrainingMode, inputs: LossInputs) -> LossSum:
+        part = self._losses[mode](inputs, self._aggregation)
+        if mode is TrainingMode.SFT:
+            return part
+        distance = (inputs.trainer_logprobs - inputs.inference_logprobs).detach().abs()
+        return replace(part, metrics={**part.metrics, LOG_RATIO_ABS: _tally(distance, inputs.loss_mask)})
+
+
+def added(parts: Sequence[LossSum], *, like: Tensor) -> LossSum:
+    """The sum of several; of none, a zero that backward passes through."""
+    metrics: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tally in part.metrics.items():
+            metrics[name] = metrics[name] + tally if name in metrics else tally
+    if not parts:
+        return LossSum(torch.where(torch.zeros_like(like, dtype=torch.bool), like, 0.0).sum(), metrics)
+    return LossSum(torch.stack([part.loss for part in parts]).sum(), metrics)
+
+
+def _tally(values: Tensor, mask: Tensor) -> Tensor:
+    """[2] sum over trainable tokens and their number; a scalar stands for each of them."""
+    count = mask.sum().to(torch.float32)
+    total = values * count if values.dim() == 0 else torch.where(mask, values.to(torch.float32), 0.0).sum()
+    return torch.stack([total.to(torch.float32), count])
+
+
+def _zeroed(inputs: LossInputs) -> LossInputs:
+    """Zeros on masked tokens, without a gradient; a probability of 0 elsewhere gets a finite logarithm."""
+    mask = inputs.loss_mask
+
+    def zeroed(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(mask, values, 0.0)
+
+    return replace(
+        inputs,
+        trainer_logprobs=torch.where(mask, inputs.trainer_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
+        inference_logprobs=torch.where(mask, inputs.inference_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
+        advantages=torch.where(mask, inputs.advantages, 0.0),
+        teacher_logprobs=zeroed(inputs.teacher_logprobs),
+        prox_logprobs=zeroed(inputs.prox_logprobs),
+    )
+
+
+_LOGPROB_MIN = -1e9
+"""A probability of 0 has this logarithm here: 0 * it is 0, and its square is finite in float32."""
+
+_PER_TOKEN = tuple(field.name for field in fields(LossInputs) if field.name not in ("lengths", "modes"))
+
+
+def _by_mode(inputs: LossInputs) -> Iterator[tuple[TrainingMode, LossInputs]]:
+    """The sequences of each mode, in their order."""
+    modes = inputs.modes or (TrainingMode.RL,)
+    present = dict.fromkeys(modes)
+    if len(present) == 1:
+        yield modes[0], inputs
+        return
+    sequences = list(_sequences(inputs))
+    for mode in present:
+        chosen = [sequence for sequence, its in zip(sequences, modes, strict=True) if its is mode]
+        yield mode, _joined(chosen)
+
+
+def _sequences(inputs: LossInputs) -> Iterator[LossInputs]:
+    """Each sequence by itself."""
+    if len(inputs.lengths) < 2:
+        yield inputs
+        return
+    columns = [_split(getattr(inputs, name), inputs.lengths) for name in _PER_TOKEN]
+    for length, *values in zip(inputs.lengths, *columns, strict=True):
+        yield LossInputs(**dict(zip(_PER_TOKEN, values, strict=True)), lengths=(length,))
+
+
+def _split(values: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if values is None else torch.split_with_sizes(values, list(lengths))
+
+
+def _joined(sequences: Sequence[LossInputs]) -> LossInputs:
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _PER_TOKEN}
+    joined: dict[str, Any] = {
+        name: None if column[0] is None else torch.cat(column) for name, column in columns.items()
+    }
+    return LossInputs(**joined, lengths=tuple(sequence.lengths[0] for sequence in sequences))
+
+
+__all__ = ["LOG_RATIO_ABS", "BoundLoss", "LossSum", "Objective", "added"]
