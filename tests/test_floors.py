@@ -222,7 +222,8 @@ def test_the_whole_protocol_imports_without_torch_and_without_anything_that_acts
     names = [module for module, _ in modules() if within(module, "prime_protocol")]
     heavy = ("torch", "transformers", "vllm", "aiohttp", "asyncio", "prime_node")
     program = (
-        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"import importlib, sys\nsys.path.insert(0, {str(PACKAGES['prime_protocol'].parent)!r})\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
         f"print(*[name for name in {heavy!r} if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=50, check=True)

@@ -1,0 +1,187 @@
+"""Hidden-state proofs: what the last hidden states were, in 258 bytes for each 32 tokens (TOPLOC, arXiv 2501.16007).
+
+A completion's tokens are cut into chunks of 32. Of a chunk's last hidden states (bf16, one row a token: the row that the token
+was sampled from) the 128 largest by magnitude are committed to as a polynomial over the integers modulo 65497:
+
+    x = place of the value in the chunk, row * D + column, modulo `modulus`
+    y = the value's 16 bits
+    modulus = the largest number up to 65497 under which the chunk's 128 places stay distinct
+    proof = modulus and the 128 coefficients, lowest degree first, each 2 bytes, big endian
+
+The polynomial of degree below 128 through 128 points is unique, so byte format and polynomial are the published ones. A verifier
+takes *its own* 128 largest values and asks the polynomial for each of them: how many exponents or signs differ, and by how much
+the mantissas of the others. Arithmetic noise moves mantissas by a few units; other weights move exponents.
+
+Two things are stricter than published. A bundle has exactly ceil(tokens / 32) proofs for each completion, checked before anything
+is compared: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing that a peer
+sends can end in a division by zero (upstream, modulus 0 kills the verifier).
+
+Letters: N completions, T tokens, D hidden size, C chunks, K = 128 values of a chunk (fewer where it has no more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol.errors import ErrorCode, PeerError
+
+CHUNK_TOKENS = 32
+TOP_VALUES = 128
+PRIME = 65_497
+MODULUS_MIN = 2**15 + 1
+PROOF_BYTES = 2 * (1 + TOP_VALUES)
+MANTISSA_ERROR_MAX = 128.0
+"""Stands for the mantissa error of a chunk none of whose exponents agree: no two mantissas of 7 bits are so far apart."""
+
+Bits = npt.NDArray[np.uint16]
+"""bf16 values as their bits."""
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ProofErrors:
+    """How far each of C chunks is from its proof."""
+
+    values_C: npt.NDArray[np.int64]
+    """Values compared."""
+    exponent_mismatches_C: npt.NDArray[np.int64]
+    """Values whose exponent or sign differs."""
+    mantissa_error_mean_C: npt.NDArray[np.float64]
+    """Units of the last place, over the values whose exponent and sign agree."""
+    mantissa_error_median_C: npt.NDArray[np.float64]
+    """The same; of two middle ones the larger."""
+
+
+def num_proofs(lengths: Sequence[int]) -> int:
+    """Proofs of completions with so many tokens each. Example: num_proofs([32, 33, 1]) == 4."""
+    return sum(-(-length // CHUNK_TOKENS) for length in lengths)
+
+
+def build_proofs(hidden_TD: Bits, lengths: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """The proofs of N completions one after another, uint8 [C, 258]; sum of `lengths` is T."""
+    proofs_CB = np.zeros((num_proofs(lengths), PROOF_BYTES), np.uint8)
+    for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
+        moduli_C = np.array([_injective_modulus(places) for places in places_CK], np.int64)
+        coefficients_CK = _interpolate(places_CK % moduli_C[:, None], bits_CK % PRIME)
+        words = np.concatenate([moduli_C[:, None], coefficients_CK], axis=1).astype(">u2")
+        proofs_CB[chunks, : 2 * words.shape[1]] = words.view(np.uint8)
+    return proofs_CB
+
+
+def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: Sequence[int]) -> ProofErrors:
+    """How far the verifier's own hidden states are from the proofs. Raises PeerError(MALFORMED) for what is no proof of them."""
+    moduli_C, coefficients_CK = parse_proofs(proofs_CB, lengths)
+    num_chunks = len(proofs_CB)
+    errors = ProofErrors(
+        np.zeros(num_chunks, np.int64), np.zeros(num_chunks, np.int64), np.zeros(num_chunks), np.zeros(num_chunks)
+    )
+    for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
+        claimed_CK = _evaluate(coefficients_CK[chunks], places_CK % moduli_C[chunks][:, None])
+        agree_CK = (claimed_CK >> 7) == (bits_CK >> 7)
+        num_agree_C = agree_CK.sum(axis=1)
+        apart_CK = np.where(agree_CK, np.abs((claimed_CK & 0x7F) - (bits_CK & 0x7F)), 2**15)  # the others sort last
+        middle_C = np.sort(apart_CK, axis=1)[np.arange(len(chunks)), np.minimum(num_agree_C // 2, bits_CK.shape[1] - 1)]
+        total_C = np.where(agree_CK, apart_CK, 0).sum(axis=1)
+        none_C = num_agree_C == 0
+        errors.values_C[chunks] = bits_CK.shape[1]
+        errors.exponent_mismatches_C[chunks] = bits_CK.shape[1] - num_agree_C
+        errors.mantissa_error_mean_C[chunks] = np.where(
+            none_C, MANTISSA_ERROR_MAX, total_C / np.maximum(num_agree_C, 1)
+        )
+        errors.mantissa_error_median_C[chunks] = np.where(none_C, MANTISSA_ERROR_MAX, middle_C)
+    return errors
+
+
+def parse_proofs(proofs_CB: npt.NDArray[np.uint8], lengths: Sequence[int]) -> tuple[_Ints, _Ints]:
+    """Moduli [C] and coefficients [C, 128], with their number and ranges checked. Raises PeerError(MALFORMED)."""
+    expected = (num_proofs(lengths), PROOF_BYTES)
+    if proofs_CB.shape != expected:
+        raise PeerError(ErrorCode.MALFORMED, f"proofs have shape {list(proofs_CB.shape)}, not {list(expected)}")
+    words = np.ascontiguousarray(proofs_CB).view(">u2").astype(np.int64)
+    moduli_C, coefficients_CK = words[:, 0], words[:, 1:]
+    if len(words) and not (moduli_C.min() >= MODULUS_MIN and moduli_C.max() <= PRIME):
+        raise PeerError(ErrorCode.MALFORMED, f"a proof's modulus is outside {MODULUS_MIN} to {PRIME}")
+    if len(words) and coefficients_CK.max() >= PRIME:
+        raise PeerError(ErrorCode.MALFORMED, f"a proof's coefficient is not below {PRIME}")
+    return moduli_C, coefficients_CK
+
+
+def _top_values(hidden_TD: Bits, lengths: Sequence[int]) -> Iterator[tuple[list[int], _Ints, _Ints]]:
+    """(chunks, places [C, K], bits [C, K]) for each K that occurs; largest magnitude first, of equal ones the earlier."""
+    assert hidden_TD.dtype == np.uint16
+    assert len(hidden_TD) == sum(lengths)
+    groups: dict[int, list[tuple[int, _Ints, _Ints]]] = {}
+    for chunk, (start, end) in enumerate(_chunks(lengths)):
+        bits = hidden_TD[start:end].reshape(-1)
+        count = min(TOP_VALUES, len(bits))
+        magnitudes = bits & np.uint16(0x7FFF)  # of two bf16 the one with the larger bits is the larger
+        least = np.partition(magnitudes, len(bits) - count)[len(bits) - count]
+        candidates = np.flatnonzero(magnitudes >= least)
+        order = np.argsort(-magnitudes[candidates].astype(np.int64), kind="stable")[:count]
+        places = candidates[order].astype(np.int64)
+        groups.setdefault(count, []).append((chunk, places, bits[places].astype(np.int64)))
+    for members in groups.values():
+        yield (
+            [chunk for chunk, _, _ in members],
+            np.stack([p for _, p, _ in members]),
+            np.stack([b for *_, b in members]),
+        )
+
+
+def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """[start, end) of each chunk's tokens; a chunk never crosses a completion."""
+    start = 0
+    for length in lengths:
+        for offset in range(0, length, CHUNK_TOKENS):
+            yield start + offset, start + min(offset + CHUNK_TOKENS, length)
+        start += length
+
+
+def _injective_modulus(places: _Ints) -> int:
+    for modulus in range(PRIME, MODULUS_MIN - 1, -1):
+        if len(np.unique(places % modulus)) == len(places):
+            return modulus
+    raise AssertionError("128 places below 2^31 collide under each of 32,729 moduli")
+
+
+@lru_cache(maxsize=1)
+def _inverses() -> _Ints:
+    """The inverse of each number modulo PRIME by Fermat's little theorem; 0 for 0."""
+    base, result = np.arange(PRIME, dtype=np.int64), np.ones(PRIME, np.int64)
+    exponent = PRIME - 2
+    while exponent:
+        if exponent & 1:
+            result = result * base % PRIME
+        base = base * base % PRIME
+        exponent >>= 1
+    return result
+
+
+def _interpolate(x_CK: _Ints, y_CK: _Ints) -> _Ints:
+    """Coefficients [C, K], lowest degree first, of the polynomials through the points: Newton's divided differences, expanded."""
+    inverse = _inverses()
+    count = x_CK.shape[1]
+    newton_CK = y_CK.copy()
+    for order in range(1, count):
+        spread = (x_CK[:, order:] - x_CK[:, :-order]) % PRIME
+        newton_CK[:, order:] = (newton_CK[:, order:] - newton_CK[:, order - 1 : -1]) * inverse[spread] % PRIME
+    monomial_CK = np.zeros_like(newton_CK)
+    for degree in range(count - 1, -1, -1):  # p := p * (x - x_degree) + newton_degree
+        raised = -x_CK[:, degree, None] * monomial_CK
+        raised[:, 1:] += monomial_CK[:, :-1]
+        raised[:, 0] += newton_CK[:, degree]
+        monomial_CK = raised % PRIME
+    return monomial_CK
+
+
+def _evaluate(coefficients_CK: _Ints, x_CP: _Ints) -> _Ints:
+    """Values [C, P] of each polynomial at its points, by Horner's rule."""
+    values_CP = np.zeros_like(x_CP)
+    for degree in range(coefficients_CK.shape[1] - 1, -1, -1):
+        values_CP = (values_CP * x_CP + coefficients_CK[:, degree, None]) % PRIME
+    return values_CP
