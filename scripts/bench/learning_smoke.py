@@ -25,16 +25,16 @@ from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
 from prime_node.adapters.tiny_model import model_files
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_node.adapters.transformers_engine import TransformersEngine
-from prime_node.algo.advantages import find_advantage
-from prime_node.algo.filters import find_filters
 from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import Damping, LinearSchedule
+from prime_node.algo.schedule import LinearSchedule
 from prime_node.envs.registry import build_environment, from_source
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.train_backend import Group, OptimizerSettings
 from prime_node.trainer.batch import prepare
+from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
@@ -100,26 +100,35 @@ class Smoke:
 
     async def reinforce(self, steps: int) -> None:
         self.backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0))
-        loss, schedule, damping = (
-            find_loss("aipo", kwargs={"delta": 4.0}),
-            LinearSchedule(4e-4, 5, steps, 0.1),
-            Damping(0.07),
+        config = TrainerConfig.load(
+            {
+                "trainer": {
+                    "loss": {"type": "aipo", "delta": 4.0},
+                    "optimizer": {"lr": 4e-4, "warmup_steps": 5},
+                    "lr_final_share": 0.1,
+                    "lr_damping_nats": 0.07,
+                }
+            }
         )
-        advantage, filters, multiplier = find_advantage("group_mean"), find_filters(["zero_advantage"]), 1.0
+        recipe = Recipe.of(
+            config,
+            max_steps=steps,
+            completion_tokens_max=self.sampling.completion_tokens_max,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        multiplier = 1.0
         policies: deque[Weights] = deque([self.backend.snapshot()], maxlen=ASYNC_LEVEL + 1)
         await self._report(0, policies[-1], "")
         for step in range(steps):
             policy = max(0, step - ASYNC_LEVEL)
-            prepared = prepare(
-                await self.rollouts(step, policy, policies[0]), step=step, advantage=advantage, filters=filters
-            )
+            prepared = prepare(await self.rollouts(step, policy, policies[0]), recipe, step=step)
             began = time.perf_counter()
-            stats = self.backend.train_step(prepared.samples, loss, lr=schedule.at(step) * multiplier)
+            stats = self.backend.train_step(prepared.samples, recipe.loss, lr=recipe.schedule.at(step) * multiplier)
             self.seconds["train"] += time.perf_counter() - began
             began = time.perf_counter()
             policies.append(self.backend.snapshot())
             self.seconds["snapshot"] += time.perf_counter() - began
-            multiplier = damping.after(multiplier, stats.log_ratio_abs)
+            multiplier = recipe.next_multiplier(multiplier, stats.log_ratio_abs)
             if (step + 1) % 50 == 0:
                 parts = ", ".join(f"{name} {1e3 * s / (step + 1):.0f} ms" for name, s in self.seconds.items())
                 reward = prepared.metrics["reward_mean"]

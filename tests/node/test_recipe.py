@@ -1,23 +1,122 @@
-"""From rewards to what is trained: advantages, filters, and the learning rate's schedule."""
+"""From rewards to what is trained: advantages, length penalties, filters, and the learning rate's schedule."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from prime_node.algo.advantages import AdvantageInputs, find_advantage
-from prime_node.algo.filters import FilterInputs, find_filters, flags
+from prime_node.algo.advantages import ADVANTAGES, AdvantageInputs, LengthCost, RolloutView, find_advantage, inputs_of
+from prime_node.algo.filters import Filter, FilterInputs, find_filter, flags
 from prime_node.algo.schedule import Damping, LinearSchedule
 from prime_node.ports.train_backend import Group
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
 
+SEED_EXAMPLE = """
+import statistics
+from prime_node.algo.advantages import AdvantageInputs, AdvantageOutputs
 
-def test_the_advantage_is_the_reward_minus_the_mean_without_a_deviation() -> None:
-    advantage = find_advantage("group_mean")
-    assert advantage(AdvantageInputs((1.0, 0.0, 0.5), (3, 1, 8))) == [0.5, -0.5, 0.0]
-    assert advantage(AdvantageInputs((0.7,), (3,))) == [0.0]
-    assert advantage(AdvantageInputs((0.1,) * 7, (1,) * 7)) == [0.0] * 7
-    assert advantage(AdvantageInputs((), ())) == []
+def normalized_advantage(inputs: AdvantageInputs, eps: float = 1e-8) -> AdvantageOutputs:
+    rewards = [r["reward"] for r in inputs.rollouts]
+    mean = statistics.fmean(rewards)
+    std = statistics.pstdev(rewards) if len(rewards) > 1 else 0.0
+    return AdvantageOutputs(advantages=[(r - mean) / (std + eps) for r in rewards])
+"""
+"""The example of prime-rl's docs/algorithms.md (Apache-2.0) but for its import line."""
+
+
+def rewarded(*rewards: float, lengths: tuple[int, ...] = (), turns: tuple[int, ...] = ()) -> AdvantageInputs:
+    return AdvantageInputs(
+        tuple(
+            RolloutView(
+                reward,
+                completion_ids=tuple(range(lengths[index] if lengths else 3)),
+                num_turns=turns[index] if turns else 1,
+            )
+            for index, reward in enumerate(rewards)
+        )
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_advantages_are_their_formulas_for_groups_of_any_size(size: int) -> None:
+    """Tolerance: roundings of float64."""
+    rewards = [0.1, 0.9, 0.4, 0.0, 1.0, 0.3, 0.3, 0.7][:size]
+    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+    expected = {
+        "group_mean": [reward - mean for reward in rewards],
+        "normalized": [(reward - mean) / (deviation + 1e-8) for reward in rewards],
+        "leave_one_out": [
+            reward - statistics.fmean([*rewards[:index], *rewards[index + 1 :]]) if size > 1 else 0.0
+            for index, reward in enumerate(rewards)
+        ],
+    }
+    expected["default"] = expected["group_mean"]
+    assert expected.keys() == ADVANTAGES.keys()
+    for name, values in expected.items():
+        assert find_advantage(name)(rewarded(*rewards)) == pytest.approx(values, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_equal_rewards_give_exactly_nothing(name: str) -> None:
+    advantage = find_advantage(name)
+    assert advantage(rewarded(*(0.1,) * 7)) == (0.0,) * 7
+    assert advantage(rewarded(0.7)) == (0.0,)
+    assert advantage(rewarded()) == ()
+
+
+def test_the_seeds_example_of_an_advantage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seed_advantage.py").write_text(SEED_EXAMPLE + "def short(inputs):\n    return AdvantageOutputs([])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_advantage("custom", import_path="seed_advantage.normalized_advantage", kwargs={"eps": 1e-3})
+    group = rewarded(1.0, 0.0, 0.5, 0.5)
+    assert found(group) == pytest.approx(find_advantage("normalized", kwargs={"eps": 1e-3})(group))
+    assert found(rewarded(0.3)) == (0.0,)
+    with pytest.raises(LocalError, match=r"advantage seed_advantage\.short: expected 2 finite numbers"):
+        find_advantage("custom", import_path="seed_advantage.short")(rewarded(1.0, 0.0))
+    with pytest.raises(LocalError, match="advantage normalized: got an unexpected keyword argument 'epsilon'"):
+        find_advantage("normalized", kwargs={"epsilon": 1.0})
+
+
+def test_a_rollout_answers_by_name_and_by_attribute() -> None:
+    completion = Completion((7, 8), (-0.5, -0.25), FinishReason.LENGTH)
+    (view,) = inputs_of(Group(0, (9,), (completion,), (0.5,), (0,), "worker", environment="math")).rollouts
+    assert (view["reward"], view["completion_len"], view["is_truncated"], view["environment"]) == (0.5, 2, True, "math")
+    assert dict(view)["completion_logprobs"] == view.completion_logprobs == (-0.5, -0.25)
+    assert view.get("trajectory") is None
+    with pytest.raises(KeyError, match="a rollout has no 'rewards'; it has reward, "):
+        view["rewards"]
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_length_penalties_shape_the_rewards_before_any_advantage(name: str) -> None:
+    """Costs of the two best: 2 and 6, mean 4. The cheap one gets half as much again, the dear one and the wrong ones nothing."""
+    shaped = rewarded(1.0 * 1.5, 1.0, 0.5, 0.0)
+    plain = find_advantage(name)
+    tokens = find_advantage(name, length_cost=LengthCost.TOKENS)
+    assert tokens(rewarded(1.0, 1.0, 0.5, 0.0, lengths=(2, 6, 1, 1))) == pytest.approx(plain(shaped))
+    turns = find_advantage(name, length_cost=LengthCost.TURNS)
+    assert turns(rewarded(1.0, 1.0, 0.5, 0.0, turns=(2, 6, 1, 1))) == pytest.approx(plain(shaped))
+
+
+def test_being_short_never_pays_for_being_wrong() -> None:
+    penalised = find_advantage("group_mean", length_cost=LengthCost.TOKENS)
+    assert penalised(rewarded(0.0, 0.0, lengths=(1, 9))) == (0.0, 0.0)
+    assert penalised(rewarded()) == ()
+
+
+def test_an_environments_tokens_have_a_weight_of_their_own() -> None:
+    group = rewarded(1.0, 1.0, lengths=(2, 2))
+    first, second = group.rollouts
+    talkative = AdvantageInputs((first, replace(second, tool_response_len=8)))
+    free = find_advantage("default", length_cost=LengthCost.TOKENS, length_weights={"tool_response_weight": 0.0})
+    counted = find_advantage("default", length_cost=LengthCost.TOKENS)
+    assert free(talkative) == (0.0, 0.0)
+    assert counted(talkative)[0] > 0.0 > counted(talkative)[1]
 
 
 def group(*rewards: float) -> Group:
@@ -25,16 +124,55 @@ def group(*rewards: float) -> Group:
     return Group(0, (9,), (completion,) * len(rewards), rewards, (0,) * len(rewards), "worker")
 
 
+def of_completions(*completions: tuple[tuple[int, ...], tuple[float, ...]], vocab_size: int = 1000) -> FilterInputs:
+    made = tuple(Completion(ids, logprobs, FinishReason.STOP) for ids, logprobs in completions)
+    zeros = (0.0,) * len(made)
+    return FilterInputs(Group(0, (9,), made, zeros, (0,) * len(made), "worker"), zeros, vocab_size)
+
+
+def test_gibberish_is_a_rare_token_less_probable_than_a_guess() -> None:
+    guess = -math.log(1000)
+    inputs = of_completions(
+        ((5, 200_000), (-0.1, guess - 2.1)),
+        ((5, 200_000), (-0.1, guess - 1.9)),
+        ((5, 7), (-0.1, guess - 9.0)),
+    )
+    assert list(find_filter("gibberish")(inputs)) == [True, False, False]
+    told = find_filter("gibberish", kwargs={"token_id_threshold": 6, "logprob_offset": 1.0})
+    assert list(told(inputs)) == [True, True, True]
+
+
+def test_gibberish_by_the_mean_logprob() -> None:
+    inputs = of_completions(((5, 6), (-4.0, -2.0)), ((5, 6), (-4.0, -1.0)))
+    assert list(find_filter("gibberish", kwargs={"threshold": -2.8})(inputs)) == [True, False]
+
+
+def test_repetition_is_a_long_streak_of_certainty() -> None:
+    sure, unsure = -0.001, -0.5
+    inputs = of_completions(((1,) * 9, (*(sure,) * 5, unsure, *(sure,) * 3)), ((1,) * 9, (sure, sure, unsure) * 3))
+    assert list(find_filter("repetition", kwargs={"window": 4})(inputs)) == [True, False]
+    assert list(find_filter("repetition", kwargs={"window": 6})(inputs)) == [False, False]
+    assert list(find_filter("repetition")(inputs)) == [False, False]
+
+
+def test_repetition_by_the_share_of_n_grams_seen_before() -> None:
+    circles, plain = (1, 2, 3) * 4, tuple(range(12))
+    inputs = of_completions(*((ids, (-1.0,) * len(ids)) for ids in (circles, plain, (1, 1))))
+    strict = find_filter("repetition", kwargs={"threshold": 0.6, "ngram": 3})
+    assert list(strict(inputs)) == [True, False, False]
+    assert list(find_filter("repetition", kwargs={"threshold": 0.7, "ngram": 3})(inputs)) == [False, False, False]
+
+
 def test_the_first_filter_that_matches_names_the_rollout() -> None:
-    filters = {
-        "second_only": lambda given: [index == 1 for index in range(len(given.advantages))],
-        **find_filters(["zero_advantage"]),
-    }
-    given = FilterInputs(group(1.0, 0.0, 0.5), (0.5, 0.0, 0.0))
-    assert flags(filters, given) == [None, "second_only", "zero_advantage"]
-    assert flags({}, given) == [None, None, None]
+    second_only = Filter("second_only", lambda given: [index == 1 for index in range(len(given.advantages))])
+    given = FilterInputs(group(1.0, 0.0, 0.5), (0.5, 0.0, 0.0), 264)
+    found = flags([second_only, find_filter("zero_advantage")], given)
+    assert [None if flag is None else flag.name for flag in found] == [None, "second_only", "zero_advantage"]
+    assert flags([], given) == [None, None, None]
     with pytest.raises(LocalError, match="no filter is called"):
-        find_filters(["zero"])
+        find_filter("zero")
+    with pytest.raises(LocalError, match="filter repetition: got an unexpected keyword argument 'treshold'"):
+        find_filter("repetition", kwargs={"treshold": 0.4})
 
 
 def test_the_schedule_rises_and_falls() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,13 @@ from prime_node.adapters.hf_tokenizer import HfTokenizer
 from prime_node.adapters.tiny_model import initial_weights
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_node.adapters.transformers_engine import TransformersEngine
-from prime_node.algo.advantages import find_advantage
-from prime_node.algo.filters import find_filters
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import AggregationKind, Group, TrainSample
+from prime_node.ports.train_backend import AggregationKind, Group, TrainingMode, TrainSample
 from prime_node.trainer.batch import Prepared, prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -27,8 +27,9 @@ SHORT = Completion((7, 8), (-0.5, -0.25), FinishReason.STOP)
 LONG = Completion((7, 8, 9, 9), (-0.5,) * 4, FinishReason.LENGTH)
 
 
-def prepared(*groups: Group, filters: tuple[str, ...] = ("zero_advantage",)) -> Prepared:
-    return prepare(groups, step=5, advantage=find_advantage("group_mean"), filters=find_filters(filters))
+def prepared(*groups: Group, **settings: object) -> Prepared:
+    config = TrainerConfig.load({"trainer": {"filters": ["zero_advantage"]} | settings})
+    return prepare(groups, Recipe.of(config, max_steps=9, completion_tokens_max=4, vocab_size=264), step=5)
 
 
 MIXED = Group(0, (1, 2), (SHORT, LONG, SHORT), (1.0, 0.0, 0.5), (4, 3, 3), "anna")
@@ -59,7 +60,36 @@ def test_filtered_rollouts_stay_in_the_metrics() -> None:
 
 
 def test_without_filters_everything_is_trained() -> None:
-    assert [sample.advantage for sample in prepared(MIXED, FLAT, filters=()).samples] == [0.5, -0.5, 0.0, 0.0, 0.0]
+    assert [sample.advantage for sample in prepared(MIXED, FLAT, filters=[]).samples] == [0.5, -0.5, 0.0, 0.0, 0.0]
+
+
+def test_a_monitor_counts_and_takes_nothing_out() -> None:
+    absurd = {"type": "gibberish", "threshold": -0.3, "enforce": False}
+    metrics = prepared(MIXED, filters=[absurd, "zero_advantage"]).metrics
+    assert (metrics["flagged_gibberish"], metrics["filtered_zero_advantage"]) == (3, 0)
+    strict = prepared(MIXED, filters=[absurd | {"enforce": True}])
+    assert (strict.metrics["filtered_gibberish"], strict.samples) == (3, ())
+    assert strict.metrics["num_rollouts"] == 3
+
+
+def test_rollouts_are_stamped_with_the_mode_of_their_environment() -> None:
+    told = replace(FLAT, environment="stories")
+    samples = prepared(MIXED, told, mode="rl", environment_modes={"stories": "opd"}).samples
+    assert [(sample.mode, sample.advantage) for sample in samples] == [
+        (TrainingMode.RL, 0.5),
+        (TrainingMode.RL, -0.5),
+        (TrainingMode.OPD, 1.0),
+        (TrainingMode.OPD, 1.0),
+    ]
+
+
+def test_the_default_filters_watch_for_gibberish_and_repetition_and_take_out_what_teaches_nothing() -> None:
+    default = TrainerConfig().filters
+    assert [(each.type, each.enforce) for each in default] == [
+        ("gibberish", False),
+        ("repetition", False),
+        ("zero_advantage", True),
+    ]
 
 
 @pytest.fixture
@@ -163,6 +193,8 @@ def test_settings_reach_their_places_from_a_file_and_are_checked() -> None:
     seeds_way = TrainerConfig.load(
         {"trainer": {"loss": {"type": "dppo_kl", "kl_tau": 0.01, "aggregation": "token-mean"}}}
     )
+    named = TrainerConfig.load({"trainer": {"advantage": {"type": "normalized", "eps": 1e-6}}}, {"loss": "gspo"})
+    assert (named.advantage.type, named.advantage.kwargs, named.loss.type) == ("normalized", {"eps": 1e-6}, "gspo")
     assert (seeds_way.loss.kwargs, seeds_way.loss.aggregation) == ({"kl_tau": 0.01}, AggregationKind.TOKEN_MEAN)
     with pytest.raises(LocalError, match=r"\[trainer\] optimizer.lr"):
         TrainerConfig.load({"trainer": {"optimizer": {"lr": 0.0}}})

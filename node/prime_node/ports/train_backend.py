@@ -32,6 +32,8 @@ class Group:
     """The oldest policy that sampled a token of each completion."""
     worker: str
     """Key id of whoever sampled them."""
+    environment: str = ""
+    """The name, in the RunSpec, of what the prompt is a problem of."""
 
 
 class TrainingMode(StrEnum):

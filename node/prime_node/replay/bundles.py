@@ -88,6 +88,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         rewards=entry.rewards,
         policy_versions=versions,
         worker=entry.worker,
+        environment=entry.problem.environment,
     )
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_node.algo.advantages import Advantage, AdvantageInputs
-from prime_node.algo.filters import Filter, FilterInputs, flags
-from prime_node.ports.train_backend import Group, TrainSample
+from prime_node.algo.advantages import inputs_of
+from prime_node.algo.filters import FilterInputs, flags
+from prime_node.ports.train_backend import Group, TrainingMode, TrainSample
+from prime_node.trainer.recipe import Recipe
 from prime_protocol import step as step_rule
 from prime_protocol.rollout import FinishReason
 
@@ -21,22 +22,30 @@ class Prepared:
     metrics: Mapping[str, float]
 
 
-def prepare(groups: Sequence[Group], *, step: int, advantage: Advantage, filters: Mapping[str, Filter]) -> Prepared:
+def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
     """Advantages inside each group, then the filters; the order of the rollouts stays."""
     samples: list[TrainSample] = []
-    filtered: Counter[str] = Counter(dict.fromkeys(filters, 0))
+    counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
     num_flat = 0
     for group in groups:
-        lengths = tuple(len(completion.token_ids) for completion in group.completions)
-        advantages = tuple(advantage(AdvantageInputs(group.rewards, lengths)))
-        num_flat += len(set(group.rewards)) < 2
-        reasons = flags(filters, FilterInputs(group, advantages))
-        for completion, value, reason in zip(group.completions, advantages, reasons, strict=True):
-            if reason is not None:
-                filtered[reason] += 1
-                continue
-            samples.append(TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, value))
-    return Prepared(tuple(samples), _metrics(groups, step) | {"num_flat_groups": num_flat} | _named(filtered))
+        inputs, mode = inputs_of(group), recipe.mode_of(group.environment)
+        num_flat += inputs.is_flat
+        # Only mode rl learns from rewards; to the others every rollout counts the same.
+        advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
+        found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
+        for completion, value, flag in zip(group.completions, advantages, found, strict=True):
+            if flag is not None:
+                counts[_count_name(flag.name, flag.enforce)] += 1
+            if flag is None or not flag.enforce:
+                samples.append(
+                    TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, value, mode=mode)
+                )
+    return Prepared(tuple(samples), {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
+
+
+def _count_name(name: str, enforce: bool) -> str:
+    """`filtered_*` were taken out, `flagged_*` were not."""
+    return f"{'filtered' if enforce else 'flagged'}_{name}"
 
 
 def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
@@ -53,7 +62,3 @@ def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "lag_mean": sum(lags) / len(lags),
         "lag_max": max(lags),
     }
-
-
-def _named(filtered: Mapping[str, int]) -> dict[str, float]:
-    return {f"filtered_{name}": count for name, count in filtered.items()}

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from prime_node.algo.advantages.length_penalty import LengthCost
 from prime_node.broadcast.spans import SpanRules
 from prime_node.config import Settings, SettingsConfigDict
-from prime_node.ports.train_backend import AggregationKind, OptimizerSettings
+from prime_node.ports.train_backend import AggregationKind, OptimizerSettings, TrainingMode
 
 Scalar = str | int | float | bool
 
@@ -38,25 +39,21 @@ class AdamW(BaseModel):
         )
 
 
-class LossConfig(BaseModel):
-    """Which loss, and its settings. A key that is none of these is taken for one of `kwargs`: `kl_tau = 1e-3` as in prime-rl."""
+class Chosen(BaseModel):
+    """An algorithm by name, with settings of its own. A key that is not named here is one of `kwargs`, as the seeds write it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    type: str = "aipo"
-    """Name of a loss in prime_node.algo.losses."""
-    import_path: str | None = None
-    """A loss of one's own, "package.module.function"; then `type` is not used."""
+    type: str
+    """Its name."""
     kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
-    """What the loss takes beside its inputs."""
-    aggregation: AggregationKind | None = None
-    """token_mean, sequence_mean or constant_length; none takes that of the loss's paper."""
-    constant_length: int | None = Field(default=None, ge=1)
-    """Divisor of the aggregation constant_length, tokens; none takes the run's longest completion."""
+    """What it takes beside its inputs: `kwargs = { kl_tau = 1e-3 }`, or `kl_tau = 1e-3` by itself."""
 
     @model_validator(mode="before")
     @classmethod
     def _gather_kwargs(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"type": given}
         if not isinstance(given, Mapping):
             return given
         loose = {key: value for key, value in given.items() if key not in cls.model_fields}
@@ -64,6 +61,52 @@ class LossConfig(BaseModel):
         if not loose or not isinstance(kwargs, Mapping):
             return given
         return {key: value for key, value in given.items() if key not in loose} | {"kwargs": {**loose, **kwargs}}
+
+
+class LossConfig(Chosen):
+    """Which loss, and its settings."""
+
+    type: str = "aipo"
+    """Name of a loss in prime_node.algo.losses."""
+    import_path: str | None = None
+    """A loss of one's own, "package.module.function"; then `type` is not used."""
+    aggregation: AggregationKind | None = None
+    """token_mean, sequence_mean or constant_length; none takes that of the loss's paper."""
+    constant_length: int | None = Field(default=None, ge=1)
+    """Divisor of the aggregation constant_length, tokens; none takes the run's longest completion."""
+
+
+class LengthPenaltyConfig(BaseModel):
+    """Among a group's best rollouts the cheap ones get a larger reward."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    type: LengthCost
+    """What costs: tokens or turns."""
+    completion_weight: float = Field(default=1.0, ge=0.0)
+    """Of the model's tokens."""
+    tool_response_weight: float = Field(default=1.0, ge=0.0)
+    """Of the environment's tokens."""
+
+
+class AdvantageConfig(Chosen):
+    """Which advantage, and its settings."""
+
+    type: str = "group_mean"
+    """Name of an advantage in prime_node.algo.advantages."""
+    import_path: str | None = None
+    """An advantage of one's own, "package.module.function"; then `type` is not used."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """Shapes the rewards before the advantage, whichever that is."""
+
+
+class FilterConfig(Chosen):
+    """One filter."""
+
+    type: str
+    """Name of a filter in prime_node.algo.filters."""
+    enforce: bool = True
+    """Whether what it flags is left out of the batch; false only counts."""
 
 
 class SftConfig(BaseModel):
@@ -123,12 +166,19 @@ class TrainerConfig(Settings):
     """The learning rate is damped while the mean |log ratio| of trainer and (validated) inference is above this."""
     loss: LossConfig = LossConfig()
     """What is minimised."""
-    advantage: str = "group_mean"
-    """Name of an advantage in prime_node.algo.advantages."""
-    advantage_import_path: str | None = None
-    """An advantage of one's own, "package.module.function"; then `advantage` is not used."""
-    filters: tuple[str, ...] = ("zero_advantage",)
-    """Rollouts that any of these flags are not trained on; the first that matches is counted."""
+    mode: TrainingMode = TrainingMode.RL
+    """What rollouts teach: rl by their rewards, opd by a teacher's logprobs, sft as they are."""
+    environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)
+    """The mode of single environments, by their names."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From the rewards of a group to the weight of each rollout."""
+    filters: tuple[FilterConfig, ...] = (
+        FilterConfig(type="gibberish", enforce=False),
+        FilterConfig(type="repetition", enforce=False),
+        FilterConfig(type="zero_advantage"),
+    )
+    """Rollouts that any of these flags are not trained on; the first that matches is counted. A list of one's own takes the place
+    of this one."""
     row_tokens: int = Field(default=128, ge=1)
     """Tokens of a packed row. Attention costs its square; short rows waste more on padding."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)

@@ -32,7 +32,10 @@ async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
     try:
         spec = trainer.run.spec
         recipe = Recipe.of(
-            trainer.config, max_steps=spec.max_steps, completion_tokens_max=spec.sampling.completion_tokens_max
+            trainer.config,
+            max_steps=spec.max_steps,
+            completion_tokens_max=spec.sampling.completion_tokens_max,
+            vocab_size=spec.vocab_size,
         )
         if not await _unless_left(trainer, stop, trainer.publisher.start()):
             return False
@@ -60,7 +63,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         if batch is None:
             break
         fed_s = now_s()
-        prepared = prepare(batch.groups, step=step, advantage=recipe.advantage, filters=recipe.filters)
+        prepared = prepare(batch.groups, recipe, step=step)
         lr = recipe.schedule.at(step) * multiplier
         stats = await trainer.train(prepared.samples, recipe.loss, lr=lr)
         if stats.num_tokens:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prime_node.algo.advantages import Advantage, find_advantage
-from prime_node.algo.filters import Filter, find_filters
+from prime_node.algo.filters import Filter, find_filter
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Damping, LinearSchedule
-from prime_node.ports.train_backend import Loss
-from prime_node.trainer.config import TrainerConfig
+from prime_node.ports.train_backend import Loss, TrainingMode
+from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +19,53 @@ class Recipe:
 
     loss: Loss
     advantage: Advantage
-    filters: Mapping[str, Filter]
+    filters: tuple[Filter, ...]
     schedule: LinearSchedule
     damping: Damping | None
+    mode: TrainingMode
+    environment_modes: Mapping[str, TrainingMode]
+    vocab_size: int
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int) -> Recipe:
+    def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
         """Raises LocalError where a name or a setting is unknown."""
-        optimizer, loss = config.optimizer, config.loss
+        optimizer = config.optimizer
         return cls(
-            loss=find_loss(
-                loss.type,
-                import_path=loss.import_path,
-                kwargs=loss.kwargs,
-                aggregation=loss.aggregation,
-                constant_length=loss.constant_length or completion_tokens_max,
-            ),
-            advantage=find_advantage(config.advantage, import_path=config.advantage_import_path),
-            filters=find_filters(config.filters),
+            loss=_loss(config.loss, completion_tokens_max),
+            advantage=_advantage(config.advantage),
+            filters=tuple(find_filter(each.type, kwargs=each.kwargs, enforce=each.enforce) for each in config.filters),
             schedule=LinearSchedule(optimizer.lr, optimizer.warmup_steps, max_steps, config.lr_final_share),
             damping=None if config.lr_damping_nats is None else Damping(config.lr_damping_nats),
+            mode=config.mode,
+            environment_modes=config.environment_modes,
+            vocab_size=vocab_size,
         )
+
+    def mode_of(self, environment: str) -> TrainingMode:
+        """What the rollouts of an environment are stamped with."""
+        return self.environment_modes.get(environment, self.mode)
 
     def next_multiplier(self, multiplier: float, log_ratio_abs: float) -> float:
         """Of the learning rate, for the step after one with this mean |log ratio|."""
         return multiplier if self.damping is None else self.damping.after(multiplier, log_ratio_abs)
+
+
+def _loss(config: LossConfig, completion_tokens_max: int) -> Loss:
+    return find_loss(
+        config.type,
+        import_path=config.import_path,
+        kwargs=config.kwargs,
+        aggregation=config.aggregation,
+        constant_length=config.constant_length or completion_tokens_max,
+    )
+
+
+def _advantage(config: AdvantageConfig) -> Advantage:
+    penalty = config.length_penalty
+    return find_advantage(
+        config.type,
+        import_path=config.import_path,
+        kwargs=config.kwargs,
+        length_cost=None if penalty is None else penalty.type,
+        length_weights={} if penalty is None else penalty.model_dump(exclude={"type"}),
+    )

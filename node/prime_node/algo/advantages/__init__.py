@@ -2,20 +2,81 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from prime_node.algo.advantages.base import Advantage, AdvantageInputs
+from prime_node.algo.advantages.base import (
+    AdvantageFunction,
+    AdvantageInputs,
+    AdvantageOutputs,
+    RolloutView,
+    inputs_of,
+)
 from prime_node.algo.advantages.group_mean import group_mean
+from prime_node.algo.advantages.leave_one_out import leave_one_out
+from prime_node.algo.advantages.length_penalty import LengthCost, shaped_rewards
+from prime_node.algo.advantages.normalized import normalized
 from prime_node.algo.registry import choose, import_object
+from prime_protocol.errors import LocalError
 
-__all__ = ["ADVANTAGES", "Advantage", "AdvantageInputs", "find_advantage"]
+__all__ = [
+    "ADVANTAGES",
+    "Advantage",
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "LengthCost",
+    "RolloutView",
+    "find_advantage",
+    "inputs_of",
+]
 
-ADVANTAGES: Mapping[str, Advantage] = {"group_mean": group_mean}
+ADVANTAGES: Mapping[str, AdvantageFunction] = {
+    "default": group_mean,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "normalized": normalized,
+}
+"""`default` is what prime-rl calls the group's mean."""
 
 
-def find_advantage(name: str, *, import_path: str | None = None) -> Advantage:
-    """By name, or one's own by import path. Raises LocalError."""
-    if import_path is not None:
-        found: Advantage = import_object(import_path)
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """An advantage with its settings, and what shapes the rewards before it."""
+
+    name: str
+    function: AdvantageFunction
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    length_cost: LengthCost | None = None
+    length_weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[float, ...]:
+        """One for each rollout. Raises LocalError where a function of one's own gives something else."""
+        if self.length_cost is not None:
+            inputs = inputs.with_rewards(shaped_rewards(inputs, self.length_cost, self.length_weights))
+        found = tuple(float(value) for value in self.function(inputs, **self.settings).advantages)
+        if len(found) != len(inputs.rollouts) or not all(map(math.isfinite, found)):
+            raise LocalError(
+                f"advantage {self.name}: expected {len(inputs.rollouts)} finite numbers, one a rollout; got {found[:8]}"
+            )
         return found
-    return choose("advantage", name, ADVANTAGES)
+
+
+def find_advantage(
+    name: str,
+    *,
+    import_path: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    length_cost: LengthCost | None = None,
+    length_weights: Mapping[str, float] | None = None,
+) -> Advantage:
+    """By name, or one's own by `import_path` ("package.module.function"), with its settings. Raises LocalError."""
+    settings = dict(kwargs or {})
+    function = choose("advantage", name, ADVANTAGES) if import_path is None else import_object(import_path)
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise LocalError(f"advantage {import_path or name}: {error}") from None
+    return Advantage(import_path or name, function, settings, length_cost, dict(length_weights or {}))

@@ -1,19 +1,98 @@
-"""What an advantage takes and gives."""
+"""What an advantage takes and gives: one group of rollouts, of any size. Groups may have lost some of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from prime_node.ports.train_backend import Group
+from prime_protocol.rollout import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView(Mapping[str, Any]):
+    """One rollout, as attributes or by names as in verifiers: `r.reward` is `r["reward"]`.
+
+    Example: RolloutView(reward=1.0, completion_ids=(7, 8), completion_logprobs=(-0.1, -0.2)).
+    """
+
+    reward: float
+    completion_ids: tuple[int, ...] = ()
+    completion_logprobs: tuple[float, ...] = ()
+    """Nats, of the policy that sampled."""
+    prompt_ids: tuple[int, ...] = ()
+    is_truncated: bool = False
+    """It ended at the length limit."""
+    num_turns: int = 1
+    """Requests to the model."""
+    tool_response_len: int = 0
+    """Tokens that the environment said between the turns."""
+    environment: str = ""
+
+    @property
+    def completion_len(self) -> int:
+        """Tokens that the model said."""
+        return len(self.completion_ids)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise KeyError(f"a rollout has no {name!r}; it has {', '.join(_NAMES)}")
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+_NAMES = (*(field.name for field in fields(RolloutView)), "completion_len")
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """One group, of any size: groups may have lost rollouts. Example: AdvantageInputs((1.0, 0.0), (5, 8))."""
+    """One group. Example: AdvantageInputs((RolloutView(1.0), RolloutView(0.0)))."""
 
-    rewards: tuple[float, ...]
-    completion_lengths: tuple[int, ...]
-    """Tokens, one for each reward."""
+    rollouts: tuple[RolloutView, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(rollout.reward for rollout in self.rollouts)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is nothing to prefer: no two rewards differ."""
+        return len(set(self.rewards)) < 2
+
+    def with_rewards(self, rewards: Sequence[float]) -> AdvantageInputs:
+        return AdvantageInputs(
+            tuple(replace(rollout, reward=reward) for rollout, reward in zip(self.rollouts, rewards, strict=True))
+        )
 
 
-Advantage = Callable[[AdvantageInputs], Sequence[float]]
-"""One advantage for each rollout, in their order."""
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    """One advantage for each rollout, in their order. Example: AdvantageOutputs([0.5, -0.5])."""
+
+    advantages: Sequence[float]
+
+
+AdvantageFunction = Callable[..., AdvantageOutputs]
+"""(AdvantageInputs, **settings) -> AdvantageOutputs."""
+
+
+def inputs_of(group: Group) -> AdvantageInputs:
+    return AdvantageInputs(
+        tuple(
+            RolloutView(
+                reward=reward,
+                completion_ids=completion.token_ids,
+                completion_logprobs=completion.logprobs,
+                prompt_ids=group.prompt_token_ids,
+                is_truncated=completion.finish is FinishReason.LENGTH,
+                environment=group.environment,
+            )
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+        )
+    )

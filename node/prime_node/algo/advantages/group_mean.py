@@ -5,12 +5,12 @@ A group of one has no baseline and gets 0. Rewards that are all equal give exact
 
 from __future__ import annotations
 
-from prime_node.algo.advantages.base import AdvantageInputs
+from prime_node.algo.advantages.base import AdvantageInputs, AdvantageOutputs
 
 
-def group_mean(inputs: AdvantageInputs) -> list[float]:
+def group_mean(inputs: AdvantageInputs) -> AdvantageOutputs:
     rewards = inputs.rewards
-    if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
+    if inputs.is_flat:
+        return AdvantageOutputs([0.0] * len(rewards))
     mean = sum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+    return AdvantageOutputs([reward - mean for reward in rewards])

@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from prime_node.algo.filters.base import Filter, FilterInputs
+from prime_node.algo.filters.base import FilterFunction, FilterInputs
+from prime_node.algo.filters.gibberish import gibberish
+from prime_node.algo.filters.repetition import repetition
 from prime_node.algo.filters.zero_advantage import zero_advantage
 from prime_node.algo.registry import choose
+from prime_protocol.errors import LocalError
 
-__all__ = ["FILTERS", "Filter", "FilterInputs", "find_filters", "flags"]
+__all__ = ["FILTERS", "Filter", "FilterInputs", "find_filter", "flags"]
 
-FILTERS: Mapping[str, Filter] = {"zero_advantage": zero_advantage}
+FILTERS: Mapping[str, FilterFunction] = {
+    "gibberish": gibberish,
+    "repetition": repetition,
+    "zero_advantage": zero_advantage,
+}
 
 
-def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """In the order of `names`. Raises LocalError."""
-    return {name: choose("filter", name, FILTERS) for name in names}
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter with its settings."""
+
+    name: str
+    function: FilterFunction
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    enforce: bool = True
+    """False: it counts, and takes nothing out."""
+
+    def __call__(self, inputs: FilterInputs) -> Sequence[bool]:
+        return self.function(inputs, **self.settings)
 
 
-def flags(filters: Mapping[str, Filter], inputs: FilterInputs) -> list[str | None]:
-    """For each completion the first filter that takes it out, or None where it is trained."""
-    result: list[str | None] = [None] * len(inputs.advantages)
-    for name, flag in filters.items():
-        for index, flagged in enumerate(flag(inputs)):
+def find_filter(name: str, *, kwargs: Mapping[str, Any] | None = None, enforce: bool = True) -> Filter:
+    """By name, with its settings. Raises LocalError."""
+    settings = dict(kwargs or {})
+    function = choose("filter", name, FILTERS)
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise LocalError(f"filter {name}: {error}") from None
+    return Filter(name, function, settings, enforce)
+
+
+def flags(filters: Sequence[Filter], inputs: FilterInputs) -> list[Filter | None]:
+    """For each completion the first filter that flags it, or None."""
+    result: list[Filter | None] = [None] * len(inputs.advantages)
+    for its in filters:
+        for index, flagged in enumerate(its(inputs)):
             if flagged and result[index] is None:
-                result[index] = name
+                result[index] = its
     return result

@@ -15,7 +15,9 @@ class FilterInputs:
     group: Group
     advantages: tuple[float, ...]
     """One for each completion of the group."""
+    vocab_size: int
+    """Of the model."""
 
 
-Filter = Callable[[FilterInputs], Sequence[bool]]
-"""For each completion of the group: True takes it out of the batch."""
+FilterFunction = Callable[..., Sequence[bool]]
+"""(FilterInputs, **settings) -> for each completion of the group: True where it is flagged."""
