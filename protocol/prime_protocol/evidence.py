@@ -1,0 +1,140 @@
+"""Evidence against a worker: e-values that add up over its life and may be looked at after every bundle.
+
+An e-value is a non-negative statistic whose mean is at most 1 for an honest worker. Evidence is a process M_0 = 1, M_1, M_2, ...
+made of them such that, by Ville's inequality, an honest worker's evidence ever reaches c with probability at most 1 / c, however
+long it works and however often one looks (Ville 1939; Ramdas et al., arXiv 2210.01948). A ban at 1e5 therefore hurts an honest
+worker with probability at most 1e-5 over its whole life.
+
+Of one statistic s >= 0 of a token (the margin by which it is not the seed's choice, the error of its logprob, ...), an honest
+token satisfies E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda). That is what calibration measures, on honest data
+of the same kinds of engine, dtype and hardware, and it is the one assumption. Then each bundle multiplies the evidence by
+
+    e(lambda) = product over its tokens of exp(lambda * min(s, cap)) / M0(lambda)
+
+Small changes are seen best at a large lambda, rare large errors at a small one, so evidence is a mixture over several. It is also
+a mixture over the bundle from which on a worker cheats: with the plain product, a year of honest work would have to be used up
+before a change is seen. Start t has the prior weight 1 / (t * (t + 1)), which sums to 1:
+
+    A_t = (A_{t-1} + 1 / (t * (t + 1))) * e_t        M_t = A_t + 1 / (t + 1)
+
+so beginning to cheat late costs an attacker's victims log(t * (t + 1)) nats more evidence, not a year's worth.
+
+Letters: J lambdas, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from prime_protocol.assignment import Count
+from prime_protocol.envelope import WireModel
+
+LAMBDAS_MAX = 32
+LOG_WEALTH_MAX = 1e6
+"""Nats. Beyond every threshold, and far from where sums of floats lose a nat."""
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Moments(WireModel):
+    """What honest tokens do in one statistic.
+
+    Example: Moments(cap=0.5, lambdas=(1.0, 10.0), log_moments=(0.001, 0.02), num_tokens=100_000).
+    """
+
+    cap: float = Field(gt=0.0, le=1e6)
+    """In the statistic's own unit; a larger value counts as this."""
+    lambdas: tuple[Annotated[float, Field(gt=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
+    log_moments: tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
+    """log M0(lambda), one for each lambda: an upper bound, since what is not known must not count against anybody."""
+    num_tokens: Count
+    """How many honest tokens it was measured on."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.lambdas) != len(self.log_moments):
+            raise ValueError("there is one moment for each lambda")
+        return self
+
+
+class Wealth(WireModel):
+    """The evidence of one statistic against one worker. Begins as Wealth()."""
+
+    num_bundles: Count = 0
+    log_wealth: tuple[Finite, ...] = Field(default=(), max_length=LAMBDAS_MAX)
+    """log A_t for each lambda; empty before the first bundle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """All that a bundle's tokens say in one statistic: enough to go on with, whatever the calibration is later."""
+
+    num_tokens: int
+    log_e: tuple[float, ...]
+    """Nats, log e(lambda) for each lambda."""
+
+
+def calibrate(honest: npt.NDArray[np.floating], *, cap: float, lambdas: Sequence[float]) -> Moments:
+    """Moments of honest values [T], with what a sample of that size cannot exclude added.
+
+    M0 = mean of exp(lambda * min(s, cap)) + 4 standard errors + 3 / T * exp(lambda * cap): the last term is the rule of three,
+    as if as many tokens as can have escaped the sample lay at the cap.
+    """
+    values_T = np.minimum(honest.astype(np.float64), cap)
+    assert len(values_T) > 1
+    assert values_T.min() >= 0
+    log_moments = []
+    for rate in lambdas:
+        powers_T = np.exp(rate * values_T)
+        moment = (
+            powers_T.mean() + 4 * powers_T.std() / math.sqrt(len(values_T)) + 3 / len(values_T) * math.exp(rate * cap)
+        )
+        log_moments.append(math.log(moment))
+    return Moments(cap=cap, lambdas=tuple(lambdas), log_moments=tuple(log_moments), num_tokens=len(values_T))
+
+
+def sums_of(values: npt.NDArray[np.floating], moments: Moments) -> Sums:
+    """What a bundle's values [T] say. A value that is not a number counts as the cap."""
+    values_T = np.minimum(np.nan_to_num(values.astype(np.float64), nan=moments.cap), moments.cap)
+    total = float(values_T.sum())
+    log_e = (
+        rate * total - len(values_T) * log_moment
+        for rate, log_moment in zip(moments.lambdas, moments.log_moments, strict=True)
+    )
+    return Sums(len(values_T), tuple(log_e))
+
+
+def updated(wealth: Wealth, sums: Sums) -> Wealth:
+    """After one more bundle. Where the number of lambdas has changed (another calibration), that statistic begins anew."""
+    known = wealth if len(wealth.log_wealth) in (0, len(sums.log_e)) else Wealth()
+    bundle = known.num_bundles + 1
+    prior = -math.log(bundle) - math.log(bundle + 1)
+    before = known.log_wealth or (-math.inf,) * len(sums.log_e)
+    after = (float(np.logaddexp(log_a, prior)) + log_e for log_a, log_e in zip(before, sums.log_e, strict=True))
+    return Wealth(num_bundles=bundle, log_wealth=tuple(min(max(a, -LOG_WEALTH_MAX), LOG_WEALTH_MAX) for a in after))
+
+
+def log_evidence(wealth: Mapping[str, Wealth]) -> float:
+    """Nats of evidence in all statistics together: the log of the mean over statistics and lambdas of M_t. 0 to begin with.
+
+    A mean of such processes is one again, so looking at several statistics costs their number's logarithm and nothing else.
+    """
+    if not wealth:
+        return 0.0
+    return _log_mean([_log_of_one(one) for one in wealth.values()])
+
+
+def _log_of_one(wealth: Wealth) -> float:
+    unspent = -math.log(wealth.num_bundles + 1)
+    return _log_mean([float(np.logaddexp(log_a, unspent)) for log_a in wealth.log_wealth]) if wealth.log_wealth else 0.0
+
+
+def _log_mean(logs: Sequence[float]) -> float:
+    return float(np.logaddexp.reduce(np.array(logs))) - math.log(len(logs))

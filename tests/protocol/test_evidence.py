@@ -1,0 +1,104 @@
+"""Evidence: honest workers keep theirs low for ever, cheaters do not, and a late change is seen."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_protocol.evidence import Moments, Sums, Wealth, calibrate, log_evidence, sums_of, updated
+
+LAMBDAS = (1.0, 5.0, 20.0, 50.0)
+TOKENS = 64
+
+
+def honest(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """A statistic as engines make it: mostly exact, now and then a flip with a margin that is roughly exponential."""
+    return np.where(rng.random(num_tokens) < 0.01, rng.exponential(0.03, num_tokens), 0.0)
+
+
+def calibrated(num_tokens: int = 50_000) -> Moments:
+    return calibrate(honest(np.random.default_rng(7), num_tokens), cap=0.5, lambdas=LAMBDAS)
+
+
+def run(moments: Moments, bundles: list[np.ndarray]) -> list[float]:
+    wealth, logs = Wealth(), []
+    for values in bundles:
+        wealth = updated(wealth, sums_of(values, moments))
+        logs.append(log_evidence({"margin": wealth}))
+    return logs
+
+
+def test_honest_workers_are_rarely_suspected_however_long_and_often_one_looks() -> None:
+    """Ville at 1 / c = 0.05: at most 20 of 400 honest workers are expected to reach it. The bound has slack here."""
+    moments, reached = calibrated(), 0
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        reached += max(run(moments, [honest(rng, TOKENS) for _ in range(150)])) >= math.log(20)
+    assert reached <= 20
+
+
+def test_with_exact_moments_the_mean_of_the_evidence_stays_at_most_one() -> None:
+    """The defining property, tight: moments without any safety margin, one token a bundle, a heavy mixture."""
+    share, rate = 0.1, 2.0
+    exact = Moments(cap=1.0, lambdas=(rate,), log_moments=(math.log(1 - share + share * math.exp(rate)),), num_tokens=1)
+    rng = np.random.default_rng(3)
+    finals = [run(exact, [(rng.random(1) < share).astype(float) for _ in range(12)])[-1] for _ in range(3_000)]
+    mean = float(np.exp(finals).mean())
+    spread = float(np.exp(finals).std()) / math.sqrt(len(finals))
+    assert mean <= 1 + 4 * spread
+    assert mean >= 1 - 4 * spread - 0.05
+
+
+def test_a_cheater_is_seen_within_a_few_bundles() -> None:
+    rng = np.random.default_rng(1)
+    cheating = [np.where(rng.random(TOKENS) < 0.2, rng.exponential(0.1, TOKENS), 0.0) for _ in range(10)]
+    logs = run(calibrated(), cheating)
+    assert logs[-1] > math.log(1e5)
+    assert logs == sorted(logs)
+
+
+def test_cheating_after_long_honest_work_is_seen_almost_as_soon() -> None:
+    rng = np.random.default_rng(2)
+    past = [honest(rng, TOKENS) for _ in range(500)]
+    cheating = [np.where(rng.random(TOKENS) < 0.2, rng.exponential(0.1, TOKENS), 0.0) for _ in range(12)]
+    logs = run(calibrated(), past + cheating)
+    assert max(logs[:500]) < math.log(1e5) < logs[-1]
+
+
+def test_several_statistics_cost_the_logarithm_of_their_number() -> None:
+    rich = Wealth(num_bundles=3, log_wealth=(30.0, 30.0))
+    alone = log_evidence({"margin": rich})
+    beside = log_evidence({"margin": rich, "logprob": Wealth(), "proof": Wealth()})
+    assert alone - beside == pytest.approx(math.log(3), abs=1e-6)
+    assert log_evidence({}) == 0.0 == log_evidence({"margin": Wealth()})
+
+
+def test_a_small_sample_allows_more_than_a_large_one() -> None:
+    small, large = calibrated(500), calibrated(50_000)
+    assert all(a > b for a, b in zip(small.log_moments, large.log_moments, strict=True))
+
+
+def test_values_beyond_the_cap_and_values_that_are_none_count_as_the_cap() -> None:
+    moments = calibrated()
+    capped = sums_of(np.array([0.5]), moments)
+    for value in (7.0, math.inf, math.nan):
+        assert sums_of(np.array([value]), moments) == capped
+
+
+def test_another_number_of_lambdas_begins_anew() -> None:
+    after = updated(Wealth(num_bundles=9, log_wealth=(5.0,)), Sums(1, (0.0, 0.0)))
+    assert after.num_bundles == 1
+    assert after.log_wealth == pytest.approx((-math.log(2),) * 2)
+
+
+@given(st.lists(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=2), max_size=30))
+def test_evidence_stays_finite_whatever_is_seen(steps: list[list[float]]) -> None:
+    wealth = Wealth()
+    for log_e in steps:
+        wealth = updated(wealth, Sums(1, tuple(log_e)))
+        assert math.isfinite(log_evidence({"margin": wealth}))
+    assert Wealth.model_validate_json(wealth.model_dump_json()) == wealth
