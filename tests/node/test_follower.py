@@ -19,7 +19,7 @@ from prime_protocol.checkpoint import tensor_table
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import PartEntry
-from prime_protocol.weights import root_of
+from prime_protocol.weights import WeightTensor, root_of
 
 RUN = make_run()
 
@@ -125,7 +125,7 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
             raise Unreachable("the line is cut")
 
     source.before_blob = cut_after_three
-    async with following(make_follower(tmp_path, source, parts_at_once=1)):
+    async with following(make_follower(tmp_path, source)):
         await settle()
     assert len(source.blobs_asked) == 3
     source.before_blob = lambda _: None
@@ -137,12 +137,18 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
     assert seen[-1].bytes_done == encoding.sent_bytes
 
 
-async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
+def many_chunks(monkeypatch: pytest.MonkeyPatch) -> dict[str, WeightTensor]:
+    """Weights of six chunks in one part, every chunk a piece of its own."""
+    monkeypatch.setattr("prime_protocol.pieces.PIECE_BYTES_MIN", 1)
+    return {f"layer{number}": table_weights(number)["table"] for number in range(6)}
+
+
+async def test_a_part_is_fetched_in_pieces_and_a_cut_costs_those_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
+    weights = many_chunks(monkeypatch)
     source = MemorySource(RUN)
-    size = source.publish(table_weights(0)).manifest.encodings[0].parts[0].size
+    assert len(source.publish(weights).manifest.encodings[0].parts) == 1
     cuts = iter([False, True, False, True] + [False] * 100)
 
     def cut(_: str) -> None:
@@ -152,16 +158,16 @@ async def test_a_part_is_fetched_in_ranges_and_a_cut_costs_one_range(
     source.before_blob = cut
     async with following(make_follower(tmp_path, source)) as follower:
         await follower.wait_newer(-1)
-    assert len(source.blobs_asked) == 1 + -(-size // 100)  # the index is one more
+    assert len(source.blobs_asked) == 1 + 6  # the index is one more
 
 
 async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prime_node.broadcast.sources.RANGE_BYTES", 100)
+    weights = many_chunks(monkeypatch)
     first, empty, second = MemorySource(RUN), MemorySource(RUN), MemorySource(RUN)
-    published = [source.publish(table_weights(0)) for source in (first, empty, second)]
-    size = published[0].manifest.encodings[0].parts[0].size
+    for source in (first, empty, second):
+        source.publish(weights)
     empty.blobs.clear()
 
     def cut_after_two(_: str) -> None:
@@ -170,8 +176,37 @@ async def test_what_one_source_gave_before_it_was_cut_is_kept_for_the_next_one(
 
     first.before_blob = cut_after_two
     async with following(make_follower(tmp_path, first, empty, second)) as follower:
-        assert root_of((await follower.wait_newer(-1)).weights) == root_of(table_weights(0))
-    assert len(first.blobs_asked) + len(second.blobs_asked) == 1 + -(-size // 100)
+        assert root_of((await follower.wait_newer(-1)).weights) == root_of(weights)
+    assert len(first.blobs_asked) + len(second.blobs_asked) == 1 + 6
+
+
+async def test_pieces_on_the_disk_are_hashed_again_and_kept_where_they_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = many_chunks(monkeypatch)
+    source = MemorySource(RUN)
+    [encoding] = source.publish(weights).manifest.encodings
+
+    def cut_after_five(_: str) -> None:
+        if len(source.blobs_asked) >= 5:
+            raise Unreachable("the line is cut")
+
+    source.before_blob = cut_after_five
+    async with following(make_follower(tmp_path, source)):
+        await settle()
+    assert len(source.blobs_asked) == 5
+    path = tmp_path / "parts" / f"{encoding.parts[0].digest}.partial"
+    data = bytearray(path.read_bytes())
+    here = [
+        number for number in range(6) if any(data[number * len(data) // 6 + 100 : (number + 1) * len(data) // 6 - 100])
+    ]
+    assert len(here) == 4
+    data[here[0] * len(data) // 6 + 200] ^= 1
+    path.write_bytes(data)
+    source.before_blob = lambda _: None
+    async with following(make_follower(tmp_path, source)) as follower:
+        assert root_of((await follower.wait_newer(-1)).weights) == root_of(weights)
+    assert len(source.blobs_asked) == 5 + 3
 
 
 async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> None:

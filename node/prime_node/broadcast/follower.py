@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from prime_node.broadcast.download import Download
 from prime_node.broadcast.heads import Heads
+from prime_node.broadcast.holdings import Holdings
 from prime_node.broadcast.part_store import PartStore
 from prime_node.broadcast.sources import SourcePool
 from prime_node.broadcast.ways import Step, Ways
@@ -83,7 +85,7 @@ class Follower:
         clock: Clock,
         poll_s: float = 1.0,
         policies_kept: int = 2,
-        parts_at_once: int = 4,
+        memory_bytes_max: int = 64 * 2**20,
         parts_bytes_max: int = 64 * 2**30,
         on_progress: Callable[[Progress], None] = lambda _: None,
         rng: random.Random | None = None,
@@ -91,12 +93,17 @@ class Follower:
         """`sources` are (name, source) pairs, the preferred one first. Raises LocalError if the folder is
         unusable."""
         self.run = run
-        self._pool = SourcePool(sources, clock=clock, rng=rng or random.Random())
+        self.holdings = Holdings()
+        """What can be given to peers."""
+        self.received: dict[str, int] = {}
+        """Bytes of pieces so far, by source."""
+        self._rng = rng or random.Random()
+        self.pool = SourcePool(sources, clock=clock, rng=self._rng)
         self._folder = folder
         self._clock = clock
         self._poll_s = poll_s
         self._policies_kept = max(2, policies_kept)  # the newest, and one that somebody asks for
-        self._parts_at_once = parts_at_once
+        self._memory_bytes_max = memory_bytes_max
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
@@ -106,9 +113,9 @@ class Follower:
         self._decoding = asyncio.Lock()
         self._changed = asyncio.Condition()
         try:
-            self._parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
-            self._heads = Heads(run, self._pool, folder)
-            self._ways = Ways(self._heads, on_disk=self._parts.has)
+            self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
+            self.heads = Heads(run, self.pool, folder)
+            self._ways = Ways(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
@@ -144,10 +151,10 @@ class Follower:
             if policy_version in self._broken:
                 raise PeerError(ErrorCode.CHAIN_BROKEN, self._broken[policy_version])
             try:
-                if policy_version > self._heads.newest:
-                    await self._heads.look()
-                if policy_version <= self._heads.newest:
-                    await self._take(await self._heads.manifest(policy_version))
+                if policy_version > self.heads.newest:
+                    await self.heads.look()
+                if policy_version <= self.heads.newest:
+                    await self._take(await self.heads.manifest(policy_version))
                     continue
             except (PeerError, Unreachable) as error:
                 log.warning("policy %d: %s; trying again", policy_version, error)
@@ -163,14 +170,14 @@ class Follower:
         pause_s = self._poll_s
         while True:
             asked_s = self._clock.monotonic_s()
-            await self._heads.look(wait_s=HEAD_WAIT_S if self._target(started) is None else 0.0)
+            await self.heads.look(wait_s=HEAD_WAIT_S if self._target(started) is None else 0.0)
             started = self._target(started)
             if started is None:
                 # A source that held the question has waited for us; one that cannot is asked again after a pause.
                 await self._clock.sleep(max(0.0, self._poll_s - (self._clock.monotonic_s() - asked_s)))
                 continue
             try:
-                await self._take(await self._heads.manifest(started))
+                await self._take(await self.heads.manifest(started))
                 started, pause_s = None, self._poll_s
             except (PeerError, Unreachable) as error:
                 log.warning("policy %d: %s; looking for the head again", started, error)
@@ -183,7 +190,7 @@ class Follower:
 
     def _target(self, started: int | None) -> int | None:
         """The version to download next, or None. One that was begun is finished while it is still of use."""
-        head = self._heads.newest
+        head = self.heads.newest
         if started is not None and started > self._newest and head - started < max(1, self.run.spec.async_level):
             return started
         return head if head > self._newest and head not in self._broken else None
@@ -233,17 +240,20 @@ class Follower:
             decoder = await asyncio.to_thread(
                 CheckpointDecoder, manifest, encoding, index, None if base is None else base.weights
             )
-            numbers = iter(range(len(encoding.parts)))
-            fetchers = [
-                asyncio.create_task(self._fetch_parts(encoding.parts, numbers, decoder, progress))
-                for _ in range(self._parts_at_once)
-            ]
-            try:
-                await asyncio.gather(*fetchers)
-            finally:
-                for fetcher in fetchers:
-                    fetcher.cancel()
-                await asyncio.gather(*fetchers, return_exceptions=True)
+            download = Download(
+                encoding,
+                index,
+                decoder.feed_chunk,
+                self.pool,
+                self.parts,
+                self.holdings,
+                self._clock,
+                self._rng,
+                self._memory_bytes_max,
+                on_bytes=progress.add,
+                received=self.received,
+            )
+            await self._on_disk(download.run())
             return await asyncio.to_thread(decoder.finish)
         except PeerError as error:
             if base is not None and await asyncio.to_thread(root_of, base.weights) != base.signed.manifest.state_root:
@@ -251,21 +261,12 @@ class Follower:
             # All other bytes are the signed ones: no source can do better.
             raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
 
-    async def _fetch_parts(
-        self, parts: Sequence[PartEntry], numbers: Iterator[int], decoder: CheckpointDecoder, progress: _Counter
-    ) -> None:
-        """One fetcher: takes the next part that nobody has taken."""
-        for number in numbers:
-            data = await self._blob(parts[number])
-            await asyncio.to_thread(decoder.feed_part, number, data)
-            progress.add(len(data))
-
     async def _blob(self, entry: PartEntry) -> bytes:
         """From the disk, or from a source and then on the disk."""
-        data = await self._local(self._parts.read, entry)
+        data = await self._local(self.parts.read, entry)
         if data is None:
-            data = await self._pool.fetch_part(entry)
-            await self._local(self._parts.write, entry.digest, data)
+            data = await self.pool.fetch_blob(entry)
+            await self._local(self.parts.write, entry.digest, data)
         return data
 
     def _give_up(self, version: int) -> PeerError:
@@ -281,9 +282,10 @@ class Follower:
         while len(self._policies) > self._policies_kept:
             oldest = next(version for version in self._policies if version not in (self._newest, policy.version))
             del self._policies[oldest]
-        await self._local(
-            self._parts.keep_only, {blob.digest for held in self._policies.values() for blob in held.blobs}
-        )
+        kept = {blob.digest for held in self._policies.values() for blob in held.blobs}
+        self.holdings.keep_only(kept)
+        self.holdings.staged(self._newest)
+        await self._local(self.parts.keep_only, kept)
         async with self._changed:
             self._changed.notify_all()
 
@@ -291,8 +293,12 @@ class Follower:
 
     async def _local(self, call: Callable[..., _T], *arguments: object) -> _T:
         """A blocking call beside the event loop. Raises LocalError."""
+        return await self._on_disk(asyncio.to_thread(call, *arguments))
+
+    async def _on_disk(self, work: Awaitable[_T]) -> _T:
+        """Raises LocalError for what the disk says."""
         try:
-            return await asyncio.to_thread(call, *arguments)
+            return await work
         except OSError as error:
             raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
 

@@ -1,29 +1,42 @@
-"""Verified parts on disk, so that an interrupted download never starts at zero.
+"""Parts on disk, whole ones and those that are on their way, so that an interrupted download never starts at zero.
 
-Invariant: a file is named by the digest of its bytes and appears under that name whole. It is hashed again
-when it is read, because a disk is not trusted more than a peer.
+Invariant: a file that is named by a digest alone has that digest, and appears under that name whole. A part on its way lies in
+`<digest>.partial`: pieces are put where they belong after they were verified, holes are zero. Which of them are there is written
+down nowhere: after a restart the bytes are hashed again, because a disk is not trusted more than a peer.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
+
+PARTIAL = ".partial"
 
 
 class PartStore:
-    """A folder of parts. Blocking; each call is short but for the disk."""
+    """A folder of parts. Blocking; each call is short but for the disk. Raises OSError."""
 
     def __init__(self, folder: Path, *, bytes_max: int) -> None:
         self._folder = folder
         self._bytes_max = bytes_max
         folder.mkdir(parents=True, exist_ok=True)
-        self._sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix != ".partial"}
+        self._sizes: dict[str, int] = {}
+        """Of whole parts."""
+        self._begun: dict[str, int] = {}
+        """Of parts on their way: what they will take."""
+        for path in folder.iterdir():
+            sizes = self._begun if path.suffix == PARTIAL else self._sizes
+            sizes[path.name.removesuffix(PARTIAL)] = path.stat().st_size
+
+    # Whole parts
 
     def read(self, entry: PartEntry) -> bytes | None:
-        """The part's bytes; None where they are not there. A damaged file is removed."""
+        """The part's bytes; None where they are not there whole. A damaged file is removed."""
         if entry.digest not in self._sizes:
             return None
         path = self._folder / entry.digest
@@ -37,22 +50,96 @@ class PartStore:
         """Keep a verified part. False where it would go over the bound: then it is only not resumable."""
         if digest in self._sizes:
             return True
-        if sum(self._sizes.values()) + len(data) > self._bytes_max:
+        if not self._has_room(len(data)):
             return False
-        partial = self._folder / f"{digest}.partial"
+        partial = self._partial(digest)
         partial.write_bytes(data)
         partial.replace(self._folder / digest)
+        self._begun.pop(digest, None)
         self._sizes[digest] = len(data)
         return True
 
     def has(self, digest: str) -> bool:
         return digest in self._sizes
 
+    def size(self, digest: str) -> int | None:
+        """Bytes of a part that is there whole."""
+        return self._sizes.get(digest)
+
+    # Parts on their way
+
+    def begin(self, entry: PartEntry) -> bytes | None:
+        """Make room for a part that comes in pieces. Returns what lies there from last time, unverified; None where there is no
+        room."""
+        path = self._partial(entry.digest)
+        if entry.digest in self._begun:
+            data = path.read_bytes() if path.exists() else b""
+            if len(data) == entry.size:
+                return data
+        elif not self._has_room(entry.size):
+            return None
+        with path.open("wb") as file:
+            file.truncate(entry.size)
+        self._begun[entry.digest] = entry.size
+        return b""
+
+    def put(self, digest: str, start: int, data: bytes) -> None:
+        """Verified bytes of a part that has begun."""
+        try:
+            descriptor = os.open(self._partial(digest), os.O_WRONLY)
+        except FileNotFoundError:
+            if digest in self._sizes:
+                return  # a second copy of the last piece, or a part that occurs twice
+            raise
+        try:
+            os.pwrite(descriptor, data, start)
+        finally:
+            os.close(descriptor)
+
+    def finish(self, entry: PartEntry) -> None:
+        """All pieces of a part have come: from now on it is a whole one.
+
+        Raises PeerError(CHAIN_BROKEN) where its digest is another one although every piece was right: it was published so.
+        """
+        if entry.digest in self._sizes:
+            return
+        path = self._partial(entry.digest)
+        if digest_of(path.read_bytes()) != entry.digest:
+            self._forget(entry.digest)
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
+        path.replace(self._folder / entry.digest)
+        del self._begun[entry.digest]
+        self._sizes[entry.digest] = entry.size
+
+    def get(self, digest: str, start: int, end: int) -> bytes | None:
+        """Bytes [start, end) of a part, whole or on its way: whether these have come is the caller's to know."""
+        whole = self._folder / digest
+        for path in (whole, self._partial(digest), whole):  # it may become whole in between
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            try:
+                return os.pread(descriptor, end - start, start)
+            finally:
+                os.close(descriptor)
+        return None
+
+    # Both
+
     def keep_only(self, digests: Collection[str]) -> None:
         """Remove all other parts."""
-        for digest in self._sizes.keys() - set(digests):
+        for digest in (self._sizes.keys() | self._begun.keys()) - set(digests):
             self._forget(digest)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return sum(self._sizes.values()) + sum(self._begun.values()) + num_bytes <= self._bytes_max
+
+    def _partial(self, digest: str) -> Path:
+        return self._folder / f"{digest}{PARTIAL}"
 
     def _forget(self, digest: str) -> None:
         (self._folder / digest).unlink(missing_ok=True)
+        self._partial(digest).unlink(missing_ok=True)
         self._sizes.pop(digest, None)
+        self._begun.pop(digest, None)

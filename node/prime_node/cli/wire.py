@@ -234,7 +234,7 @@ async def worker_follower(
             clock=clock(),
             poll_s=settings.poll_seconds,
             policies_kept=settings.policies_kept,
-            parts_at_once=settings.parts_at_once,
+            memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,
         )

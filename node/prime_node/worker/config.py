@@ -35,8 +35,8 @@ class WorkerConfig(Settings):
     """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
     policies_kept: int = Field(default=2, ge=2, le=64)
     """Policies held in memory beside the engine's own copy."""
-    parts_at_once: int = Field(default=4, ge=1, le=64)
-    """Parts of a checkpoint downloaded at the same time."""
+    pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for pieces of a checkpoint on their way: asked for, arrived, or waiting to be decoded."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
     """Disk that downloaded parts may take. Beyond it an interrupted download starts again."""
     spool_bytes_max: int = Field(default=2**30, ge=2**20)

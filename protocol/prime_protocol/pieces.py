@@ -1,0 +1,87 @@
+"""How an encoding is cut into pieces: what peers announce, ask for and give. SPEC.md, section "Peers".
+
+A piece is a run of whole chunks of one part, so that its receiver checks each chunk's digest before he stores, applies or passes
+on anything. The cut follows from the manifest and the index alone: nobody has to say it, and everybody numbers the pieces alike.
+An encoding is named by its index's digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prime_protocol.chunk_index import ChunkIndex
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import Encoding
+
+PIECES_WISHED = 256
+"""An encoding is cut into about so many pieces, while they stay between the two bounds below."""
+PIECE_BYTES_MIN = 64 * 2**10
+"""Smaller ones would cost more in requests than they gain in pieces."""
+PIECE_BYTES_MAX = 2**20
+"""Larger ones would be passed on too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, end) of one part: the chunks [first_chunk, last_chunk)."""
+
+    part: int
+    start: int
+    end: int
+    first_chunk: int
+    last_chunk: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+def cut_pieces(encoding: Encoding, index: ChunkIndex) -> tuple[Piece, ...]:
+    """The pieces of an encoding whose index was opened for it: in each part, chunks until the wished size is reached."""
+    total = sum(part.size for part in encoding.parts)
+    wished = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, total // PIECES_WISHED))
+    made: list[Piece] = []
+    for part in range(len(encoding.parts)):
+        made += _pieces_of(part, index.of_part(part), index, wished)
+    return tuple(made)
+
+
+def check_piece(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> None:
+    """Every chunk of a piece has its digest. Raises PeerError(MALFORMED) for another length, else PeerError(DIGEST_MISMATCH)."""
+    if len(data) != piece.size:
+        raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes of a piece of {piece.size}")
+    for number, chunk in chunks_of(piece, data, index):
+        if digest_of(chunk) != index.rows["digest"][number].tobytes().hex():
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} has other bytes than its digest says")
+
+
+def chunks_of(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> list[tuple[int, memoryview]]:
+    """The numbers and bytes of a piece's chunks."""
+    view = memoryview(data)
+    ends = _ends(index, range(piece.first_chunk, piece.last_chunk), piece.start)
+    starts = [piece.start, *ends[:-1]]
+    return [
+        (piece.first_chunk + place, view[start - piece.start : end - piece.start])
+        for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+def _pieces_of(part: int, chunks: range, index: ChunkIndex, wished: int) -> list[Piece]:
+    made, first, start = [], chunks.start, 0
+    for chunk, end in zip(chunks, _ends(index, chunks, 0), strict=True):
+        if end - start >= wished or chunk == chunks.stop - 1:
+            made.append(Piece(part, start, end, first, chunk + 1))
+            first, start = chunk + 1, end
+    return made
+
+
+def _ends(index: ChunkIndex, chunks: range, begin: int) -> Sequence[int]:
+    """Where each of these chunks of one part ends; the first one begins at `begin`."""
+    sizes = index.rows["size"][chunks.start : chunks.stop].tolist()
+    ends, at = [], begin
+    for size in sizes:
+        at += size
+        ends.append(at)
+    return ends
