@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_node.adapters.torch_batch import Tallies, batch_counts, loss_inputs
+from prime_node.adapters.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
+from prime_node.algo.shares import batch_counts
 from prime_node.ports.train_backend import AggregationKind, TrainingMode, TrainSample
 from prime_protocol.errors import LocalError
 

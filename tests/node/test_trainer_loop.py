@@ -79,7 +79,7 @@ def test_the_learning_rate_warms_up_falls_and_is_damped(whole: BatchCoordinator,
 
 PLACES = [
     *(("after train_step", at) for at in (1, 3, 4, 7)),
-    *(("within save", at) for at in (1, 2, 3)),
+    *((place, at) for place in ("within save", "within write") for at in (1, 2, 3)),
     *(("snapshot", at) for at in (1, 2, 5)),
     *((place, at) for place in ("put_blob", "before publish", "after publish") for at in (1, 3)),
     ("batch", 2),
@@ -210,30 +210,35 @@ def checkpoint_steps(folder: Path) -> list[int]:
 RL = TrainerState(run="0" * 64, phase=Phase.RL)
 
 
-def write(folder: Path) -> None:
-    (folder / "weights").write_bytes(b"1234")
+def save(checkpoints: Checkpoints, state: TrainerState, *, head: int, error: OSError | None = None) -> None:
+    folder = checkpoints.begin(state)
+    assert folder is not None
+
+    def write() -> None:
+        (folder / "weights").write_bytes(b"1234")
+        if error is not None:
+            raise error
+
+    checkpoints.finish(state, write, head=head)
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        (folder / "weights").write_bytes(b"12")
-        raise OSError(28, "No space left on device")
-
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
     assert checkpoints.newest(head=-1) is None
-    checkpoints.save(RL, write, head=-1)
-    with pytest.raises(LocalError, match="No space left on device"):
-        checkpoints.save(RL.updated(step=1), fail, head=0)
+    save(checkpoints, RL, head=-1)
+    with pytest.raises(LocalError, match=r"00000000-step-00000001 cannot be written.*No space left on device"):
+        save(checkpoints, RL.updated(step=1), head=0, error=OSError(28, "No space left on device"))
     found = checkpoints.newest(head=0)
     assert found is not None
     assert found[0] == RL
     assert (found[1] / "weights").read_bytes() == b"1234"
+    assert checkpoints.begin(RL) is None
 
 
 def test_only_checkpoints_that_nobody_can_need_are_deleted(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", run=RL.run, kept=1)
     for step, head, kept in ((0, -1, [0]), (1, 0, [1]), (2, 0, [1, 2]), (3, 0, [1, 2, 3]), (4, 2, [3, 4])):
-        checkpoints.save(RL.updated(step=step), write, head=head)
+        save(checkpoints, RL.updated(step=step), head=head)
         assert checkpoint_steps(tmp_path) == kept
         assert checkpoints.durable_step(head) == min(step, head + 1)
     found = checkpoints.newest(head=2)
@@ -242,11 +247,18 @@ def test_only_checkpoints_that_nobody_can_need_are_deleted(tmp_path: Path) -> No
     assert checkpoint_steps(tmp_path) == [3]
 
 
+def test_every_so_many_steps_a_checkpoint_stays(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run=RL.run, kept=1, keep_every=4)
+    for step in range(10):
+        save(checkpoints, RL.updated(step=step), head=step)
+    assert checkpoint_steps(tmp_path) == [0, 4, 8, 9]
+
+
 def test_checkpoints_of_both_phases_are_found_in_the_order_of_training(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=9)
     taught = RL.updated(phase=Phase.SFT, sft_step=20)
     for state in (taught.updated(sft_step=10), taught, taught.updated(phase=Phase.RL)):
-        checkpoints.save(state, write, head=-1)
+        save(checkpoints, state, head=-1)
         found = checkpoints.newest(head=-1)
         assert found is not None
         assert found[0] == state
@@ -254,20 +266,20 @@ def test_checkpoints_of_both_phases_are_found_in_the_order_of_training(tmp_path:
 
 def test_a_coordinator_that_lost_its_policies_is_an_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=1)
-    checkpoints.save(RL.updated(step=7), write, head=6)
+    save(checkpoints, RL.updated(step=7), head=6)
     with pytest.raises(LocalError, match="begin at step 7, but the coordinator's newest policy is 3"):
         checkpoints.newest(head=3)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, run="0" * 64, kept=2).save(RL, write, head=-1)
+    save(Checkpoints(tmp_path, run="0" * 64, kept=2), RL, head=-1)
     with pytest.raises(LocalError, match="belongs to run 000000000000, not 111111111111"):
         Checkpoints(tmp_path, run="1" * 64, kept=2).newest(head=-1)
 
 
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
-    checkpoints.save(RL, write, head=-1)
+    save(checkpoints, RL, head=-1)
     (tmp_path / "00000000-step-00000000" / "state.json").write_text("{")
     with pytest.raises(LocalError, match="Delete it to go on from the one before"):
         checkpoints.newest(head=-1)

@@ -328,9 +328,15 @@ class FusedBackend:
         self._fuse.passes("snapshot")
         return self.inner.snapshot()
 
-    def save(self, folder: Path) -> None:
-        self.inner.save(folder)
+    def save(self, folder: Path) -> Callable[[], None]:
+        write = self.inner.save(folder)
         self._fuse.passes("within save")
+
+        def write_until_killed() -> None:
+            write()
+            self._fuse.passes("within write")
+
+        return write_until_killed
 
     def load(self, folder: Path) -> None:
         self.inner.load(folder)

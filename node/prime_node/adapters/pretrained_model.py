@@ -42,11 +42,17 @@ def model_files(name_or_path: str) -> dict[str, bytes]:
 def pretrained_weights(name_or_path: str) -> Weights:
     """All tensors of its safetensors files, bit for bit. Raises LocalError."""
     folder = _folder(name_or_path, patterns=(*_FILES, "*.safetensors", "*.safetensors.index.json"))
+    weights = folder_weights(folder)
+    if not weights:
+        raise LocalError(f"model {name_or_path}: no .safetensors in {folder}")
+    return weights
+
+
+def folder_weights(folder: Path) -> Weights:
+    """All tensors of a folder's safetensors files. Nothing is read before it is looked at: the files are mapped."""
     weights: dict[str, WeightTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights.update(_read(path))
-    if not weights:
-        raise LocalError(f"model {name_or_path}: no .safetensors in {folder}")
     return weights
 
 
@@ -75,6 +81,6 @@ def _read(path: Path) -> dict[str, WeightTensor]:
             raise LocalError(f"{path}: tensor {name} has type {entry['dtype']}; bf16, fp16 and fp32 can be trained")
         dtype = _DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
-        values = np.frombuffer(data[begin:end].tobytes(), dtype=_STORAGE[dtype])
+        values = data[begin:end].view(_STORAGE[dtype])
         weights[name] = WeightTensor(dtype, tuple(entry["shape"]), values)
     return weights

@@ -1,42 +1,54 @@
-"""The train backend on torch, for one process: any causal language model of Hugging Face with full attention.
+"""The train backend on torch: any causal language model of Hugging Face with full attention, on one process or on many.
 
-Weights are fp32 and stay so: AdamW, gradient clipping and the forward pass work on them, and `snapshot` rounds a copy to bf16.
-Workers sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for
-the same policy (0.003 nats on average in the demo). That is what the importance ratio is for; where it must not be, compute
-on the snapshot. Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where
-that is 0), without the noise.
+Master weights are fp32 and stay so: AdamW and gradient clipping work on them, and `snapshot` rounds a copy to bf16. Workers
+sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for the same policy
+(0.003 nats on average in the demo). That is what the importance ratio is for; where it must not be, compute on the snapshot.
+Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where that is 0), without
+the noise.
 
-A step is forward and backward over packed rows (algo/packing.py), one micro-batch after another, then clipping and AdamW. The
-loss is divided by counts of the whole batch, so the split into micro-batches changes nothing but rounding.
+A step is forward and backward over packed passes (algo/shares.py), one after another, then clipping and the optimizer. The loss
+is divided by counts of the whole batch, so the split into passes and ranks changes nothing but rounding.
 
-Letters: N predictions, S distinct places that they are read from, V vocabulary.
+With `ranks` every method is a collective: all ranks call it alike. leading_backend.py is what makes rank 0 lead the others.
+
+Letters: N predictions, S distinct places that they are read from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
 
-from prime_node.adapters import tree_attention
-from prime_node.adapters.model_config import config_at_fault, read_model_config, require_memory
-from prime_node.adapters.torch_batch import Tallies, batch_counts, loss_inputs
-from prime_node.adapters.torch_weights import copy_into, to_weights
+from prime_node.adapters import train_state
+from prime_node.adapters.lora import LoraSettings, merged
+from prime_node.adapters.packed_attention import Layout
+from prime_node.adapters.policy_build import build_policy
+from prime_node.adapters.ranks import ALONE, Ranks
+from prime_node.adapters.sequence_attention import SequenceLayout
+from prime_node.adapters.sharding import DTYPES, PLAIN, Placement, gathered, units
+from prime_node.adapters.torch_batch import Tallies, drift, loss_inputs
+from prime_node.adapters.torch_optimizers import make_optimizer
+from prime_node.adapters.torch_weights import to_weights
+from prime_node.adapters.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
-from prime_node.algo.packing import PackedRows, pack
+from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
+from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, Share, shares
 from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainingDiverged, TrainSample
+from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
-_STATE_FILE = "backend.pt"
-BYTES_PER_PARAMETER = 4 * 4
-"""fp32: the weight, its gradient and AdamW's two moments."""
+_SETTINGS_FILE = "optimizer.json"
+_NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
+"""What a rank computes, and forgets, while others have more passes than it."""
 
 
 class TorchBackend:
@@ -50,114 +62,183 @@ class TorchBackend:
         seed: int = 0,
         temperature: float = 1.0,
         published_dtype: str = "bf16",
+        packing: Packing = Packing.TREE,
         row_tokens: int = 128,
         micro_batch_tokens: int = 16_384,
         device: str = "cpu",
         threads: int | None = None,
+        ranks: Ranks = ALONE,
+        placement: Placement = PLAIN,
+        lora: LoraSettings | None = None,
     ) -> None:
         """A model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
 
-        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.packing.pack); `threads` sets torch's for the process.
+        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.shares); `threads` sets torch's for the process.
+        Raises LocalError.
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        torch.manual_seed(seed)
         self._device = torch.device(device)
-        self._temperature = temperature or 1.0
         self._published_dtype = published_dtype
-        self._row_tokens = row_tokens
-        self._micro_batch_tokens = micro_batch_tokens
-        self._model = _build_model(model_folder, self._device).to(self._device)
-        if weights is not None:
-            copy_into(self._model.named_parameters(), weights)
+        self._ranks = ranks
+        self._placement = placement
+        self._policy = build_policy(
+            model_folder,
+            weights,
+            seed=seed,
+            temperature=temperature or 1.0,
+            device=self._device,
+            ranks=ranks,
+            placement=placement,
+            lora=lora,
+        )
+        self.packing = PackingSettings(
+            packing,
+            row_tokens=row_tokens,
+            micro_batch_tokens=micro_batch_tokens,
+            quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
+        )
+        self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         self.new_optimizer(OptimizerSettings())
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ranks.count
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self._settings = settings
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
+        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self._optimizer = make_optimizer(trained, settings)
+
+    def shares(self, samples: Sequence[TrainSample]) -> list[Share]:
+        """What each rank will compute of a batch. Pure: it may run in another thread while a step is computed."""
+        longest = max(
+            (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
         )
+        if longest > self._positions_max:
+            raise LocalError(
+                f"a sequence of {longest:,} tokens is longer than the model's max_position_embeddings = {self._positions_max:,}; "
+                "lower the run's prompt_tokens_max or completion_tokens_max"
+            )
+        return shares(samples, self.packing, ranks=self._ranks.count)
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
-        num_tokens, num_sequences = batch_counts(samples)
-        if num_tokens == 0:
+        return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr=lr)
+
+    def train_share(self, share: Share, loss: Loss, *, lr: float) -> StepStats:
+        """This rank's part of a step."""
+        if share.num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
-        denominator = loss.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
+        began_s = time.perf_counter()
+        denominator = loss.denominator(num_tokens=share.num_tokens, num_sequences=share.num_sequences)
         loss_sum = 0.0
         tallies = Tallies()
-        for packed in self._pack(samples):
-            inputs = loss_inputs(self._logprobs(packed), [samples[index] for index in packed.samples])
+        for one in self._passes(share):
+            logprobs_N, entropies_N = self._forward(one.packed)
+            if not one.places:
+                torch.autograd.backward(logprobs_N.sum() * 0.0)
+                continue
+            inputs = loss_inputs(logprobs_N, one.samples)
             outputs = loss(inputs)
             torch.autograd.backward(outputs.loss / denominator)
             loss_sum += outputs.loss.item()
             tallies.add(outputs.metrics)
+            tallies.add(drift(inputs, entropies_N))
+        reduced_s = time.perf_counter()
         grad_norm = self._optimizer_step(lr)
-        means = tallies.means()
+        ended_s = time.perf_counter()
+        means = tallies.means(self._ranks)
         return StepStats(
-            loss=loss_sum / denominator,
+            loss=self._ranks.sum([loss_sum])[0] / denominator,
             grad_norm=grad_norm,
-            num_tokens=num_tokens,
+            num_tokens=share.num_tokens,
             log_ratio_abs=means.pop(LOG_RATIO_ABS, 0.0),
             metrics=means,
+            work={
+                "packing_share": share.packing_share,
+                "balance_share": share.balance_share,
+                "sharing_ratio": share.sharing_ratio,
+                "passes_seconds": reduced_s - began_s,
+                "optimizer_seconds": ended_s - reduced_s,
+                **self._memory(),
+            },
         )
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Nats of every completion token of every sample, as `train_step` sees them."""
-        result: list[list[float]] = [[] for _ in samples]
+        return self.share_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def share_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+        """Of the whole batch, on every rank."""
+        found: dict[int, list[float]] = {}
         with torch.no_grad():
-            for packed in self._pack(samples):
-                values = self._logprobs(packed).tolist()
+            for one in self._passes(share):
+                values = self._forward(one.packed)[0].tolist()
                 start = 0
-                for index in packed.samples:
-                    end = start + len(samples[index].completion_token_ids)
-                    result[index] = values[start:end]
+                for place, sample in zip(one.places, one.samples, strict=False):
+                    end = start + len(sample.completion_token_ids)
+                    found[place] = values[start:end]
                     start = end
-        return result
+        everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
+        return [everywhere[place] for place in range(num_samples)]
 
     def snapshot(self) -> Weights:
-        return to_weights(self._model.named_parameters(), dtype=self._published_dtype)
+        """Whole. On several ranks it is gathered tensor by tensor, and rank 0 alone has it: for models that one host can hold."""
+        if self._ranks.mesh is None:
+            return to_weights(self._published(), dtype=self._published_dtype)
+        return gathered(self._published(), self._ranks, dtype=self._published_dtype)
 
-    def save(self, folder: Path) -> None:
-        torch.save(
-            {
-                "model": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "settings": asdict(self._settings),
-                "rng": torch.get_rng_state(),
-            },
-            folder / _STATE_FILE,
-        )
+    def save(self, folder: Path) -> Callable[[], None]:
+        state = train_state.copied(self._policy.model, self._optimizer, self._ranks)
+        write = train_state.writer(state, folder, self._ranks)
+        if self._ranks.is_first:
+            (folder / _SETTINGS_FILE).write_text(json.dumps(asdict(self._settings)), encoding="utf-8")
+        return write
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / _STATE_FILE, map_location=self._device, weights_only=True)
-        self._model.load_state_dict(state["model"])
-        self.new_optimizer(OptimizerSettings(**state["settings"]))
-        self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"].cpu())
+        settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+        self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
+        train_state.restore(self._policy.model, self._optimizer, folder, self._ranks)
 
-    def _pack(self, samples: Sequence[TrainSample]) -> list[PackedRows]:
-        return pack(samples, row_tokens=self._row_tokens, micro_batch_tokens=self._micro_batch_tokens)
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's tensors under the model's own names; this rank's rows where they are sharded."""
+        return merged(self._policy.model)
 
-    def _logprobs(self, packed: PackedRows) -> Tensor:
-        """[N] nats of the predictions."""
+    def _passes(self, share: Share) -> Iterator[Pass]:
+        """As many on every rank, for each is a collective; gradients are reduced after the last, or after each."""
+        if share.num_passes > len(share.passes):
+            empty = Pass(pack_sequences([_NOTHING], micro_batch_tokens=1)[0], (), ())
+            passes = (*share.passes, *(empty,) * (share.num_passes - len(share.passes)))
+        else:
+            passes = share.passes
+        for number, one in enumerate(passes):
+            is_last = number == len(passes) - 1
+            for unit in units(self._policy):
+                unit.set_requires_gradient_sync(is_last or self._placement.reduce_each_pass, recurse=False)
+                unit.set_is_last_backward(is_last)
+            yield one
+
+    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """[N] nats and entropies of the predictions."""
         sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
-        logits_SV = self._model(
-            input_ids=self._to_device(packed.token_ids)[None],
-            position_ids=self._to_device(packed.positions)[None],
-            use_cache=False,
-            logits_to_keep=self._to_device(sources_S),
-            tree=tree_attention.TreeLayout.of(packed, device=self._device, dtype=torch.float32),
-        ).logits[0]
-        logprobs_SV = (logits_SV.float() / self._temperature).log_softmax(-1)
-        chosen_N: Tensor = logprobs_SV[self._to_device(row_of_N), self._to_device(packed.targets_N)]
-        return chosen_N
+        row_N = self._to_device(row_of_N)
+        logprobs_N, entropies_S = self._policy(
+            self._to_device(packed.token_ids)[None],
+            self._to_device(packed.positions)[None],
+            self._to_device(sources_S),
+            row_N,
+            self._to_device(packed.targets_N),
+            layout=self._layout(packed),
+        )
+        return logprobs_N, entropies_S[row_N]
+
+    def _layout(self, packed: Packed) -> Layout:
+        if isinstance(packed, PackedSequences):
+            return SequenceLayout.of(packed.lengths, device=self._device)
+        return TreeLayout.of(packed, device=self._device, dtype=DTYPES[self._placement.compute_dtype])
 
     def _optimizer_step(self, lr: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.grad_norm_max).item()
+        norm_tensor = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.grad_norm_max)
+        norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
         if not norm < float("inf"):
             self._optimizer.zero_grad()
             raise TrainingDiverged(
@@ -169,20 +250,13 @@ class TorchBackend:
         self._optimizer.zero_grad()
         return norm
 
+    def _memory(self) -> dict[str, float]:
+        """The most that this rank's device has held at once since the last step."""
+        if self._device.type != "cuda":
+            return {}
+        peak = float(torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return {"device_memory_bytes_max": peak}
+
     def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _build_model(folder: Path, device: torch.device) -> Any:
-    """The architecture of config.json, with pretrained weights where the folder has them. Raises LocalError.
-
-    transformers has no types, so the model is Any: a PreTrainedModel with a causal head.
-    """
-    config = read_model_config(folder)
-    require_memory(folder, config, bytes_per_parameter=BYTES_PER_PARAMETER, device=device)
-    auto: Any = AutoModelForCausalLM
-    how = {"dtype": torch.float32, "attn_implementation": tree_attention.NAME, "trust_remote_code": False}
-    has_weights = any(folder.glob("*.safetensors"))
-    with config_at_fault(folder):
-        model = auto.from_pretrained(folder, **how) if has_weights else auto.from_config(config, **how)
-    return model.train()

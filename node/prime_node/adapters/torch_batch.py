@@ -11,14 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from prime_node.adapters.ranks import ALONE, Ranks
 from prime_node.algo.losses import LossInputs
-from prime_node.ports.train_backend import TrainSample
-
-
-def batch_counts(samples: Sequence[TrainSample]) -> tuple[int, int]:
-    """Trainable tokens, and sequences that have any. A sharded backend adds both up over its ranks."""
-    trained = [sample.num_trained for sample in samples]
-    return sum(trained), sum(count > 0 for count in trained)
+from prime_node.algo.losses.base import LOG_RATIO_MAX
+from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 
 def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInputs:
@@ -51,19 +47,48 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInput
     )
 
 
+def drift(inputs: LossInputs, entropies_N: Tensor) -> dict[str, Tensor]:
+    """[2] tallies of how far trainer and inference are apart, over the trained tokens and over all that were sampled.
+
+    `kl` is the estimator r - 1 - log r of KL(inference || trainer) (http://joschu.net/blog/kl-approx.html), never negative.
+    """
+    lengths = torch.tensor(inputs.lengths, device=entropies_N.device)
+    sampled = torch.tensor([mode is not TrainingMode.SFT for mode in inputs.modes], device=entropies_N.device)
+    sampled_N = sampled.repeat_interleave(lengths)
+    distance_N = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    ratio_N = distance_N.exp()
+    kl_N = ratio_N - 1.0 - distance_N
+    trained_N = inputs.loss_mask
+    return {
+        "entropy_mean": _tally(entropies_N, trained_N),
+        "kl_mean": _tally(kl_N, trained_N & sampled_N),
+        "kl_unmasked_mean": _tally(kl_N, sampled_N),
+        "ratio_unmasked_mean": _tally(ratio_N, sampled_N),
+    }
+
+
+def _tally(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().to(values.dtype)])
+
+
 class Tallies:
     """Metrics of several micro-batches: [2] each, the sum over tokens and their number."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        """A sharded backend adds them up over its ranks, which may lack a name that others have."""
+        """Of this rank, which may lack a name that others have."""
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         for name, tally in metrics.items():
             self.sums[name] = self.sums[name] + tally if name in self.sums else tally
 
-    def means(self) -> dict[str, float]:
-        return {name: total / max(count, 1.0) for name, (total, count) in self._listed().items()}
+    def means(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Over all ranks; a collective."""
+        totals: dict[str, list[float]] = {}
+        for rank in ranks.gather(self._listed()):
+            for name, tally in rank.items():
+                totals[name] = [have + more for have, more in zip(totals.get(name, (0.0, 0.0)), tally, strict=True)]
+        return {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
 
     def _listed(self) -> dict[str, list[float]]:
         return {name: tally.tolist() for name, tally in self.sums.items()}

@@ -1,11 +1,6 @@
-"""Attention over algo.packing's rows, registered with transformers under the name "tree".
+"""Attention over algo.packing's rows: a layout of packed_attention.py.
 
-The model sees one flat sequence [1, P + R * W]: its linear layers run over all tokens at once, and only attention knows of
-trunk and rows. The trunk attends to itself; every row attends to the trunk, whose keys and values exist once, and to its
-own ancestors.
-
-Trap (measured): without a mask function of that name transformers makes no mask, and this one alone decides who sees whom;
-an `attention_mask` of ones or a cache would silently join the sequences (logprobs off by up to 0.89).
+The trunk attends to itself; every row attends to the trunk, whose keys and values exist once, and to its own ancestors.
 
 Letters: D size of a head, H heads, P trunk tokens, R rows, W tokens of a row.
 """
@@ -13,16 +8,12 @@ Letters: D size of a head, H heads, P trunk tokens, R rows, W tokens of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from prime_node.algo.packing import PackedRows
-
-NAME = "tree"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +35,30 @@ class TreeLayout:
         mask[:, 0, :, packed.trunk_tokens :].masked_fill_(~sees_RWW, float("-inf"))
         return cls(packed.trunk_tokens, num_rows, mask)
 
-
-def tree_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [1, H, P + R * W, D]
-    key: Tensor,  # [1, H of keys, P + R * W, D]
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    tree: TreeLayout,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Returns [1, P + R * W, H, D], as transformers expects it."""
-    trunk, rows = tree.trunk_tokens, tree.num_rows
-    grouped = query.shape[1] != key.shape[1]
-    keys = torch.cat([key[:, :, :trunk].expand(rows, -1, -1, -1), _rows(key, trunk, rows)], dim=2)
-    values = torch.cat([value[:, :, :trunk].expand(rows, -1, -1, -1), _rows(value, trunk, rows)], dim=2)
-    seen_RHWD = scaled_dot_product_attention(
-        _rows(query, trunk, rows), keys, values, attn_mask=tree.mask_R1WK, scale=scaling, enable_gqa=grouped
-    )
-    out = seen_RHWD.transpose(1, 2).flatten(0, 1).unsqueeze(0)  # [1, R * W, H, D]
-    if trunk:
-        above = scaled_dot_product_attention(
-            query[:, :, :trunk],
-            key[:, :, :trunk],
-            value[:, :, :trunk],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=grouped,
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+        """Keys and values [1, H of keys, P + R * W, D]."""
+        trunk, rows = self.trunk_tokens, self.num_rows
+        grouped = query.shape[1] != key.shape[1]
+        keys = torch.cat([key[:, :, :trunk].expand(rows, -1, -1, -1), _rows(key, trunk, rows)], dim=2)
+        values = torch.cat([value[:, :, :trunk].expand(rows, -1, -1, -1), _rows(value, trunk, rows)], dim=2)
+        seen_RHWD = scaled_dot_product_attention(
+            _rows(query, trunk, rows), keys, values, attn_mask=self.mask_R1WK, scale=scaling, enable_gqa=grouped
         )
-        out = torch.cat([above.transpose(1, 2), out], dim=1)
-    return out, None
+        out = seen_RHWD.transpose(1, 2).flatten(0, 1).unsqueeze(0)  # [1, R * W, H, D]
+        if trunk:
+            above = scaled_dot_product_attention(
+                query[:, :, :trunk],
+                key[:, :, :trunk],
+                value[:, :, :trunk],
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+            out = torch.cat([above.transpose(1, 2), out], dim=1)
+        return out
 
 
 def _rows(tensor: Tensor, trunk: int, rows: int) -> Tensor:
     """[1, H, P + R * W, D] without the trunk as [R, H, W, D]."""
     _, heads, _, size = tensor.shape
     return tensor[0, :, trunk:].reshape(heads, rows, -1, size).transpose(0, 1)
-
-
-AttentionInterface.register(NAME, tree_attention)

@@ -5,8 +5,8 @@ Letters: N completion tokens, one sequence's or many sequences' one after anothe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,13 +97,17 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW, as in Loshchilov and Hutter (arXiv 1711.05101). The learning rate comes with each step."""
+    """By default AdamW, as in Loshchilov and Hutter (arXiv 1711.05101). The learning rate comes with each step."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     grad_norm_max: float = 1.0
     """Gradients are scaled down to this global norm."""
+    import_path: str | None = None
+    """An optimizer of one's own, "package.module.Class"; then the AdamW settings above, but for the norm, are not used."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class StepStats:
     """Mean over trainable tokens that were sampled of |trainer logprob - inference logprob|, nats, before the step."""
     metrics: Mapping[str, float]
     """Means over the trainable tokens that they concern, as the loss names them."""
+    work: Mapping[str, float] = field(default_factory=dict)
+    """How it was computed: packing, balance of the ranks, seconds of the phases, memory."""
 
 
 class Loss(Protocol):
@@ -160,8 +166,12 @@ class TrainBackend(Protocol):
         """The weights as they are published (bf16 by default), copied: later steps do not change them."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and RNG into an empty folder. The caller makes it durable by renaming it."""
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Copy model, optimizer and RNG; returns what writes the copy into the empty folder, durably.
+
+        That may run in another thread, once, beside later steps, and not beside that of another `save`. The caller makes the
+        checkpoint whole by renaming the folder. Both raise LocalError or OSError.
+        """
         ...
 
     def load(self, folder: Path) -> None:

@@ -7,6 +7,11 @@
 
 A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
 synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
+`begin` and `finish` are two halves, so that the bytes may be written while the next steps are computed.
+
+The cut is consistent: state.json names step, phase and batch of exactly the weights beside it. Whatever else a run remembers
+follows from it: the coordinator, which owns scheduling and curriculum, gives the same batch for the same step again, and the
+publisher finds its place by the head of the chain.
 
 Invariant: there is always one from which every unannounced policy can be made again. The trainer runs ahead of the publisher, so
 the newest checkpoint may hold policy 7 while policy 5 was still on its way when the process died; whoever resumed at 7 could
@@ -16,8 +21,9 @@ decides which is taken up and which may be deleted.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -33,31 +39,50 @@ _PARTIAL = ".partial"
 class Checkpoints:
     """The checkpoints of one run in one folder."""
 
-    def __init__(self, folder: Path, *, run: str, kept: int) -> None:
-        """`run`: its digest; a checkpoint of another run is refused."""
+    def __init__(self, folder: Path, *, run: str, kept: int, keep_every: int = 0) -> None:
+        """`run`: its digest; a checkpoint of another run is refused. Those whose step `keep_every` divides stay for ever."""
         self._folder = folder
         self._run = run
         self._kept = kept
+        self._keep_every = keep_every
 
-    def save(self, state: TrainerState, write: Callable[[Path], None], *, head: int) -> None:
-        """Durable when it returns. `write` fills an empty folder. Raises LocalError; the older checkpoints stay whole."""
+    def begin(self, state: TrainerState) -> Path | None:
+        """An empty folder to write into; None where this state is saved already. Raises LocalError."""
         target = self._folder / _name_of(state)
         if target.exists():
-            return
+            return None
         partial = target.with_suffix(_PARTIAL)
-        try:
+        with self._cleaning(partial):
             partial.mkdir(parents=True)
-            write(partial)
+        return partial
+
+    def finish(self, state: TrainerState, write: Callable[[], None], *, head: int) -> None:
+        """Durable when it returns. `write` fills the folder. Raises LocalError; the older checkpoints stay whole."""
+        target = self._folder / _name_of(state)
+        partial = target.with_suffix(_PARTIAL)
+        with self._cleaning(partial):
+            write()
             (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(target)
             sync(self._folder)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise LocalError(f"checkpoint {target} cannot be written: {error}. The one before it is whole") from None
         for old in self._usable(head)[: -self._kept]:
-            shutil.rmtree(old)
+            if not self._is_kept(old):
+                shutil.rmtree(old)
+
+    @contextlib.contextmanager
+    def _cleaning(self, partial: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, LocalError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise LocalError(
+                f"checkpoint {partial.stem} cannot be written in {self._folder}: {error}. The one before it is whole"
+            ) from None
+
+    def _is_kept(self, path: Path) -> bool:
+        return self._keep_every > 0 and "-step-" in path.name and _step_of(path) % self._keep_every == 0
 
     def durable_step(self, head: int) -> int:
         """The step that a trainer killed now would resume at."""

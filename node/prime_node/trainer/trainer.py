@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from prime_node import __version__
@@ -41,6 +42,7 @@ class Trainer:
     clock: Clock
     state: TrainerState = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
+    _saving: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
@@ -70,13 +72,31 @@ class Trainer:
         return stats
 
     async def save(self) -> None:
-        """Durable when it returns. Once per state; saving again does nothing."""
-        await self.in_thread(self.checkpoints.save, self.state, self.backend.save, head=self.publisher.head)
+        """Durable when it returns. Once per state; saving again does nothing. Raises LocalError, of an earlier one too."""
+        await self._begin_save()
+        await self.saved()
 
     async def save_if_due(self) -> None:
+        """Copied when it returns, and written while the next steps are computed. Raises LocalError, of an earlier one too."""
         done = self.state.sft_step if self.state.phase is Phase.SFT else self.state.step
         if done % self.config.checkpoint_every == 0:
-            await self.save()
+            await self._begin_save()
+        elif self._saving is not None and self._saving.done():
+            await self.saved()
+
+    async def saved(self) -> None:
+        """Wait until what `save_if_due` has begun is durable."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _begin_save(self) -> None:
+        await self.saved()  # one at a time: a slow disk slows the steps down rather than filling the memory
+        folder = self.checkpoints.begin(self.state)
+        if folder is not None:
+            write = await self.in_thread(self.backend.save, folder)
+            finish = partial(self.checkpoints.finish, self.state, write, head=self.publisher.head)
+            self._saving = asyncio.create_task(asyncio.to_thread(finish))
 
     async def publish(self) -> None:
         """Hand the policy at hand to the publisher; waits only while too many are pending."""
@@ -102,6 +122,8 @@ class Trainer:
         await self.feed.close()
         await self.publisher.close()
         await self.evaluator.close()
+        if self._saving is not None:
+            await asyncio.gather(self._saving, return_exceptions=True)
         self._thread.shutdown(wait=True)
         self.metrics.close()
 

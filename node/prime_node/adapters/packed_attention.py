@@ -1,0 +1,45 @@
+"""Attention over packed tokens, registered with transformers under the name "packed".
+
+The model sees one flat sequence [1, T]: its linear layers run over all tokens at once, and only attention knows who sees whom.
+That is the matter of a Layout, which travels through the model's keyword arguments: tree_attention.py (shared prefixes computed
+once) or sequence_attention.py (sequences one after another).
+
+Trap (measured): without a mask function of that name transformers makes no mask, and the layout alone decides who sees whom;
+an `attention_mask` of ones or a cache would silently join the sequences (logprobs off by up to 0.89).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "packed"
+
+
+class Layout(Protocol):
+    """Who sees whom in one pass; the same for all layers. Letters: D size of a head, H heads, T tokens."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+        """[1, H, T, D], keys and values with their own number of heads -> [1, T, H, D]."""
+        ...
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H of keys, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layout: Layout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, T, H, D], as transformers expects it."""
+    return layout.attend(query, key, value, scaling=scaling), None
+
+
+AttentionInterface.register(NAME, packed_attention)

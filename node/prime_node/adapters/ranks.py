@@ -1,0 +1,101 @@
+"""The processes that train one model together, as torch.distributed knows them; `ALONE` where there is one.
+
+Every method but the properties is a collective: all ranks call it, in the same order, or all wait. Collectives have a deadline
+(a rank that was stopped, or that hangs, is noticed there); a rank that died is noticed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from prime_protocol.errors import LocalError
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+"""Longer than any step's difference between ranks; after it, the job is restarted from its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. Example: ALONE, or Ranks.join(device="cpu")."""
+
+    rank: int
+    count: int
+    mesh: DeviceMesh | None
+    """What parameters are sharded over; one dimension, or (replicate, shard) with HSDP. None without torch.distributed."""
+    host_group: Any = None
+    """A gloo group for what is not on the device: counts, errors, samples."""
+    save_group: Any = None
+    """Another, for the thread that writes checkpoints: collectives of one group must not cross."""
+
+    @classmethod
+    def join(cls, *, device: str, replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
+        """The ranks that torchrun started: NCCL between GPUs, gloo between CPUs.
+
+        `replicas`: HSDP; the model is sharded over count / replicas ranks, and each shard has so many copies. Raises LocalError.
+        """
+        kind = torch.device(device).type
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+        return cls.among(range(dist.get_world_size()), kind=kind, replicas=replicas, timeout=timeout)
+
+    @classmethod
+    def among(
+        cls, members: Sequence[int], *, kind: str = "cpu", replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
+    ) -> Ranks:
+        """Some of the processes; all of torch.distributed's must call this, members or not."""
+        count = len(members)
+        if replicas < 1 or count % replicas:
+            raise LocalError(
+                f"trainer.replicas: {count} ranks cannot hold {replicas} copies of the model; it must divide them"
+            )
+        ranks = list(members)
+        host, save = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+        if replicas > 1:
+            placed = torch.tensor(ranks).reshape(replicas, -1)
+            mesh = DeviceMesh(kind, placed, mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = DeviceMesh(kind, ranks, mesh_dim_names=("shard",))
+        rank = dist.get_rank()
+        return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this rank's shard belongs to; 0 unless HSDP replicates."""
+        return 0 if self.mesh is None or self.mesh.ndim == 1 else int(self.mesh.get_local_rank("replicate"))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element by element over all ranks, in float64."""
+        if self.mesh is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.host_group)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank, in their order."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def raise_together(self, error: Exception | None) -> None:
+        """If any rank brings an error, all raise LocalError with its words, so that none goes on alone."""
+        for rank, reason in enumerate(self.gather(None if error is None else str(error))):
+            if reason is not None:
+                raise LocalError(reason if self.count == 1 else f"rank {rank}: {reason}") from error
+
+
+ALONE = Ranks(0, 1, None)
+"""One process without torch.distributed."""

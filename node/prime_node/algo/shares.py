@@ -1,0 +1,121 @@
+"""From a batch to what each rank computes: balanced, packed, counted. Pure, so it may run ahead of the step and anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prime_node.algo.balancing import balance, sequence_cost
+from prime_node.algo.packing import PackedRows, pack
+from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
+from prime_node.ports.train_backend import TrainSample
+
+Packed = PackedRows | PackedSequences
+
+
+class Packing(StrEnum):
+    """How sequences become a forward pass."""
+
+    TREE = "tree"
+    """Shared prefixes once: for short sequences that begin alike, as those of one prompt do. Masks take a row's square."""
+    SEQUENCES = "sequences"
+    """One after another, each by itself: for long ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """Example: PackingSettings(Packing.SEQUENCES, micro_batch_tokens=32_768)."""
+
+    packing: Packing = Packing.TREE
+    row_tokens: int = 128
+    """Of a tree's row."""
+    micro_batch_tokens: int = 16_384
+    """Of one forward pass."""
+    quadratic_tokens: int = 4_096
+    """The length at which attention costs as much as the linear layers, for the balance of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward and backward pass of one rank."""
+
+    packed: Packed
+    samples: tuple[TrainSample, ...]
+    """In the order of its predictions."""
+    places: tuple[int, ...]
+    """Of these samples in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of one step, and the counts of the whole step."""
+
+    passes: tuple[Pass, ...]
+    num_passes: int
+    """Of the rank that has most: the others join its collectives with empty ones."""
+    num_tokens: int
+    """Trainable tokens of the whole batch."""
+    num_sequences: int
+    """Sequences of the whole batch that have any."""
+    packing_share: float
+    """Of the tokens that all ranks compute, those that are no padding."""
+    balance_share: float
+    """Mean over ranks of the work / the most that one has. What is missing to 1 is waited for."""
+    sharing_ratio: float
+    """Tokens of all sequences / tokens that are computed for them; above 1 where prefixes are shared."""
+
+
+def batch_counts(samples: Sequence[TrainSample]) -> tuple[int, int]:
+    """Trainable tokens, and sequences that have any."""
+    trained = [sample.num_trained for sample in samples]
+    return sum(trained), sum(count > 0 for count in trained)
+
+
+def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: int) -> list[Share]:
+    """One for each rank; every sample is in one of them, once. Raises LocalError where one is too long."""
+    everything = [list(range(len(samples)))]
+    chosen = everything if ranks == 1 else balance(samples, ranks, quadratic_tokens=settings.quadratic_tokens)
+    passes = [_passes([samples[index] for index in members], members, settings) for members in chosen]
+    num_tokens, num_sequences = batch_counts(samples)
+    loads = [sum(_cost(one, settings) for one in rank) for rank in passes]
+    computed = sum(len(one.packed.token_ids) for rank in passes for one in rank)
+    distinct = sum(one.packed.num_distinct for rank in passes for one in rank)
+    whole = sum(len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1 for sample in samples)
+    return [
+        Share(
+            passes=rank,
+            num_passes=max(map(len, passes)),
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            packing_share=distinct / max(1, computed),
+            balance_share=sum(loads) / max(1e-9, len(loads) * max(loads)),
+            sharing_ratio=whole / max(1, distinct),
+        )
+        for rank in passes
+    ]
+
+
+def _passes(samples: Sequence[TrainSample], places: Sequence[int], settings: PackingSettings) -> tuple[Pass, ...]:
+    packs: Sequence[Packed]
+    if settings.packing is Packing.TREE:
+        packs = pack(samples, row_tokens=settings.row_tokens, micro_batch_tokens=settings.micro_batch_tokens)
+    else:
+        packs = pack_sequences(samples, micro_batch_tokens=settings.micro_batch_tokens)
+    return tuple(
+        Pass(
+            packed,
+            tuple(samples[index] for index in packed.samples),
+            tuple(places[index] for index in packed.samples),
+        )
+        for packed in packs
+    )
+
+
+def _cost(one: Pass, settings: PackingSettings) -> float:
+    """As balancing.py counts it. A tree's rows are computed whole, its trunk once more for each of them."""
+    quadratic = settings.quadratic_tokens
+    if isinstance(one.packed, PackedSequences):
+        return sum(sequence_cost(length, quadratic_tokens=quadratic) for length in one.packed.lengths)
+    rows, width = one.packed.subtree_end_RW.shape
+    return float(len(one.packed.token_ids) + rows * width * (one.packed.trunk_tokens + width) / quadratic)

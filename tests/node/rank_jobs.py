@@ -1,0 +1,140 @@
+"""What the tests of several ranks run on each of them."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_node.adapters.lora import LoraSettings
+from prime_node.adapters.ranks import Ranks
+from prime_node.adapters.sharding import PLAIN, Placement
+from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.algo.losses import find_loss
+from prime_node.algo.shares import Packing
+from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights, root_of
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What training gave."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    metrics: Mapping[str, float]
+    work: Mapping[str, float]
+    weights: Mapping[str, npt.NDArray[Any]]
+    root: str
+
+
+def samples(count: int = 11, *, seed: int = 0, longest: int = 12) -> list[TrainSample]:
+    """Groups of up to three completions of one prompt; ragged; an odd number, so that shares are unequal."""
+    rng = random.Random(seed)
+    made: list[TrainSample] = []
+    while len(made) < count:
+        prompt = (258, 10, 11, *(rng.choice((20, 21)) for _ in range(rng.randrange(1, 5))), 259)
+        for _ in range(min(3, count - len(made))):
+            completion = tuple(rng.choice((30, 31, 32, 33)) for _ in range(rng.randrange(1, longest)))
+            logprobs = tuple(-5.5 + rng.gauss(0.0, 0.3) for _ in completion)
+            made.append(TrainSample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
+    return made
+
+
+def train(
+    ranks: Ranks,
+    *,
+    model: Path,
+    steps: int = 3,
+    loss: str = "aipo",
+    packing: str = "tree",
+    micro_batch_tokens: int = 48,
+    placement: Placement = PLAIN,
+    lora: LoraSettings | None = None,
+    optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008 - frozen
+    weights: Weights | None = None,
+    count: int = 11,
+) -> Curve:
+    backend = TorchBackend(
+        model,
+        weights,
+        seed=5,
+        packing=Packing(packing),
+        row_tokens=16,
+        micro_batch_tokens=micro_batch_tokens,
+        published_dtype="fp32",
+        ranks=ranks,
+        placement=placement,
+        lora=lora,
+    )
+    backend.new_optimizer(optimizer)
+    return curve(backend, range(steps), loss=loss, count=count)
+
+
+def curve(backend: TorchBackend, seeds: Sequence[int], *, loss: str = "aipo", count: int = 11) -> Curve:
+    objective = find_loss(loss, constant_length=16)
+    stats = [backend.train_step(samples(count, seed=seed), objective, lr=1e-3) for seed in seeds]
+    whole = backend.snapshot()
+    return Curve(
+        losses=tuple(one.loss for one in stats),
+        norms=tuple(one.grad_norm for one in stats),
+        metrics=stats[-1].metrics if stats else {},
+        work=stats[-1].work if stats else {},
+        weights={name: tensor.data.view(np.float32) for name, tensor in whole.items()},
+        root=root_of(whole),
+    )
+
+
+def initial(model: Path, *, seed: int) -> Weights:
+    return TorchBackend(model, seed=seed, published_dtype="fp32").snapshot()
+
+
+def logprobs(ranks: Ranks, *, model: Path) -> list[list[float]]:
+    return TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48).logprobs(samples())
+
+
+def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
+    """The steps after the save; what is written is what was copied before them."""
+    backend = _ready(model, ranks)
+    curve(backend, [1, 2])
+    write = backend.save(folder)
+    going_on = curve(backend, [3, 4, 5])
+    write()
+    return going_on
+
+
+def resume(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
+    backend = _ready(model, ranks, seed=77)
+    backend.load(folder)
+    return curve(backend, [3, 4, 5])
+
+
+def save_on_a_full_disk(ranks: Ranks, *, model: Path, folder: Path) -> str:
+    backend = _ready(model, ranks)
+    write = backend.save(folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if ranks.rank == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+        write()
+    except LocalError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    return "it was written"
+
+
+def _ready(model: Path, ranks: Ranks, *, seed: int = 5) -> TorchBackend:
+    backend = TorchBackend(model, seed=seed, ranks=ranks, row_tokens=16, micro_batch_tokens=48, published_dtype="fp32")
+    backend.new_optimizer(OptimizerSettings(eps=1e-6, grad_norm_max=0.5))
+    return backend

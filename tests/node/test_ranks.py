@@ -1,0 +1,183 @@
+"""One step on 1, 2 and 4 ranks over gloo is one and the same step. Tolerances are float32's rounding of sums in another order.
+
+Adam divides by the root of squares that may be tiny, which amplifies rounding; eps = 1e-6 keeps that below the tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.node import rank_jobs
+from tests.node.rank_pool import RankPool
+from tests.node.trainer_world import tiny_files, write_model
+
+from prime_node.adapters.ranks import ALONE
+from prime_node.adapters.sharding import Placement
+from prime_node.algo.losses import LOSSES
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_protocol.errors import LocalError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+ADAMW = OptimizerSettings(eps=1e-6, grad_norm_max=0.5)
+FP32 = 2e-6
+"""Largest difference of a weight after three steps of 1e-3."""
+BF16 = 4e-3
+"""The same where the arithmetic is bf16's: where a gradient is next to nothing, Adam's steps may go either way."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3's mixture of experts, small."""
+    folder = write_model(tmp_path_factory.mktemp("moe"))
+    dense = json.loads(tiny_files()["config.json"])
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    (folder / "config.json").write_text(json.dumps(dense | experts))
+    return folder
+
+
+def same(found: rank_jobs.Curve, expected: rank_jobs.Curve, *, atol: float = FP32) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=atol * 10, abs=atol)
+    assert found.norms == pytest.approx(expected.norms, rel=atol * 10)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-3 if atol > FP32 else 1e-5)
+    worst = max(abs(found.weights[name] - expected.weights[name]).max() for name in expected.weights)
+    assert worst <= atol, worst
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"opd"}))
+def test_the_number_of_ranks_changes_nothing_but_rounding(pool: RankPool, model: Path, loss: str) -> None:
+    expected = rank_jobs.train(ALONE, model=model, loss=loss, optimizer=ADAMW)
+    for ranks in (1, 2, 4):
+        curves = pool.run(rank_jobs.train, ranks=ranks, model=model, loss=loss, optimizer=ADAMW)
+        assert len({curve.root for curve in curves}) == 1
+        same(curves[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("packing", "micro_batch_tokens"), [("tree", 20), ("tree", 4_096), ("sequences", 20), ("sequences", 4_096)]
+)
+def test_packing_and_passes_change_nothing_but_rounding(
+    pool: RankPool, model: Path, packing: str, micro_batch_tokens: int
+) -> None:
+    expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW)
+    how = {"packing": packing, "micro_batch_tokens": micro_batch_tokens, "optimizer": ADAMW}
+    same(rank_jobs.train(ALONE, model=model, **how), expected)
+    same(pool.run(rank_jobs.train, ranks=4, model=model, **how)[0], expected)
+
+
+def test_ranks_without_a_sample_join_in(pool: RankPool, model: Path) -> None:
+    expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW, count=1)
+    same(pool.run(rank_jobs.train, ranks=4, model=model, optimizer=ADAMW, count=1)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("placement", "replicas", "atol"),
+    [
+        (Placement(recompute=True), 1, FP32),
+        (Placement(offload=True), 1, FP32),
+        (Placement(reduce_each_pass=False), 1, FP32),
+        (Placement(), 2, FP32),
+        (Placement(compute_dtype="bf16", recompute=True), 2, BF16),
+    ],
+)
+def test_how_the_model_lies_on_the_ranks_changes_nothing_but_rounding(
+    pool: RankPool, model: Path, placement: Placement, replicas: int, atol: float
+) -> None:
+    expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW)
+    how = {"placement": placement, "replicas": replicas, "optimizer": ADAMW}
+    same(pool.run(rank_jobs.train, ranks=4, model=model, **how)[0], expected, atol=atol)
+
+
+def test_bf16_gives_the_same_on_any_number_of_ranks(pool: RankPool, model: Path) -> None:
+    placement = Placement(compute_dtype="bf16")
+    one, two, four = (
+        pool.run(rank_jobs.train, ranks=ranks, model=model, placement=placement, optimizer=ADAMW)[0]
+        for ranks in (1, 2, 4)
+    )
+    same(two, one, atol=BF16)
+    same(four, one, atol=BF16)
+
+
+def test_a_fixed_seed_gives_the_identical_curve_twice(pool: RankPool, model: Path) -> None:
+    first, second = (pool.run(rank_jobs.train, ranks=4, model=model)[0] for _ in range(2))
+    assert (first.losses, first.norms, first.root) == (second.losses, second.norms, second.root)
+
+
+def test_mixtures_of_experts_train_on_any_number_of_ranks(pool: RankPool, moe: Path) -> None:
+    expected = rank_jobs.train(ALONE, model=moe, optimizer=ADAMW)
+    assert any("experts" in name for name in expected.weights)
+    for ranks in (2, 4):
+        same(pool.run(rank_jobs.train, ranks=ranks, model=moe, optimizer=ADAMW)[0], expected, atol=5e-6)
+
+
+def test_weights_that_are_given_are_read_rows_by_rows(pool: RankPool, model: Path) -> None:
+    """The model is built without memory; its buffers, such as rotary frequencies, must not be."""
+    weights = rank_jobs.initial(model, seed=9)
+    expected = rank_jobs.train(ALONE, model=model, weights=weights, optimizer=ADAMW)
+    for ranks in (1, 4):
+        same(pool.run(rank_jobs.train, ranks=ranks, model=model, weights=weights, optimizer=ADAMW)[0], expected)
+
+
+def test_logprobs_come_in_the_batch_s_order_from_all_ranks(pool: RankPool, model: Path) -> None:
+    expected = rank_jobs.logprobs(ALONE, model=model)
+    for found in pool.run(rank_jobs.logprobs, ranks=4, model=model):
+        assert [pytest.approx(values, abs=2e-6) for values in expected] == found
+
+
+def test_copies_that_do_not_divide_the_ranks_are_refused(pool: RankPool, model: Path) -> None:
+    with pytest.raises(AssertionError, match="4 ranks cannot hold 3 copies"):
+        pool.run(rank_jobs.train, ranks=4, replicas=3, model=model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 1), (1, 2)])
+def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
+    pool: RankPool, model: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    expected = pool.run(rank_jobs.save_and_go_on, ranks=before, model=model, folder=tmp_path)[0]
+    found = pool.run(rank_jobs.resume, ranks=after, model=model, folder=tmp_path)[0]
+    if before == after:
+        assert (found.losses, found.norms, found.root) == (expected.losses, expected.norms, expected.root)
+    same(found, expected)
+    same(rank_jobs.resume(ALONE, model=model, folder=tmp_path), expected)
+
+
+def test_a_checkpoint_of_one_process_is_resumed_on_many(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    expected = rank_jobs.save_and_go_on(ALONE, model=model, folder=tmp_path)
+    same(pool.run(rank_jobs.resume, ranks=4, model=model, folder=tmp_path)[0], expected)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the kernel refuses the write in the same place."""
+    for reason in pool.run(rank_jobs.save_on_a_full_disk, ranks=4, model=model, folder=tmp_path):
+        assert "rank 3" in reason
+        assert "could not be written whole; is the disk full?" in reason
+
+
+def test_a_damaged_checkpoint_is_said(model: Path, tmp_path: Path) -> None:
+    rank_jobs.save_and_go_on(ALONE, model=model, folder=tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(LocalError, match="cannot be taken up"):
+        rank_jobs.resume(ALONE, model=model, folder=tmp_path)
