@@ -1,0 +1,83 @@
+"""From the turns of a rollout to training samples: best-effort interleaving.
+
+A rollout over several turns is recorded as independent requests and answers. Most often the prompt of a turn is all that was said
+before and something new behind it; then both turns are one sample, and what lies between two answers is masked. Where it is not
+(thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins. Nothing is rendered
+or tokenised again: every sampled token is trained exactly once, behind exactly the tokens that it was sampled behind.
+
+The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the engine and its answer. Example: Turn((1, 2), (3, 4), (-0.1, -0.2))."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Nats, one for each token of the completion."""
+
+    def __post_init__(self) -> None:
+        assert len(self.logprobs) == len(self.completion_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """One sample: the first turn's prompt, and everything that came after it."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Nats; 0 on what was not sampled."""
+    loss_mask: tuple[bool, ...]
+    """True on what was sampled."""
+    turns: tuple[int, ...]
+    """Which turns are here, by their index in the rollout."""
+
+
+def interleave(turns: Sequence[Turn]) -> list[Interleaved]:
+    """The samples of one rollout, in the order of their first turns. A turn without an answer teaches nothing and is left out."""
+    samples: list[_Sample] = []
+    for index, turn in enumerate(turns):
+        if not turn.completion_token_ids:
+            continue
+        sample = next((sample for sample in samples if sample.is_prefix_of(turn.prompt_token_ids)), None)
+        if sample is None:
+            sample = _Sample(num_prompt_tokens=len(turn.prompt_token_ids), token_ids=list(turn.prompt_token_ids))
+            samples.append(sample)
+        sample.add(index, turn)
+    return [sample.finished() for sample in samples]
+
+
+@dataclass
+class _Sample:
+    num_prompt_tokens: int
+    token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def is_prefix_of(self, prompt_token_ids: tuple[int, ...]) -> bool:
+        return list(prompt_token_ids[: len(self.token_ids)]) == self.token_ids
+
+    def add(self, index: int, turn: Turn) -> None:
+        said = turn.prompt_token_ids[len(self.token_ids) :]  # by the environment or by a tool
+        self.token_ids += (*said, *turn.completion_token_ids)
+        self.logprobs += (*(0.0 for _ in said), *turn.logprobs)
+        self.loss_mask += (*(False for _ in said), *(True for _ in turn.logprobs))
+        self.turns.append(index)
+
+    def finished(self) -> Interleaved:
+        return Interleaved(
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            completion_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            logprobs=tuple(self.logprobs),
+            loss_mask=tuple(self.loss_mask),
+            turns=tuple(self.turns),
+        )
