@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
+    from prime_node.ports.teacher import Teacher
     from prime_node.ports.transport import CheckpointSource
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
@@ -340,7 +341,16 @@ def trainer_parts(
         checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=settings.checkpoints_kept),
         metrics=metrics,
         clock=clock(),
+        teacher=_teacher(settings),
     )
+
+
+def _teacher(settings: TrainerConfig) -> Teacher | None:
+    if settings.teacher is None:
+        return None
+    from prime_node.adapters.vllm_teacher import VllmTeacher
+
+    return VllmTeacher(settings.teacher.url, model=settings.teacher.model)
 
 
 def _initial_weights(settings: TrainerConfig) -> Weights | None:

@@ -109,6 +109,17 @@ class FilterConfig(Chosen):
     """Whether what it flags is left out of the batch; false only counts."""
 
 
+class TeacherConfig(BaseModel):
+    """The model that mode opd distils from: `vllm serve MODEL --port 8001`, with the tokenizer of the one that is trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    url: str
+    """Of its HTTP server, "http://host:port"."""
+    model: str
+    """The name that it is served under."""
+
+
 class SftConfig(BaseModel):
     """Supervised training before the reinforcement learning: it teaches the task's format."""
 
@@ -170,6 +181,8 @@ class TrainerConfig(Settings):
     """What rollouts teach: rl by their rewards, opd by a teacher's logprobs, sft as they are."""
     environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)
     """The mode of single environments, by their names."""
+    teacher: TeacherConfig | None = None
+    """Of mode opd."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From the rewards of a group to the weight of each rollout."""
     filters: tuple[FilterConfig, ...] = (

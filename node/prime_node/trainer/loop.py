@@ -1,9 +1,10 @@
 """The trainer's loop.
 
-Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch) and, when more than async_level policies are
-unpublished, for the publisher; the publisher's failure ends both waits. The feed fetches step n + 1 and the publisher announces
-policy n while the backend's thread works. Setting `stop` wakes a wait for a batch; a step that has begun is finished, saved and
-published. Where the coordinator is away just then, `leave_seconds` end the wait for it: the next start announces what is left.
+Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch), in mode opd for the teacher's server, and, when
+more than async_level policies are unpublished, for the publisher; the publisher's failure ends the other waits. The feed fetches
+step n + 1 and the publisher announces policy n while the backend's thread works. Setting `stop` wakes a wait for a batch or for
+the teacher; a step that has begun to train is finished, saved and published. Where the coordinator is away just then,
+`leave_seconds` end the wait for it: the next start announces what is left.
 
 Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of the announced
 policies is found again, the steps after it are computed again from the same batches, and the publisher compares each with what
@@ -17,11 +18,13 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from prime_node.patience import unless
 from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
+from prime_node.trainer.teaching import taught
 from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -64,8 +67,11 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             break
         fed_s = now_s()
         prepared = prepare(batch.groups, recipe, step=step)
+        samples = await unless(stop.wait(), taught(prepared.samples, trainer.teacher, clock=trainer.clock))
+        if samples is None:
+            break
         lr = recipe.schedule.at(step) * multiplier
-        stats = await trainer.train(prepared.samples, recipe.loss, lr=lr)
+        stats = await trainer.train(samples, recipe.loss, lr=lr)
         if stats.num_tokens:
             multiplier = recipe.next_multiplier(multiplier, stats.log_ratio_abs)
         trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest, lr_multiplier=multiplier)

@@ -11,6 +11,7 @@ from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Damping, LinearSchedule
 from prime_node.ports.train_backend import Loss, TrainingMode
 from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
+from prime_protocol.errors import LocalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Recipe:
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
         """Raises LocalError where a name or a setting is unknown."""
         optimizer = config.optimizer
+        if config.teacher is None and TrainingMode.OPD in (config.mode, *config.environment_modes.values()):
+            raise LocalError("mode opd needs a teacher: set trainer.teacher.url and trainer.teacher.model")
         return cls(
             loss=_loss(config.loss, completion_tokens_max),
             advantage=_advantage(config.advantage),

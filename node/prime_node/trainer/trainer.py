@@ -13,6 +13,7 @@ from prime_node import __version__
 from prime_node.broadcast.publisher import Published, Publisher
 from prime_node.observe import JsonLines
 from prime_node.ports.clock import Clock
+from prime_node.ports.teacher import Teacher
 from prime_node.ports.train_backend import Loss, StepStats, TrainBackend, TrainSample
 from prime_node.replay.feed import Feed, StepBatch
 from prime_node.trainer.checkpointing import Checkpoints
@@ -40,6 +41,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: JsonLines
     clock: Clock
+    teacher: Teacher | None = None
     state: TrainerState = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
@@ -124,6 +126,8 @@ class Trainer:
         await self.evaluator.close()
         if self._saving is not None:
             await asyncio.gather(self._saving, return_exceptions=True)
+        if self.teacher is not None:
+            await self.teacher.close()
         self._thread.shutdown(wait=True)
         self.metrics.close()
 

@@ -1,0 +1,88 @@
+"""A teacher behind vLLM's HTTP server: `vllm serve MODEL`, its completions endpoint with prompt_logprobs.
+
+A prompt's logprobs come with any completion, so one token is asked for and thrown away. Tokens go in as ids: nothing is tokenized
+again. vLLM's default logprobs are those of the model itself, before any temperature, which is what distillation compares with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import LocalError
+
+CONNECT_S_MAX = 10.0
+ANSWER_S_MAX = 600.0
+"""A large teacher on few sequences at a time; beyond this it counts as gone and is asked again."""
+SAID_MAX = 300
+"""Characters of a refusal that are shown."""
+
+
+class VllmTeacher:
+    """Implements ports.teacher.Teacher."""
+
+    def __init__(self, url: str, *, model: str) -> None:
+        """`url` without /v1; `model`: the name that it is served under."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._session: aiohttp.ClientSession | None = None
+
+    async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        if not sequences:
+            return []
+        answer = await self._ask(
+            {
+                "model": self._model,
+                "prompt": [list(sequence) for sequence in sequences],
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+            }
+        )
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            return [
+                _chosen(choice["prompt_logprobs"], sequence)
+                for choice, sequence in zip(choices, sequences, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise LocalError(
+                f"teacher {self._url}: no prompt logprobs in its answer ({error!r}); is it a vLLM server?"
+            ) from None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, body: dict[str, object]) -> Any:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX, sock_connect=CONNECT_S_MAX)
+            self._session = aiohttp.ClientSession(timeout=timeout)
+        try:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+            raise Unreachable(f"teacher {self._url}: {error or type(error).__name__}") from None
+        if response.status >= 500 or response.status in (408, 429):
+            raise Unreachable(f"teacher {self._url}: HTTP {response.status}: {text[:SAID_MAX]}")
+        if response.status != 200:
+            raise LocalError(f"teacher {self._url} refuses: HTTP {response.status}: {text[:SAID_MAX]}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise LocalError(f"teacher {self._url}: its answer is no JSON; is it a vLLM server?") from None
+
+
+def _chosen(entries: Sequence[dict[str, dict[str, float]] | None], sequence: tuple[int, ...]) -> tuple[float, ...]:
+    """Each entry holds the token that stands there, among others perhaps; the first entry is empty."""
+    pairs = zip(entries[1:], sequence[1:], strict=True)
+    values = tuple(float((entry or {})[str(token)]["logprob"]) for entry, token in pairs)
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a logprob is not finite")
+    return values

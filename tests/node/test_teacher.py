@@ -1,0 +1,200 @@
+"""On-policy distillation: the step waits for a teacher's logprobs, and the student comes nearer to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from tests.node.trainer_world import CONFIG, BatchCoordinator, make_run, make_trainer, rows
+
+from prime_node.adapters.pretrained_model import pretrained_weights
+from prime_node.adapters.tiny_model import model_files
+from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.vllm_teacher import VllmTeacher
+from prime_node.broadcast.safetensors_file import write_safetensors
+from prime_node.ports.train_backend import TrainingMode, TrainSample
+from prime_node.ports.transport import Unreachable
+from prime_node.trainer.config import TeacherConfig
+from prime_node.trainer.loop import run
+from prime_protocol.errors import LocalError
+
+SEQUENCES = [(1, 2, 3), (7, 8, 9, 10, 11), (4, 5)]
+OPD = CONFIG.model_copy(update={"mode": TrainingMode.OPD, "teacher": TeacherConfig(url="http://unused", model="t")})
+
+
+class BackendTeacher:
+    """Implements ports.teacher.Teacher in this process. It is away for the first questions, if told so."""
+
+    def __init__(self, folder: Path, *, seed: int, away: int = 0) -> None:
+        self._backend = TorchBackend(folder, seed=seed, threads=1)
+        self.away = away
+
+    async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        if self.away:
+            self.away -= 1
+            raise Unreachable("the teacher is still starting")
+        samples = [TrainSample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in sequences]
+        return [tuple(values) for values in self._backend.logprobs(samples)]
+
+    async def close(self) -> None: ...
+
+
+async def test_a_student_comes_nearer_to_its_teacher_and_waits_for_one_that_is_away(tmp_path: Path) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=6))
+    trainer = make_trainer(tmp_path, coordinator, config=OPD)
+    teacher = BackendTeacher(tmp_path / "model", seed=99, away=3)
+    trainer.teacher = teacher
+    assert await run(trainer, asyncio.Event())
+    distances = [float(str(row["teacher_kl"])) for row in rows(tmp_path, "teacher_kl")]
+    assert teacher.away == 0
+    assert len(distances) == 6
+    assert distances[-1] < distances[0]
+
+
+async def test_stopping_ends_the_wait_for_a_teacher(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+
+    class Gone(BackendTeacher):
+        async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+            stop.set()
+            raise Unreachable("gone")
+
+    trainer = make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=6)), config=OPD)
+    trainer.teacher = Gone(tmp_path / "model", seed=1)
+    assert not await run(trainer, stop)
+    assert trainer.state.step == 0
+
+
+async def test_distillation_without_a_teacher_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"environment_modes": {"echo": TrainingMode.OPD}})
+    with pytest.raises(LocalError, match=r"mode opd needs a teacher: set trainer\.teacher\.url"):
+        await run(make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)), config=config), asyncio.Event())
+
+
+@pytest_asyncio.fixture
+async def broken_server() -> AsyncIterator[str]:
+    """Answers as servers do that are no teachers: by the model's name."""
+
+    async def answer(request: web.Request) -> web.Response:
+        asked = await request.json()
+        status, text = {
+            "busy": (503, "starting"),
+            "unknown": (404, "the model does not exist"),
+            "html": (200, "<html>"),
+            "other": (200, '{"choices": [{"index": 0, "text": "hello"}]}'),
+            "short": (200, '{"choices": [{"index": 0, "prompt_logprobs": [null]}]}'),
+            "infinite": (200, '{"choices": [{"index": 0, "prompt_logprobs": [null, {"5": {"logprob": -Infinity}}]}]}'),
+        }[asked["model"]]
+        return web.Response(status=status, text=text)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield "http://{}:{}".format(*runner.addresses[0][:2])
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "why"),
+    [
+        ("busy", Unreachable, "HTTP 503: starting"),
+        ("unknown", LocalError, "refuses: HTTP 404: the model does not exist"),
+        ("html", LocalError, "is no JSON"),
+        ("other", LocalError, "no prompt logprobs"),
+        ("short", LocalError, "no prompt logprobs"),
+        ("infinite", LocalError, "not finite"),
+    ],
+)
+async def test_a_server_that_is_no_teacher_is_explained(
+    broken_server: str, model: str, fault: type[Exception], why: str
+) -> None:
+    teacher = VllmTeacher(broken_server + "/v1/", model=model)
+    with pytest.raises(fault, match=why):
+        await teacher.logprobs([(4, 5)])
+    await teacher.close()
+    await teacher.close()
+
+
+async def test_a_server_that_is_away_may_be_asked_again() -> None:
+    with socket.socket() as held:  # bound and not listening: nobody answers there
+        held.bind(("127.0.0.1", 0))
+        teacher = VllmTeacher(f"http://127.0.0.1:{held.getsockname()[1]}", model="t")
+        with pytest.raises(Unreachable, match="teacher http"):
+            await teacher.logprobs([(4, 5)])
+        await teacher.close()
+
+
+@pytest.fixture
+def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """What `vllm serve` starts, on a tiny model's folder."""
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+        (folder / name).write_bytes(data)
+    weights = TorchBackend(folder, seed=5, threads=1, published_dtype="fp32").snapshot()
+    write_safetensors(folder / "model.safetensors", weights)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "teacher"]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "64"]
+    command += ["--enforce-eager", "--skip-tokenizer-init"]
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen(
+        command, env=os.environ | quiet, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout is not None
+    said: list[str] = []
+    changed = threading.Event()
+
+    def listen(lines: Iterable[str]) -> None:
+        for line in lines:
+            said.append(line)
+            if "Application startup complete" in line:
+                changed.set()
+        changed.set()
+
+    listener = threading.Thread(target=listen, args=(server.stdout,))
+    listener.start()
+    try:
+        assert changed.wait(200.0), "".join(said[-20:])
+        assert server.poll() is None, "".join(said[-20:])
+        yield f"http://127.0.0.1:{port}", folder
+    finally:
+        server.terminate()
+        server.wait(60.0)
+        listener.join()
+        server.stdout.close()
+        print("".join(said[-40:]))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_real_vllm_server_says_what_the_model_computes(vllm_server: tuple[str, Path]) -> None:
+    """Tolerance: 1e-3 nats, between two engines in fp32."""
+    url, folder = vllm_server
+    local = TorchBackend(folder, pretrained_weights(str(folder)), threads=1)
+    samples = [TrainSample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in SEQUENCES]
+    teacher, unknown = VllmTeacher(url, model="teacher"), VllmTeacher(url, model="another")
+    try:
+        found = await teacher.logprobs(SEQUENCES)
+        with pytest.raises(LocalError, match="refuses: HTTP 404"):
+            await unknown.logprobs(SEQUENCES)
+    finally:
+        await teacher.close()
+        await unknown.close()
+    for values, expected in zip(found, local.logprobs(samples), strict=True):
+        assert values == pytest.approx(expected, abs=1e-3)
