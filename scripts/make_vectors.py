@@ -26,12 +26,13 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.manifest import BasePolicy, Manifest, Provenance
 from prime_protocol.messages import BatchGroup, BlobHeader, JoinRequest, LeaseRequest, Stamped, TrainBatch
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
-from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RoleKeys, RunSpec
+from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RunSpec
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 from prime_protocol.weights import Weights, WeightTensor, root_of, state_root
@@ -49,6 +50,7 @@ from vectors_folder import (
     fields,
     flipped,
 )
+from vectors_trust import trust
 
 CONFIG = b'{"model_type": "qwen3", "vocab_size": 264}'
 STOP = 257
@@ -427,6 +429,7 @@ def main() -> None:
     envelopes(folder)
     noise(folder)
     run = runs(folder)
+    trust(folder, run)
     lease = lease_of(run, checkpoints(folder, run))
     messages(folder, run, lease, bundles(folder, run, lease))
 

@@ -50,6 +50,19 @@ def load_or_create(path: Path) -> SigningKey:
     return key
 
 
+def keep_secret(path: Path, secret: bytes) -> bytes:
+    """The 32 bytes that `path` keeps; on first use these. Raises LocalError where the file is not safe or cannot be written."""
+    try:
+        return _load(path).to_bytes()
+    except FileNotFoundError:
+        pass
+    try:
+        _create(path, SigningKey(secret))
+        return _load(path).to_bytes()
+    except OSError as error:
+        raise LocalError(f"secret {path}: cannot be written ({error.strerror}); choose another folder") from None
+
+
 def _load(path: Path) -> SigningKey:
     """Raises FileNotFoundError, or LocalError."""
     try:

@@ -40,6 +40,8 @@ class PayloadType(StrEnum):
     BLOB = "application/vnd.prime.blob-header+json"
     RECEIPT = "application/vnd.prime.receipt+json"
     BATCH = "application/vnd.prime.batch+json"
+    KEY_RING = "application/vnd.prime.key-ring+json"
+    TIMESTAMP = "application/vnd.prime.timestamp+json"
 
 
 class WireModel(BaseModel):

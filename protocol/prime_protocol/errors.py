@@ -41,12 +41,14 @@ class ErrorCode(StrEnum):
     """The message belongs to another run."""
     WRONG_ROLE = "wrong_role"
     """The key is valid but the RunSpec does not give it this role."""
+    REVOKED = "revoked"
+    """The key had this role, and a key ring of the run's root has ended that."""
     UNKNOWN_WORKER = "unknown_worker"
     """The key never joined this run, or left it. Join again."""
     BANNED = "banned"
     """The key is banned from this run; the detail names the evidence."""
     EXPIRED = "expired"
-    """The request's time stamp is too old or too far ahead. Check the clock."""
+    """The time stamp of a request, or of a statement of the newest policy, is too old or too far ahead. Check the clock."""
     REPLAYED = "replayed"
     """The request's nonce was seen before."""
     LEASE_UNKNOWN = "lease_unknown"
@@ -84,6 +86,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.WRONG_PAYLOAD_TYPE: 415,
     ErrorCode.WRONG_RUN: 409,
     ErrorCode.WRONG_ROLE: 403,
+    ErrorCode.REVOKED: 403,
     ErrorCode.UNKNOWN_WORKER: 403,
     ErrorCode.BANNED: 403,
     ErrorCode.EXPIRED: 401,

@@ -46,6 +46,14 @@ REQUEST_BYTES_MAX = 512 * 2**10
 """A signed request as it is on the wire. The largest one is a validator's verdict with its rewards."""
 REQUEST_AGE_S_MAX = 120.0
 """A signed request is valid this long before and after its time stamp; its nonce is remembered at least twice as long."""
+KEY_RINGS_MAX = 1_024
+"""Key rings of one run, one after another."""
+KEY_RING_BYTES_MAX = 64 * 2**10
+"""A key ring's payload; the largest one names 16 keys for each role."""
+TIMESTAMP_BYTES_MAX = 4 * 2**10
+"""A timestamp's payload."""
+TIMESTAMP_LIFETIME_S_MAX = 604_800.0
+"""How long a statement of the newest policy may hold: a week."""
 LEASE_ROLLOUTS_MAX = 4096
 """Rollouts that one lease may ask for."""
 STEP_GROUPS_MAX = 2**20

@@ -19,6 +19,7 @@ from prime_protocol.assignment import Count, Name, Step
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json, seal
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import ChainPoint, Role
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -126,13 +127,21 @@ class SignedManifest:
     digest: str
     envelope: Envelope
 
+    @property
+    def point(self) -> ChainPoint:
+        """Its place in the chain."""
+        return ChainPoint(policy_version=self.manifest.policy_version, manifest=self.digest)
 
-def sign_manifest(manifest: Manifest, key: SigningKey) -> SignedManifest:
-    envelope = seal(manifest, PayloadType.MANIFEST, key)
+
+def sign_manifest(manifest: Manifest, *keys: SigningKey) -> SignedManifest:
+    envelope = seal(manifest, PayloadType.MANIFEST, *keys)
     return SignedManifest(manifest, envelope.digest, envelope)
 
 
 def open_manifest(envelope: Envelope, run: PinnedRun) -> SignedManifest:
-    """Signature by the run's trainer, then schema. Raises PeerError."""
-    payload = envelope.verify(PayloadType.MANIFEST, trusted=run.spec.keys.trainer)
-    return SignedManifest(parse_json(payload, Manifest), envelope.digest, envelope)
+    """Signature by a trainer of the run, then schema, then whether that trainer was to sign this policy. Raises PeerError."""
+    payload = run.keys.verify_kept(envelope, PayloadType.MANIFEST, Role.TRAINER)
+    manifest = parse_json(payload, Manifest)
+    signed = SignedManifest(manifest, envelope.digest, envelope)
+    run.keys.verify_manifest(envelope, signed.point)
+    return signed

@@ -7,7 +7,7 @@ RunSpec's payload; whoever serves other bytes is found out before anything in th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -18,29 +18,13 @@ from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
-from prime_protocol.identity import KeyId
+from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
 
 PROTOCOL_VERSION = 1
 """Raised with every change of the wire that an older peer cannot read."""
 CONFIG_FILE = "config.json"
 """The model file that says which architecture the weights belong to; manifests name its digest."""
-
-
-Keys = Annotated[tuple[KeyId, ...], Field(min_length=1, max_length=limits.SIGNATURES_MAX)]
-
-
-class RoleKeys(WireModel):
-    """Who may sign what. Key ids, each role at least one; a key may have several roles."""
-
-    root: Keys
-    """Sign this RunSpec, all of them."""
-    coordinator: Keys
-    """Signs leases, receipts and batches."""
-    trainer: Keys
-    """Signs manifests."""
-    validator: Keys
-    """Signs verdicts."""
 
 
 class ModelFile(WireModel):
@@ -99,6 +83,7 @@ class RunSpec(WireModel):
     name: Name
     created_at_ms: Count
     keys: RoleKeys
+    """Version 0: key rings may replace them."""
     model_files: tuple[ModelFile, ...] = Field(min_length=1, max_length=64)
     """Configuration and tokenizer, fixed for the run. Weights come by manifest."""
     vocab_size: int = Field(ge=1, le=2**24)
@@ -159,6 +144,11 @@ class PinnedRun:
     digest: str
     spec: RunSpec
     envelope: Envelope
+    keys: KeyChain = field(init=False, compare=False)
+    """The keys of today and before: the RunSpec's, and those of the key rings that this process has verified since."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", KeyChain(self.digest, self.spec.keys))
 
 
 @dataclass(frozen=True, slots=True)

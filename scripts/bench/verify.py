@@ -49,6 +49,7 @@ from prime_protocol.codec import warm_up
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.manifest import (
     BasePolicy,
     Manifest,
@@ -57,7 +58,7 @@ from prime_protocol.manifest import (
     open_manifest,
     sign_manifest,
 )
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
 from prime_protocol.weights import Weights, WeightTensor, num_bytes
 
 T = TypeVar("T")

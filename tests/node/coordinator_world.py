@@ -22,6 +22,7 @@ from prime_node.adapters.memory_store import MemoryStore
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.daemon import Parts, serve
 from prime_node.ports.environment import HeldOutProblem
@@ -31,6 +32,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.manifest import Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.messages import (
     BatchRequest,
@@ -46,7 +48,7 @@ from prime_protocol.messages import (
 )
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.weights import Weights, WeightTensor
 
@@ -141,6 +143,7 @@ def memory_parts(run: PinnedRun, **settings: object) -> Parts:
     return Parts(
         run=run,
         key=COORDINATOR,
+        secret=secret_of(COORDINATOR),
         config=CoordinatorConfig.load(
             {"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, **settings}}
         ),
@@ -163,6 +166,7 @@ async def folder_parts(run: PinnedRun, folder: Path, **settings: object) -> Part
     return Parts(
         run=run,
         key=COORDINATOR,
+        secret=memory.secret,
         config=memory.config,
         clock=memory.clock,
         store=await open_sqlite(folder / "state.db"),

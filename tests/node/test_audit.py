@@ -46,7 +46,7 @@ async def failure(source: MemorySource, *, chain: bool = True, run: str | None =
 
 @pytest.mark.parametrize("deltas", [False, True], ids=["anchors", "deltas"])
 @pytest.mark.parametrize("chain", [False, True], ids=["head", "chain"])
-async def test_an_honest_publication_passes_all_eight_checks(*, deltas: bool, chain: bool) -> None:
+async def test_an_honest_publication_passes_all_nine_checks(*, deltas: bool, chain: bool) -> None:
     source = published(deltas=deltas)
     told: list[Check] = []
     num_bytes: list[int] = []
@@ -54,7 +54,7 @@ async def test_an_honest_publication_passes_all_eight_checks(*, deltas: bool, ch
     assert report.passed
     assert report.policy_version == 3
     assert report.run == RUN.digest
-    assert [check.number for check in told] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [check.number for check in told] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert report.num_policies == (4 if chain or deltas else 1)
     assert sum(num_bytes) == report.num_bytes > 0
 

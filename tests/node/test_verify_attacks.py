@@ -17,7 +17,8 @@ from prime_protocol.codec import encode_tensor
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.run_spec import PinnedRun, RoleKeys
+from prime_protocol.key_ring import ChainPoint, RoleKeys
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, WeightTensor
 
 RUN = make_run()
@@ -58,7 +59,15 @@ async def test_arbitrary_weights_under_the_honest_manifest(tmp_path: Path) -> No
     assert (await found(source, tmp_path)).number == 5
 
 
-async def test_rollback_is_shown_by_the_heads_number_and_date(tmp_path: Path) -> None:
+async def test_rollback_to_an_older_head_beside_the_timestamp_of_the_newest(tmp_path: Path) -> None:
+    source = published()
+    source.shown_timestamp = await source.timestamp()
+    source.shown_head = source.manifests[1]
+    failure = await found(source, tmp_path)
+    assert (failure.number, "policy 2 is out" in failure.detail) == (9, True)
+
+
+async def test_rollback_of_a_copy_without_a_timestamp_is_shown_by_the_heads_number(tmp_path: Path) -> None:
     """An old head is a valid head: the report says which one it is, and --policy N says that N is not there."""
     source = published()
     source.shown_head = source.manifests[1]
@@ -66,9 +75,57 @@ async def test_rollback_is_shown_by_the_heads_number_and_date(tmp_path: Path) ->
     report = await audit(FolderSource(tmp_path / "public"), RUN.digest)
     assert report.passed
     assert report.policy_version == 1
+    assert "not known" in report.checks[-1].detail
     asked = await audit(FolderSource(tmp_path / "public"), RUN.digest, policy_version=2)
     assert asked.failure is not None
     assert "the head is 1" in asked.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("age_s", "code"),
+    [(700.0, None), (721.0, "has expired"), (-100.0, None), (-121.0, "ahead of this machine's clock")],
+)
+async def test_freeze(age_s: float, code: str | None) -> None:
+    """A source that shows what was newest once. Two minutes of difference between the clocks are allowed."""
+    source = published()
+    source.shown_timestamp = source.timestamp_of(source.shown_head, age_s=age_s)
+    report = await audit(source, RUN.digest, now_ms=source.now_ms())
+    assert report.passed == (code is None)
+    if code is not None:
+        assert report.failure is not None
+        assert (report.failure.number, code in report.failure.detail) == (9, True)
+
+
+async def test_freeze_by_hiding_the_timestamp(tmp_path: Path) -> None:
+    source = published()
+    source.save(tmp_path / "public")
+    report = await audit(FolderSource(tmp_path / "public"), RUN.digest, now_ms=source.now_ms())
+    assert report.failure is not None
+    assert report.failure.number == 9
+
+
+async def test_freeze_is_no_question_once_the_run_is_over(tmp_path: Path) -> None:
+    source = MemorySource(make_run(max_steps=1))
+    for version in (0, 1):
+        source.publish(table_weights(version))
+    source.shown_timestamp = source.timestamp_of(source.shown_head, age_s=1e6)
+    report = await audit(source, source.run.digest, now_ms=source.now_ms())
+    assert report.passed, report.failure
+
+
+async def test_a_timestamp_by_a_stranger_or_for_another_head() -> None:
+    source = published()
+    for stamp in (
+        source.timestamp_of(source.shown_head, key=STRANGER),
+        source.timestamp_of(source.shown_head, key=TRAINER),
+        source.timestamp_of(source.shown_head, run=digest_of(b"other")),
+        source.timestamp_of(None, head=ChainPoint(policy_version=2, manifest=digest_of(b"other"))),
+        source.timestamp_of(source.shown_head, key_ring=1),
+    ):
+        source.shown_timestamp = stamp
+        report = await audit(source, RUN.digest, now_ms=source.now_ms())
+        assert report.failure is not None
+        assert report.failure.number == 9
 
 
 async def test_equivocation(tmp_path: Path) -> None:

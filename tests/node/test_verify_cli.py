@@ -78,7 +78,7 @@ def world(tmp_path: Path) -> World:
 
 def test_every_check_is_printed_with_what_it_established(world: World) -> None:
     said = world.verify()
-    assert [line[:8] for line in said.splitlines()[:8]] == [f"ok   ({number})" for number in range(1, 9)]
+    assert [line[:8] for line in said.splitlines()[:9]] == [f"ok   ({number})" for number in range(1, 10)]
     assert "verified: policy 3 of 1970-01-01 00:00 UTC, 1 policies" in said
     assert "GB/s" in said
 
@@ -98,7 +98,7 @@ def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -
     assert said["run"] == RUN.digest
     assert said["pinned"]
     assert said["policy_version"] == 3
-    assert [check["number"] for check in said["checks"]] == list(range(1, 9))
+    assert [check["number"] for check in said["checks"]] == list(range(1, 10))
     assert (said["against"], said["tensor"], said["export"]) == (None, None, None)
     help_text = typer.testing.CliRunner().invoke(main.app, ["verify", "--help"]).output
     assert all(name in help_text for name in said)
@@ -180,7 +180,7 @@ def test_one_tensor_is_proven_with_no_more_than_its_own_bytes(world: World, poli
     assert (tensor["dtype"], tensor["shape"]) == ("bf16", list(weights_of(policy)[name].shape))
     assert tensor["index"] == list(weights_of(policy)).index(name)
     assert tensor["manifest"] == world.source.signed(policy).digest
-    assert [check["number"] for check in said["checks"]] == [1, 2, 3, 4, 6, 7]
+    assert [check["number"] for check in said["checks"]] == [1, 2, 3, 4, 6, 7, 9]
     path = [world.source.signed(version).manifest for version in (range(policy % 3 + 1) if policy < 3 else [3])]
     ways = [(manifest, manifest.encodings[0]) for manifest in path]
     tables = [open_index(world.source.blobs[way.index.digest], way, manifest.tensors) for manifest, way in ways]
@@ -295,6 +295,11 @@ class Mirror(BaseHTTPRequestHandler):
                 data = (self.folder / f"manifests/{int(version):08d}.json").read_bytes()
             case ["v1", "blobs", digest]:
                 data = (self.folder / "blobs" / digest[:2] / digest).read_bytes()
+            case ["v1", "timestamp"] if (self.folder / "timestamp.json").exists():
+                data = (self.folder / "timestamp.json").read_bytes()
+            case ["v1", "keys", _] | ["v1", "timestamp"]:
+                self.send_error(404)
+                return
             case _:
                 raise AssertionError(self.path)
         first, _, last = self.headers.get("Range", "bytes=-").removeprefix("bytes=").partition("-")
@@ -312,6 +317,19 @@ class Mirror(BaseHTTPRequestHandler):
     "arguments", [[], ["--chain"], ["--policy", "1"], ["--tensor", "large", "--policy", "2"]], ids=" ".join
 )
 def test_a_join_link_is_verified_over_the_network(world: World, arguments: list[str]) -> None:
+    stale, _ = over_the_network(world, arguments)
+    assert (stale["ok"], stale["checks"][-1]["number"]) == (False, 9)
+    fresh = world.source.timestamp_of(world.source.shown_head)
+    (world.folder / "timestamp.json").write_bytes(fresh.to_bytes())
+    result, other = over_the_network(world, arguments)
+    assert result["ok"], result
+    assert result["pinned"]
+    assert result["timestamp"]["policy_version"] == 3
+    assert other["checks"][-1]["number"] == 1
+
+
+def over_the_network(world: World, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What --json says under the run's link, and under another run's."""
     handler = type("Handler", (Mirror,), {"folder": world.folder})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -323,10 +341,9 @@ def test_a_join_link_is_verified_over_the_network(world: World, arguments: list[
         finally:
             server.shutdown()
             serving.join()
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["pinned"]
-    assert other.exit_code == 1
-    assert json.loads(other.output)["checks"][-1]["number"] == 1
+    for one in (result, other):
+        assert one.exit_code == (0 if json.loads(one.output)["ok"] else 1), one.output
+    return json.loads(result.output), json.loads(other.output)
 
 
 WITHOUT_TORCH = """

@@ -12,25 +12,31 @@ import pytest
 from tests.node.table_engine import TableEngine, table_weights
 from tests.node.worker_world import (
     COORDINATOR,
+    ROOT,
     STRANGER,
     WORKER,
     JumpClock,
     MemoryCoordinator,
     make_run,
     names_in,
+    next_ring,
     until,
 )
 
 from prime_node.broadcast.follower import Follower
 from prime_node.broadcast.pinned import fetch_run
+from prime_node.broadcast.trust import Trust
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.sim.dishonest import Cheat, DishonestEngine
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import Pace, open_lease
 from prime_node.worker.loop import Ending, Worker, run
+from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import KeyChain
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
@@ -79,6 +85,9 @@ class World:
             coordinator=self.coordinator,
             engine=engine or TableEngine(),
             follower=follower,
+            trust=Trust(
+                self.coordinator.run, [("coordinator", self.coordinator)], self.folder / "trust", clock=self.clock
+            ),
             folder=self.folder,
             clock=self.clock,
             rng=random.Random(1),
@@ -347,6 +356,50 @@ async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
     await run(worker, world.stop)
     assert "s behind the coordinator's" in caplog.text
     assert worker.leases_dropped <= 1
+
+
+async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_knows_what_is_newest(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    coordinator = world.coordinator
+    worker = world.worker()
+    working = asyncio.create_task(run(worker, world.stop))
+    await until(lambda: coordinator.accepted >= 2)
+    coordinator.shown_timestamp = await coordinator.timestamp()
+    await until(lambda: "has expired" in worker.trust.fault())
+    await until(lambda: worker.spool.num_bundles == 0 and not worker.in_hand)
+    asked = len(coordinator.leases)
+    await until(lambda: "has expired" in worker.waiting_for)
+    await asyncio.sleep(0.05)
+    assert len(coordinator.leases) == asked
+    coordinator.shown_timestamp = None
+    await until(lambda: len(coordinator.leases) > asked)
+    world.stop.set()
+    assert await working is Ending.STOPPED
+
+
+async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_believed(tmp_path: Path) -> None:
+    world = World(tmp_path, pinned=make_run())
+    coordinator = world.coordinator
+    new = SigningKey(b"\x51" * 32)
+    worker = world.worker()
+    working = asyncio.create_task(run(worker, world.stop))
+    await until(lambda: worker.receipts.tally().accepted >= 4)
+    chain = KeyChain(coordinator.run.digest, coordinator.run.spec.keys)
+    coordinator.key_rings.append(next_ring(chain, ROOT, coordinator=(new,)))
+    coordinator.key = new
+    before = coordinator.accepted
+    await until(lambda: coordinator.accepted >= before + 5)
+    await until(lambda: worker.receipts.tally().accepted >= 4 * (before + 5))
+    world.stop.set()
+    assert await working is Ending.STOPPED
+    again = ReceiptBook(tmp_path, run=worker.run, worker=WORKER.key_id)
+    assert again.tally() == worker.receipts.tally(), "those by the former key are kept"
+    asked = LeaseRequest(policy_version=0, policy_digest="00" * 32, rollouts_max=8)
+    with pytest.raises(PeerError) as refused:
+        open_lease(seal(b"{}", PayloadType.LEASE, COORDINATOR), asked, run=worker.run, worker=WORKER.key_id)
+    assert refused.value.code is ErrorCode.REVOKED
 
 
 async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:

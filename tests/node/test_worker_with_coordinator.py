@@ -15,6 +15,7 @@ from prime_node.adapters.http_client import HttpClient
 from prime_node.broadcast.audit import audit
 from prime_node.broadcast.follower import Follower
 from prime_node.broadcast.pinned import fetch_run
+from prime_node.broadcast.trust import Trust
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import Ending, Worker, run
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
@@ -101,6 +102,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
             coordinator=client,
             engine=TableEngine(),
             follower=Follower(pinned, [("http", client)], tmp_path / "c", clock=parts.clock, poll_s=0.05, rng=rng),
+            trust=Trust(pinned, [("http", client)], tmp_path / "trust", clock=parts.clock, rng=rng),
             folder=tmp_path,
             clock=parts.clock,
             rng=rng,
@@ -115,6 +117,6 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
 
         assert [len(batch.groups) for batch in batches] == [RUN.spec.groups_per_step] * RUN.spec.max_steps
         assert worker.receipts.tally().refused == {}
-        report = await audit(client, RUN.digest, chain=True)
+        report = await audit(client, RUN.digest, chain=True, now_ms=parts.clock.now_ms())
         assert report.passed, report.failure
         assert report.policy_version == RUN.spec.max_steps

@@ -37,11 +37,12 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.manifest import Provenance, SignedManifest, open_manifest
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.weights import Weights, root_of
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([n]) * 32) for n in range(1, 7))

@@ -7,6 +7,7 @@ or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has passed.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, RoleKeys
 from prime_protocol.manifest import (
     BasePolicy,
     Manifest,
@@ -44,7 +46,8 @@ from prime_protocol.messages import (
 )
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, parse_body
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec, open_run_spec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
+from prime_protocol.timestamp import Timestamp
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 from prime_protocol.verify import check_assignment, judge, measure
 from prime_protocol.weights import Weights
@@ -111,6 +114,22 @@ def make_run(**changes: object) -> PinnedRun:
     return open_run_spec(envelope, pinned=envelope.digest)
 
 
+def next_ring(
+    chain: KeyChain, *signers: SigningKey, published: ChainPoint | None = None, **keys: tuple[SigningKey, ...]
+) -> Envelope:
+    """The key ring after the chain's newest, with other keys for the roles that are given."""
+    named = {role: tuple(key.key_id for key in held) for role, held in keys.items()}
+    ring = KeyRing(
+        run=chain.run,
+        version=chain.version + 1,
+        previous=chain.digest,
+        keys=chain.current.model_copy(update=named),
+        published=published or chain.published,
+        created_at_ms=0,
+    )
+    return seal(ring, PayloadType.KEY_RING, *signers)
+
+
 def policy_of(signed: SignedManifest) -> BasePolicy:
     """How a delta names its base."""
     return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
@@ -123,7 +142,7 @@ def rows_of(index: bytes) -> list[tuple[int, int, str]]:
 
 
 class MemorySource:
-    """Implements ports.transport.CheckpointSource, and publishes. Its public attributes may be spoilt by a test."""
+    """Implements ports.transport.PublicSource, and publishes. Its public attributes may be spoilt by a test."""
 
     def __init__(self, run: PinnedRun) -> None:
         self.run = run
@@ -133,6 +152,11 @@ class MemorySource:
         self.away = False
         self.blobs_asked: list[str] = []
         self.before_blob: Callable[[str], None] = lambda _: None
+        self.key_rings: list[Envelope] = []
+        self.key = COORDINATOR
+        self.now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+        self.shown_timestamp: Envelope | None = None
+        """Instead of one that is made when it is asked for and names the head."""
 
     def publish(
         self,
@@ -197,6 +221,11 @@ class MemorySource:
             (folder / f"manifests/{version:08d}.json").write_bytes(envelope.to_bytes())
         if self.shown_head is not None:
             (folder / "head.json").write_bytes(self.shown_head.to_bytes())
+        if self.shown_timestamp is not None:
+            (folder / "timestamp.json").write_bytes(self.shown_timestamp.to_bytes())
+        for version, envelope in enumerate(self.key_rings, start=1):
+            (folder / "keys").mkdir(exist_ok=True)
+            (folder / f"keys/{version:04d}.json").write_bytes(envelope.to_bytes())
         for digest, data in self.blobs.items():
             path = folder / "blobs" / digest[:2] / digest
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,6 +244,33 @@ class MemorySource:
         if policy_version not in self.manifests:
             raise PeerError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
         return self.manifests[policy_version]
+
+    async def key_ring(self, version: int) -> Envelope:
+        self._check_reachable()
+        if version > len(self.key_rings):
+            raise PeerError(ErrorCode.NOT_FOUND, f"no key ring {version}")
+        return self.key_rings[version - 1]
+
+    async def timestamp(self) -> Envelope:
+        self._check_reachable()
+        return self.shown_timestamp or self.timestamp_of(self.shown_head, key=self.key)
+
+    def timestamp_of(
+        self, head: Envelope | None, /, *, age_s: float = 0.0, key: SigningKey = COORDINATOR, **changes: object
+    ) -> Envelope:
+        """What an honest coordinator would have signed `age_s` ago, but for `changes`."""
+        point = None
+        if head is not None:
+            point = ChainPoint(policy_version=parse_json(head.payload, Manifest).policy_version, manifest=head.digest)
+        issued_at_ms = self.now_ms() - round(age_s * 1_000)
+        fields: dict[str, object] = {
+            "run": self.run.digest,
+            "head": point,
+            "key_ring": len(self.key_rings),
+            "issued_at_ms": issued_at_ms,
+            "expires_at_ms": issued_at_ms + 600_000,
+        }
+        return seal(Timestamp.model_validate(fields | changes), PayloadType.TIMESTAMP, key)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         self._check_reachable()
@@ -235,6 +291,7 @@ class MemoryCoordinator(MemorySource):
     def __init__(self, run: PinnedRun, clock: JumpClock) -> None:
         super().__init__(run)
         self.clock = clock
+        self.now_ms = clock.now_ms
         self.policies: dict[int, Weights] = {}
         self.joined = 0
         self.known = False
@@ -246,7 +303,7 @@ class MemoryCoordinator(MemorySource):
         self.leases: dict[str, Lease] = {}
         self.returned: list[str] = []
         self.verdicts: dict[str, Verdict] = {}
-        self.receipt_envelopes: list[str] = []
+        self.receipts_signed: list[Receipt] = []
         self.leases_max = 10**9
         self.after_upload: Callable[[], None] = lambda: None
         self._slot = 0
@@ -301,7 +358,7 @@ class MemoryCoordinator(MemorySource):
             expires_at_ms=self._now_ms() + int(self.run.spec.lease_seconds * 1_000),
         )
         self.leases[lease.lease_id] = lease
-        return seal(lease, PayloadType.LEASE, COORDINATOR)
+        return seal(lease, PayloadType.LEASE, self.key)
 
     async def return_lease(self, request: ReturnLeaseRequest) -> None:
         self._check_worker()
@@ -320,7 +377,8 @@ class MemoryCoordinator(MemorySource):
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         self._check_worker()
-        return ReceiptList(receipts=tuple(self.receipt_envelopes[request.after :]), next=len(self.receipt_envelopes))
+        signed = [seal(one, PayloadType.RECEIPT, self.key) for one in self.receipts_signed[request.after :]]
+        return ReceiptList(receipts=tuple(one.to_bytes().decode() for one in signed), next=len(self.receipts_signed))
 
     async def leave(self, request: LeaveRequest) -> None:
         self._check_worker()
@@ -351,7 +409,7 @@ class MemoryCoordinator(MemorySource):
             reason=verdict.reason,
             at_ms=self._now_ms(),
         )
-        self.receipt_envelopes.append(seal(receipt, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode())
+        self.receipts_signed.append(receipt)
 
     def _check_worker(self) -> None:
         self._check_reachable()

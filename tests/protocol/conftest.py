@@ -15,6 +15,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, WireModel, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedManifest, sign_manifest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import (
@@ -26,7 +27,7 @@ from prime_protocol.rollout import (
     pack_body,
     rollouts_for,
 )
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.weights import Weights, WeightTensor, root_of
 
 NOW_MS = 1_790_000_000_000

@@ -11,6 +11,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PROTOCOL_VERSION, JoinLink, RunSpec, open_run_spec
 
 Raises = Callable[..., PeerError]
@@ -88,6 +89,9 @@ def set_in(*path: str | int, to: object) -> Callable[[Any], None]:
         set_in("created_at_ms", to=2**53 + 1),
         set_in("keys", "root", to=[]),
         set_in("keys", "trainer", to=["12D3KooW"]),
+        set_in("keys", "root_threshold", to=0),
+        set_in("keys", "root_threshold", to=2),
+        set_in("keys", "trainer_threshold", to=2),
         set_in("model_files", to=[]),
         set_in("model_files", 0, "name", to="../config.json"),
         set_in("model_files", 0, "name", to=".config.json"),
@@ -154,7 +158,7 @@ def test_two_files_or_environments_cannot_share_a_name(sample: Any, raises: Rais
 
 def test_a_key_may_have_several_roles(sample: Any) -> None:
     fields = fields_of(sample)
-    fields["keys"] = {role: [sample.root.key_id] for role in fields["keys"]}
+    fields["keys"] = {role.value: [sample.root.key_id] for role in Role}
     parse_json(json.dumps(fields).encode(), RunSpec)
 
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from prime_protocol import assignment, limits, manifest, messages, parcel, rollout, run_spec, verdict
+from prime_protocol import (
+    assignment,
+    key_ring,
+    limits,
+    manifest,
+    messages,
+    parcel,
+    rollout,
+    run_spec,
+    timestamp,
+    verdict,
+)
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.limits import Limits
@@ -17,7 +28,7 @@ from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
-MODULES = (assignment, manifest, messages, parcel, rollout, run_spec, verdict)
+MODULES = (assignment, key_ring, manifest, messages, parcel, rollout, run_spec, timestamp, verdict)
 MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)
 
 

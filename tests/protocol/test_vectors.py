@@ -33,7 +33,8 @@ from prime_protocol.messages import BlobHeader
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
-from prime_protocol.run_spec import JoinLink, open_run_spec
+from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.verify import check_assignment
 from prime_protocol.weights import Weights, state_root
 
@@ -83,6 +84,27 @@ def run_spec(case: Case, folder: Path) -> Any:
     return fields(open_run_spec(open_envelope(data_of(case, folder)), pinned=case["pinned"]).spec)
 
 
+def _run_of(case: Case, folder: Path) -> PinnedRun:
+    spec = open_envelope((folder / case["run_spec"]).read_bytes())
+    return open_run_spec(spec, pinned=spec.digest)
+
+
+def key_ring(case: Case, folder: Path) -> Any:
+    keys = _run_of(case, folder).keys
+    for name in case["rings"]:
+        keys.add(open_envelope((folder / name).read_bytes()))
+    return {"fields": fields(keys.rings[-1][0]), "digest": keys.digest}
+
+
+def timestamp(case: Case, folder: Path) -> Any:
+    run = _run_of(case, folder)
+    for name in case["rings"]:
+        run.keys.add(open_envelope((folder / name).read_bytes()))
+    stamp = open_timestamp(open_envelope(data_of(case, folder)), run)
+    check_fresh(stamp, case["now_ms"])
+    return fields(stamp)
+
+
 def join_link(case: Case, folder: Path) -> Any:
     link = JoinLink.parse(case["text"])
     return {"url": link.url, "run": link.run}
@@ -122,8 +144,7 @@ def blob(case: Case, folder: Path) -> Any:
 
 
 def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
-    spec = open_envelope((folder / case["run_spec"]).read_bytes())
-    run = open_run_spec(spec, pinned=spec.digest)
+    run = _run_of(case, folder)
     opened = open_envelope(data_of(case, folder))
     manifest = open_manifest(opened, run).manifest
     check_manifest(manifest, run)
@@ -166,13 +187,29 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "join_link": join_link,
     "json": json_text,
     "key_id": key_id,
+    "key_ring": key_ring,
     "message": message,
     "noise": noise,
     "public_key": public_key,
     "run_spec": run_spec,
     "seed": seed,
     "state_root": root_of_rows,
+    "timestamp": timestamp,
 }
+
+
+def assert_holds(expected: Any, found: Any) -> None:
+    """Equal, but that an object may have fields which were added since: they have their defaults."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        assert expected.keys() <= found.keys()
+        for name, value in expected.items():
+            assert_holds(value, found[name])
+    elif isinstance(expected, list) and isinstance(found, list):
+        assert len(expected) == len(found)
+        for one, other in zip(expected, found, strict=True):
+            assert_holds(one, other)
+    else:
+        assert expected == found
 
 
 @pytest.mark.parametrize(
@@ -188,13 +225,14 @@ def test_a_golden_vector_means_what_it_meant(path: Path, case: Case) -> None:
             meaning(case, path.parent)
         assert caught.value.code == ErrorCode(case["error"]), caught.value
     else:
-        assert case["expect"] == meaning(case, path.parent)
+        assert_holds(case["expect"], meaning(case, path.parent))
 
 
 def test_every_kind_has_good_and_bad_vectors_and_every_file_is_used() -> None:
     for folder in sorted(VECTORS.glob("v*")):
         lists = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
-        assert lists.keys() == KINDS.keys()
+        assert lists.keys() <= KINDS.keys()
+        assert lists.keys() == KINDS.keys() or folder != LISTS[-1].parent
         assert all(any("expect" in case for case in cases) for cases in lists.values())
         text = json.dumps(list(lists.values()))
         assert all(f'"{path.name}"' in text for path in folder.iterdir() if path.suffix != ".json")

@@ -3,6 +3,8 @@
     run.json                      the signed RunSpec
     head.json                     the newest manifest's envelope; no file before the first
     manifests/00000041.json       every manifest's envelope
+    keys/0001.json                every key ring's envelope
+    timestamp.json                the coordinator's word on which of them are the newest
     blobs/ab/abcd...              parts and model files by digest
 
 The coordinator writes this layout (adapters/folder_blobs.py); a copy of it on any disk or web server is a
@@ -25,7 +27,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderSource:
-    """Implements ports.transport.CheckpointSource. Read-only; a file that is replaced is read whole."""
+    """Implements ports.transport.PublicSource. Read-only; a file that is replaced is read whole."""
 
     def __init__(self, folder: Path, *, bounds: Limits | None = None) -> None:
         self.folder = folder
@@ -44,6 +46,12 @@ class FolderSource:
 
     async def manifest(self, policy_version: int) -> Envelope:
         return await self._envelope(f"manifests/{policy_version:08d}.json")
+
+    async def key_ring(self, version: int) -> Envelope:
+        return await self._envelope(f"keys/{version:04d}.json")
+
+    async def timestamp(self) -> Envelope:
+        return await self._envelope("timestamp.json")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         if not _DIGEST.fullmatch(digest):

@@ -69,7 +69,7 @@ Reply = TypeVar("Reply", bound=WireModel)
 
 
 class HttpClient:
-    """Implements WorkerPort, ValidatorPort, TrainerPort and CheckpointSource. Without a key it may only read.
+    """Implements WorkerPort, ValidatorPort, TrainerPort and PublicSource. Without a key it may only read.
 
     `bounds` may be set to the run's limits once the RunSpec is verified.
     """
@@ -110,9 +110,7 @@ class HttpClient:
     # Public: where checkpoints come from
 
     async def run_spec(self) -> Envelope:
-        bytes_max = limits.RUN_SPEC_BYTES_MAX * 3 // 2 + 4_096
-        _, body, _ = await self._exchange("GET", "/v1/run", bytes_max=bytes_max)
-        return open_envelope(body, bytes_max=bytes_max)
+        return await self._statement("/v1/run", limits.RUN_SPEC_BYTES_MAX)
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
         sent = {"If-None-Match": self._head[0]} if self._head else {}
@@ -131,6 +129,12 @@ class HttpClient:
     async def manifest(self, policy_version: int) -> Envelope:
         _, body, _ = await self._exchange("GET", f"/v1/manifests/{policy_version}")
         return open_envelope(body)
+
+    async def key_ring(self, version: int) -> Envelope:
+        return await self._statement(f"/v1/keys/{version}", limits.KEY_RING_BYTES_MAX)
+
+    async def timestamp(self) -> Envelope:
+        return await self._statement("/v1/timestamp", limits.TIMESTAMP_BYTES_MAX)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         wanted = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
@@ -206,6 +210,12 @@ class HttpClient:
         await self._ask(request)
 
     # How a request is made
+
+    async def _statement(self, path: str, payload_bytes_max: int) -> Envelope:
+        """An envelope of a bounded payload, in base64 and with its signatures."""
+        bytes_max = payload_bytes_max * 3 // 2 + 4_096
+        _, body, _ = await self._exchange("GET", path, bytes_max=bytes_max)
+        return open_envelope(body, bytes_max=bytes_max)
 
     async def _ask_for(self, reply: type[Reply], request: Request) -> Reply:
         _, body = await self._ask(request)

@@ -14,6 +14,7 @@ from typing import Any
 
 from prime_protocol.envelope import Envelope, Signature, pre_authentication_encoding
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -25,7 +26,7 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 def statement(files: Mapping[str, str], run: PinnedRun, signed: SignedManifest, *, software: str) -> bytes:
     """The statement about files given as name -> SHA-256. `signed` was verified for `run`."""
     manifest = signed.manifest
-    trainers = run.spec.keys.trainer
+    trainers = run.keys.ever(Role.TRAINER)
     predicate: dict[str, Any] = {
         "run": run.digest,
         "run_name": run.spec.name,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from prime_protocol.timestamp import Timestamp
 
 TITLES = {
     1: "run",
@@ -13,6 +16,7 @@ TITLES = {
     6: "chunks",
     7: "tensors",
     8: "model files",
+    9: "freshness",
 }
 
 
@@ -47,6 +51,10 @@ class AuditReport:
 
     due: tuple[int, ...] = tuple(TITLES)
     """The checks that had to be made; the proof of a single tensor leaves two out."""
+    key_ring: int = 0
+    """Version of the newest key ring that was verified; 0 is the RunSpec."""
+    timestamp: Timestamp | None = None
+    """The coordinator's word on what is newest, if there is one."""
 
     @property
     def passed(self) -> bool:
@@ -55,3 +63,11 @@ class AuditReport:
     @property
     def failure(self) -> Check | None:
         return next((check for check in self.checks if not check.passed), None)
+
+
+def date_of(at_ms: int) -> str:
+    """When somebody says that he signed. A number that is no date is shown as it is."""
+    try:
+        return f"{datetime.fromtimestamp(at_ms / 1_000, UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{at_ms} ms"

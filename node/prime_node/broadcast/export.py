@@ -4,7 +4,7 @@
     config.json, tokenizer.json, ...     the model files of the RunSpec, byte for byte
     PROVENANCE.json                      an in-toto Statement: every other file's SHA-256, and which signed policy it is
     PROVENANCE.dsse.json                 the same, signed by the exporter, where he gave a key
-    provenance/run.json, manifest.json   the run's own signed envelopes: the proof
+    provenance/run.json, manifest.json   the run's own signed envelopes: the proof; keys-0001.json, ... where its keys changed
 
 Invariant: the directory appears whole or not at all. It is written beside its place and renamed.
 """
@@ -95,6 +95,7 @@ def _write(verified: Verified, folder: Path, *, shard_bytes: int) -> dict[str, s
         **verified.model_files,
         "provenance/run.json": verified.run.envelope.to_bytes(),
         "provenance/manifest.json": verified.signed.envelope.to_bytes(),
+        **{f"provenance/keys-{ring.version:04d}.json": one.to_bytes() for ring, one in verified.run.keys.rings},
     }
     shards = list(shards_of(verified.weights, shard_bytes))
     weight_map: dict[str, str] = {}

@@ -1,7 +1,8 @@
 """Which policy is the newest, by signature and chain, whoever says so.
 
 Asks several sources for their heads. Before one is believed: (1) the trainer's signature over the manifest;
-(2) check_manifest; (3) the links from the head that was known before. The newest verified head is kept on
+(2) check_manifest; (3) the links from the head that was known before, and that it is no older than what a key
+ring of the root names. The newest verified head is kept on
 disk, so that a restart does not open the door to a rollback. Two signed manifests for one policy version are
 evidence: both are kept.
 """
@@ -36,6 +37,8 @@ class Heads:
         self._run = run
         self._pool = pool
         self._folder = folder
+        self._ring = run.keys.version
+        """The key ring by which the head was verified."""
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -49,6 +52,7 @@ class Heads:
 
         The preferred source may hold the question for `wait_s` until there is news; the others are asked at once.
         """
+        self._require_the_roots_chain()
         asked = self._pool.ready()
         await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
 
@@ -91,13 +95,34 @@ class Heads:
         news = self._news(shown)
         if news is HeadNews.OLDER:
             log.debug("source %s is behind: policy %d", named.name, shown.manifest.policy_version)
-        if news is not HeadNews.NEWER:
+        if news is not HeadNews.NEWER or self._is_rolled_back(shown):
             return
         if self.chain.head is None:
             self.chain.begin(shown)
         else:
             await self._link(named, shown)
         self._write(self._folder / "head.json", shown.envelope)
+
+    def _is_rolled_back(self, shown: SignedManifest) -> bool:
+        """Older than a manifest that the run's root has named, so not the head, whoever shows it."""
+        named = self._run.keys.published
+        return named is not None and shown.manifest.policy_version < named.policy_version
+
+    def _require_the_roots_chain(self) -> None:
+        """A new key ring may say that the head that we follow is a thief's. Raises LocalError: what we hold is not the run's."""
+        head, version = self.chain.head, self._run.keys.version
+        if head is None or version == self._ring:
+            return
+        try:
+            self._run.keys.verify_manifest(head.envelope, head.point)
+        except PeerError as error:
+            self._write(self._folder / "evidence" / f"withdrawn-{head.digest[:16]}.json", head.envelope)
+            (self._folder / "head.json").unlink(missing_ok=True)
+            raise LocalError(
+                f"policy {self.newest}, which this machine follows, is not the run's by key ring {version}: {error.detail}. "
+                f"It is kept in {self._folder / 'evidence'}; start again to follow the run's own"
+            ) from None
+        self._ring = version
 
     async def _link(self, named: NamedSource, shown: SignedManifest) -> None:
         """Walk from the known head to a newer one, by this source's manifests."""
@@ -167,7 +192,9 @@ class Heads:
         if not path.exists():
             return
         try:
-            self.chain.begin(_open_checked(open_envelope(path.read_bytes()), self._run))
+            head = _open_checked(open_envelope(path.read_bytes()), self._run)
+            if not self._is_rolled_back(head):
+                self.chain.begin(head)
         except PeerError as error:
             log.warning("%s: %s; starting from the head that the sources show", path, error)
             path.unlink()

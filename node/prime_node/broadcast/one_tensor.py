@@ -2,7 +2,7 @@
 
 The signed manifest holds the table of all tensors' digests, and the state root over it. So a tensor is proven by its own chunks,
 and by those of the same tensor in what its policy is a delta of: a few requests instead of a checkpoint. These are the audit's
-checks (1) to (4) for the manifests, then (6) and (7) for this tensor; parts (5) are not read whole, model files (8) not at all.
+checks (1) to (4) and (9) for the manifests, (6) and (7) for this tensor; parts (5) are not read whole, model files (8) never.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from prime_node.broadcast.audit import Audit, AuditReport, Check, Step
-from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.chunk_index import ChunkEntry
 from prime_protocol.codec import CodecError, decode_chunk
 from prime_protocol.digest import digest_of
@@ -23,7 +23,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Manifest
 from prime_protocol.weights import WeightTensor, empty_like
 
-CHECKS = (1, 2, 3, 4, 6, 7)
+CHECKS = (1, 2, 3, 4, 6, 7, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,21 @@ class NoSuchTensor(ValueError):
 
 
 async def prove_tensor(
-    source: CheckpointSource,
+    source: PublicSource,
     run: str | None,
     name: str,
     *,
     policy_version: int | None = None,
+    now_ms: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> tuple[AuditReport, TensorProof | None]:
     """The proof, or None where a check does not hold. Raises NoSuchTensor; never raises for what a source does."""
-    work = Audit(source, on_check, on_bytes, due=CHECKS)
+    work = Audit(source, on_check, now_ms, due=CHECKS, on_bytes=on_bytes)
     try:
         path = await work.manifests(run, chain=False, policy_version=policy_version)
         proof = await _prove(work, path, name)
+        work.freshness()
     except (PeerError, Unreachable) as error:
         work.stop(error)
         return work.report(), None

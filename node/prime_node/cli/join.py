@@ -104,7 +104,10 @@ async def _join(
                 return 0
             run, engine = ready
             try:
-                async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as follower:
+                async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as (
+                    follower,
+                    trust,
+                ):
                     worker = Worker(
                         run=run,
                         config=settings,
@@ -112,6 +115,7 @@ async def _join(
                         coordinator=client,
                         engine=engine,
                         follower=follower,
+                        trust=trust,
                         folder=folder,
                         clock=wire.clock(),
                         rng=random.Random(),

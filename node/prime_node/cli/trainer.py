@@ -33,8 +33,9 @@ async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, place.folder / "model")
+            trust = await wire.trust(run, [(client.url, client)], place.folder)
             return await asyncio.to_thread(
-                wire.trainer_parts, run, client, place.key, settings, model=model, folder=place.folder
+                wire.trainer_parts, run, client, place.key, settings, trust=trust, model=model, folder=place.folder
             )
 
         parts = await unless(stop.wait(), set_up())

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from prime_node.cli.role import role_command
 
 if TYPE_CHECKING:
+    from prime_node.broadcast.follower import Follower
+    from prime_node.broadcast.trust import Trust
     from prime_node.cli.options import Options
     from prime_node.cli.place import Place
     from prime_node.ports.engine import Scorer
@@ -29,20 +31,21 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
-        async def set_up() -> tuple[PinnedRun, Scorer]:
+        async def set_up() -> tuple[PinnedRun, Trust, Scorer]:
             """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             await wire.model_folder(client, run, model)
-            return run, await asyncio.to_thread(wire.scorer, settings, model, run)
+            trust = await wire.trust(run, [(client.url, client)], place.folder)
+            return run, trust, await asyncio.to_thread(wire.scorer, settings, model, run)
 
         ready = await unless(stop.wait(), set_up())
         if ready is None:
             return 0
-        run, scorer = ready
+        run, trust, scorer = ready
         kept = max(settings.policies_kept, run.spec.async_level + 2)
         follower = wire.follower(run, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
-        following = asyncio.create_task(follower.follow())
+        following = asyncio.create_task(_follow(trust, follower))
         following.add_done_callback(lambda _: stop.set())  # a full disk ends it; its error is raised below, not lost
         try:
             await run_validator(
@@ -65,6 +68,13 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                 await following
             await scorer.close()
     return 0
+
+
+async def _follow(trust: Trust, follower: Follower) -> None:
+    """Policies by the keys of today. A validator that is shown a frozen run does no harm: it judges what it is asked to."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(trust.follow())
+        tasks.create_task(follower.follow())
 
 
 validator = role_command(

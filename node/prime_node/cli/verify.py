@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from prime_node.broadcast.audit import Check, Verified
     from prime_node.cli.verify_output import Found, Wanted
-    from prime_node.ports.transport import CheckpointSource
+    from prime_node.ports.transport import PublicSource
 
 DOES_NOT_HOLD = 1
 """Exit code where a check fails or the weights of --against are others; 0 where all holds."""
@@ -82,8 +82,9 @@ def verify(
     """Check signatures, chain and every byte of a published checkpoint, and compare, prove or export what it holds.
 
     \b
-    Eight checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
-    (8) model files. The first one that does not hold ends it. --tensor leaves out (5) and (8).
+    Nine checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
+    (8) model files, (9) freshness. The first one that does not hold ends it. --tensor leaves out (5) and (8).
+    A URL must show a timestamp of its newest policy that has not expired; of a folder, its date is told.
 
     \b
     Exit codes:
@@ -100,6 +101,9 @@ def verify(
       run             digest of the RunSpec, null where it did not verify
       pinned          whether you named the run, by its link or by --run
       policy_version  the newest policy, -1 where none was verified
+      key_ring        version of the newest key ring that was verified, 0 where the keys are the RunSpec's
+      timestamp       null, or the coordinator's word on what is newest:
+                      {policy_version, key_ring, issued_at_ms, expires_at_ms}
       num_manifests   manifests that were verified
       num_policies    policies whose every byte was verified
       num_bytes       bytes that were hashed
@@ -154,6 +158,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
     key = None if wanted.sign is None else load_key(wanted.sign)
     if wanted.export is not None:
         check_free(wanted.export)
+    now_ms = time.time_ns() // 1_000_000 if _is_url(target) else None  # of a copy on a disk the age is told, not judged
     kept: list[Verified] = []
     proof = None
     began_s = time.monotonic()
@@ -166,7 +171,13 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
         async with _source(target) as source:
             if wanted.tensor is not None:
                 report, proof = await prove_tensor(
-                    source, run, wanted.tensor, policy_version=wanted.policy_version, on_check=show, on_bytes=advance
+                    source,
+                    run,
+                    wanted.tensor,
+                    policy_version=wanted.policy_version,
+                    now_ms=now_ms,
+                    on_check=show,
+                    on_bytes=advance,
                 )
             else:
                 report = await audit(
@@ -174,6 +185,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
                     run,
                     chain=wanted.chain,
                     policy_version=wanted.policy_version,
+                    now_ms=now_ms,
                     on_check=show,
                     on_bytes=advance,
                     on_total=lambda total: progress.update(task, total=total),
@@ -206,20 +218,24 @@ def _progress(console: Console | None) -> Progress:
     )
 
 
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
 def _pinned_by(target: str) -> str | None:
     """The run's digest, where the target itself tells it: a join link, or a run directory that holds one."""
-    if target.startswith(("http://", "https://")):
+    if _is_url(target):
         return urlsplit(target).fragment or None
     run_dir = RunDir(Path(target))
     return run_dir.join_link().run if run_dir.join_link_file.exists() else None
 
 
 @contextlib.asynccontextmanager
-async def _source(target: str) -> AsyncIterator[CheckpointSource]:
+async def _source(target: str) -> AsyncIterator[PublicSource]:
     """Where the target's bytes come from. Raises LocalError where it is neither a URL nor a folder."""
     from prime_node.cli import wire
 
-    if target.startswith(("http://", "https://")):
+    if _is_url(target):
         async with wire.public_source(target) as source:
             yield source
         return

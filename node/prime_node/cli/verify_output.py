@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prime_node.broadcast.audit import AuditReport, Check, Verified
+from prime_node.broadcast.audit import Verified
+from prime_node.broadcast.audit_report import AuditReport, Check, date_of
 from prime_node.broadcast.compare import Comparison
 from prime_node.broadcast.one_tensor import TensorProof
+from prime_protocol.key_ring import Role
 
 DIFFERENCES_SHOWN = 5
 """Tensors that differ are named up to here; --json names all."""
@@ -51,7 +52,7 @@ class Found:
 
 def about(verified: Verified) -> dict[str, Any]:
     """The policy asked for."""
-    manifest, trainers = verified.signed.manifest, verified.run.spec.keys.trainer
+    manifest, trainers = verified.signed.manifest, verified.run.keys.ever(Role.TRAINER)
     return {
         "policy_version": manifest.policy_version,
         "manifest": verified.signed.digest,
@@ -66,7 +67,7 @@ def about(verified: Verified) -> dict[str, Any]:
 def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
     """What --json prints; the command's help says what each field is."""
     report, comparison = found.report, found.comparison
-    against = None
+    against, stamp = None, report.timestamp
     if comparison is not None:
         against = {"path": str(wanted.against), "equal": comparison.equal, **asdict(comparison)}
     return {
@@ -75,6 +76,15 @@ def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
         "run": report.run,
         "pinned": found.pinned,
         "policy_version": report.policy_version,
+        "key_ring": report.key_ring,
+        "timestamp": None
+        if stamp is None
+        else {
+            "policy_version": stamp.policy_version,
+            "key_ring": stamp.key_ring,
+            "issued_at_ms": stamp.issued_at_ms,
+            "expires_at_ms": stamp.expires_at_ms,
+        },
         "num_manifests": report.num_manifests,
         "num_policies": report.num_policies,
         "num_bytes": report.num_bytes,
@@ -104,7 +114,7 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         return
     assert found.policy is not None
     rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
-    version, date = found.policy["policy_version"], _date(found.policy["created_at_ms"])
+    version, date = found.policy["policy_version"], date_of(found.policy["created_at_ms"])
     yield (
         f"verified: policy {version} of {date}, {report.num_policies} policies, "
         f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
@@ -119,11 +129,3 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         yield f"exported: {len(found.files)} files and PROVENANCE.json in {wanted.export}"
     elif wanted.export is not None:
         yield "exported: nothing"
-
-
-def _date(at_ms: int) -> str:
-    """When the trainer says that it signed. A number that is no date is shown as it is."""
-    try:
-        return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
-    except (ValueError, OverflowError, OSError):
-        return f"{at_ms} ms"

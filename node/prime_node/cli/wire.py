@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.transformers_engine import TransformersEngine
     from prime_node.broadcast.audit import AuditReport
     from prime_node.broadcast.follower import Follower, Progress
+    from prime_node.broadcast.trust import Trust
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
@@ -178,7 +179,9 @@ async def coordinator_parts(
         from prime_node.adapters.sqlite_store import open_sqlite
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
+    from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.daemon import Parts
+    from prime_node.keyfile import keep_secret
 
     blobs = FolderBlobs(public / "blobs")
     for file in run.spec.model_files:
@@ -186,6 +189,7 @@ async def coordinator_parts(
     return Parts(
         run=run,
         key=key,
+        secret=keep_secret(folder / "assignment.secret", secret_of(key)),
         config=settings,
         clock=clock(),
         store=await open_sqlite(folder / "state.sqlite"),
@@ -198,6 +202,15 @@ async def coordinator_parts(
         environments=environments(run.spec),
         tokenizer=tokenizer(model),
     )
+
+
+async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:
+    """What the run's key rings and timestamps say, looked up once before anything is verified by them. Raises LocalError."""
+    from prime_node.broadcast.trust import Trust
+
+    made = Trust(run, sources, folder / "trust", clock=clock())
+    await made.refresh()
+    return made
 
 
 def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float, policies_kept: int) -> Follower:
@@ -215,7 +228,7 @@ async def worker_follower(
     settings: WorkerConfig,
     *,
     on_progress: Callable[[Progress], None],
-) -> AsyncIterator[Follower]:
+) -> AsyncIterator[tuple[Follower, Trust]]:
     """Follows the coordinator and the mirrors that the contributor names."""
     from prime_node.adapters.http_client import HttpClient
     from prime_node.broadcast.follower import Follower
@@ -228,9 +241,11 @@ async def worker_follower(
             )
             for url in settings.mirrors
         ]
-        yield Follower(
+        sources = [(client.url, client), *mirrors]
+        trusted = await trust(run, sources, folder)
+        follower = Follower(
             run,
-            [(client.url, client), *mirrors],
+            sources,
             folder / "checkpoints",
             clock=clock(),
             poll_s=settings.poll_seconds,
@@ -239,6 +254,7 @@ async def worker_follower(
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,
         )
+        yield follower, trusted
 
 
 def _check_size(model: Path, run: PinnedRun) -> None:
@@ -287,7 +303,14 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
 
 
 def trainer_parts(
-    run: PinnedRun, client: HttpClient, key: SigningKey, settings: TrainerConfig, *, model: Path, folder: Path
+    run: PinnedRun,
+    client: HttpClient,
+    key: SigningKey,
+    settings: TrainerConfig,
+    *,
+    trust: Trust,
+    model: Path,
+    folder: Path,
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
     try:
@@ -319,7 +342,14 @@ def trainer_parts(
             device=settings.device,
             threads=settings.threads,
         ),
-        feed=Feed(client, run, clock=clock(), wait_seconds=settings.wait_seconds, fetches_max=settings.fetches_max),
+        feed=Feed(
+            client,
+            run,
+            clock=clock(),
+            wait_seconds=settings.wait_seconds,
+            fetches_max=settings.fetches_max,
+            verified=trust.verified,
+        ),
         publisher=Publisher(
             client,
             run,

@@ -33,7 +33,7 @@ DRAWS_MAX = 16
 
 
 def secret_of(key: SigningKey) -> bytes:
-    """The assignment secret that belongs to a coordinator's key: nothing else has to be kept or backed up."""
+    """The assignment secret that a coordinator's first key gives. It outlives the key: leases and batches follow from it."""
     return blake3(key.to_bytes(), derive_key_context="prime-node 2026 coordinator assignment secret").digest()
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from prime_node.config import Settings, SettingsConfigDict
+from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
 
 
 class CoordinatorConfig(Settings):
@@ -35,5 +36,9 @@ class CoordinatorConfig(Settings):
     Beyond that, keys that neither take part nor belong to the run are turned away there."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
     """Nonces remembered against replays, about 200 bytes each. When they are used up, requests are turned away for a while."""
+    timestamp_seconds: float = Field(default=30.0, gt=0.0)
+    """How often the statement of which policy and keys are newest is signed anew."""
+    timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
+    """How long one holds. A worker that has seen none for longer takes no new work: it may be shown a frozen run."""
     grace_seconds: float = Field(default=5.0, ge=0.0)
     """How long requests under way may take to finish when the coordinator stops."""

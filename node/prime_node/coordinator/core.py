@@ -20,10 +20,11 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.store import Store, StoredReceipt
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.timestamp import Timestamp
 from prime_protocol.verdict import BundleStatus, Receipt
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,14 @@ class Core:
     presence: Presence
     checks: CheckQueue
     blobs_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays."""
+    """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays. And while a
+    key ring is taken in: no manifest comes between."""
     head: SignedManifest | None = None
     """The newest published manifest."""
+    timestamp: tuple[Timestamp, Envelope] | None = None
+    """The last one that was signed."""
+    revoked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
     hints: dict[str, str] = field(default_factory=dict)
     """Worker -> why its last request for work got nothing, for its screen and for the operator."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import judging
-from prime_node.coordinator.assignments import Assigner, secret_of
+from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
@@ -29,8 +29,10 @@ from prime_node.coordinator.requests import Gate
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.routes import make_routes
 from prime_node.coordinator.scheduler import expired_leases
+from prime_node.coordinator.statements import renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.status import METRICS
 from prime_node.coordinator.waiting import News
+from prime_node.patience import first_of
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
@@ -50,6 +52,8 @@ class Parts:
 
     run: PinnedRun
     key: SigningKey
+    secret: bytes
+    """Of the assignments (assignments.py): it stays when the key is replaced."""
     config: CoordinatorConfig
     clock: Clock
     store: Store
@@ -93,7 +97,8 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
             port = await parts.web.start(make_routes(core, gate), host=parts.config.host, port=parts.config.port)
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             ready(port)
-            await stop.wait()
+            await first_of(stop.wait(), core.revoked.wait())
+            require_own_key(core.run, core.key)
         finally:
             core.news.close()
             await parts.web.stop(grace_s=parts.config.grace_seconds)
@@ -106,6 +111,7 @@ async def open_core(parts: Parts) -> Core:
     """Restore the state, and with it everything that follows from it."""
     config, run = parts.config, parts.run
     parts.metrics.declare(*METRICS)
+    await restore_keys(run, parts.published, parts.key)
     journal = await open_journal(
         parts.store,
         rules_of(run),
@@ -119,7 +125,7 @@ async def open_core(parts: Parts) -> Core:
         config=config,
         clock=parts.clock,
         journal=journal,
-        assigner=Assigner(run, secret=secret_of(parts.key), environments=parts.environments, tokenizer=parts.tokenizer),
+        assigner=Assigner(run, secret=parts.secret, environments=parts.environments, tokenizer=parts.tokenizer),
         store=parts.store,
         bundles=parts.bundles,
         public=parts.public,
@@ -169,6 +175,7 @@ async def _keep_time(core: Core) -> None:
         core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
         await forget_old_encodings(core)
+        await renew_timestamp(core)
 
 
 async def _empty(trash: asyncio.Queue[Sequence[str]], core: Core) -> None:

@@ -17,8 +17,9 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
-from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RoleKeys, RunSpec
+from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 
 ROLES = ("root", "coordinator", "trainer", "validator")
 """One key each is made for a new run."""
@@ -98,7 +99,12 @@ def build_run_spec(
         spec = RunSpec(
             name=config.name,
             created_at_ms=now_ms,
-            keys=RoleKeys(**{role: (keys[role].key_id,) for role in ROLES}),
+            keys=RoleKeys(
+                root=(keys["root"].key_id,),
+                coordinator=(keys["coordinator"].key_id,),
+                trainer=(keys["trainer"].key_id,),
+                validator=(keys["validator"].key_id,),
+            ),
             model_files=tuple(
                 ModelFile(name=name, digest=digest_of(data), size=len(data))
                 for name, data in sorted(model_files.items())

@@ -58,6 +58,7 @@ class Publisher:
 
     async def _take_in(self, signed: SignedManifest) -> None:
         core, manifest = self._core, signed.manifest
+        core.run.keys.verify_manifest(signed.envelope, signed.point)  # again: its turn may have come after a key ring
         check_manifest(manifest, core.run)
         if manifest.policy_version <= core.state.head:
             await self._compare_with_known(signed)

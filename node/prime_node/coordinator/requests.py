@@ -3,7 +3,7 @@
     (1) framing and size                               MALFORMED, UNKNOWN_FIELD, WRONG_TYPE, TOO_LARGE
     (2) one signer; a stranger's address has not sent
         too much rubbish                               BAD_SIGNATURE, TOO_MANY_REQUESTS
-    (3) the signer has the endpoint's role             WRONG_ROLE, UNKNOWN_WORKER, BANNED
+    (3) the signer has the endpoint's role             WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
     (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
     (5) the signer's own rate                          TOO_MANY_REQUESTS
     (6) schema                                         UNKNOWN_FIELD, WRONG_TYPE
@@ -11,8 +11,8 @@
     (8) time stamp within the window                   EXPIRED
     (9) nonce not seen before                          REPLAYED
 
-Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that the RunSpec does not
-name and that do not take part. They are refused before any signature is checked.
+Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that are none
+of the run's and that do not take part. They are refused before any signature is checked.
 
 After a restart the nonces are forgotten, so requests signed before it are turned away (UNAVAILABLE: sign again), not believed.
 """
@@ -29,6 +29,7 @@ from prime_node.coordinator.records import State
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.key_ring import Role
 from prime_protocol.messages import Request, Stamped
 from prime_protocol.run_spec import PinnedRun
 
@@ -44,6 +45,14 @@ class Caller(StrEnum):
     TRAINER = "trainer"
     JUDGES = "validator or trainer"
     OPERATOR = "root or coordinator"
+
+
+_ROLES = {
+    Caller.VALIDATOR: (Role.VALIDATOR,),
+    Caller.TRAINER: (Role.TRAINER,),
+    Caller.JUDGES: (Role.VALIDATOR, Role.TRAINER),
+    Caller.OPERATOR: (Role.ROOT, Role.COORDINATOR),
+}
 
 
 @dataclass(slots=True)
@@ -124,8 +133,8 @@ class _Blame:
 
 
 def is_stranger(signer: str, *, run: PinnedRun, state: State) -> bool:
-    """Neither named in the RunSpec nor taking part."""
-    keys, worker = run.spec.keys, state.workers.get(signer)
+    """Neither a key of the run nor taking part."""
+    keys, worker = run.keys.current, state.workers.get(signer)
     if worker is not None and worker.active:
         return False
     return signer not in keys.root + keys.coordinator + keys.trainer + keys.validator
@@ -133,15 +142,11 @@ def is_stranger(signer: str, *, run: PinnedRun, state: State) -> bool:
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:
     """Raises PeerError where a key, if it did sign, may not call. Costs nothing, so it comes before the signature."""
-    keys = run.spec.keys
-    allowed = {
-        Caller.VALIDATOR: keys.validator,
-        Caller.TRAINER: keys.trainer,
-        Caller.JUDGES: keys.validator + keys.trainer,
-        Caller.OPERATOR: keys.root + keys.coordinator,
-    }.get(caller)
-    if allowed is not None:
-        if signer not in allowed:
+    keys = run.keys.current
+    if caller in _ROLES:
+        if not any(signer in keys.of(role) for role in _ROLES[caller]):
+            if any(run.keys.is_revoked(signer, role) for role in _ROLES[caller]):
+                raise PeerError(ErrorCode.REVOKED, f"this key's time is over by key ring {run.keys.version}")
             raise PeerError(ErrorCode.WRONG_ROLE, f"this is for {caller} keys of the run only")
         return
     worker = state.workers.get(signer)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_node.coordinator import intake, judging, leasing, operating, publishing, status, training
+from prime_node.coordinator import intake, judging, leasing, operating, publishing, statements, status, training
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import Publisher
 from prime_node.coordinator.records import Topic
@@ -64,6 +64,10 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         digest = await publishing.put_blob(core, gate, request.body, address=request.remote)
         return _json({"digest": digest})
 
+    async def take_keys(request: Request) -> Response:
+        await statements.take_key_ring(core, gate, request.body, address=request.remote)
+        return _respond(None)
+
     async def publish(request: Request) -> Response:
         await publisher.publish(gate, request.body, address=request.remote)
         return _respond(None)
@@ -76,6 +80,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         ("/v1/rollouts", upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
+        ("/v1/keys", take_keys, 2 * limits.KEY_RING_BYTES_MAX),
     ]
     gets = _public(core)
     return [
@@ -142,10 +147,13 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         return Response(shown.envelope.to_bytes(), headers=tag)
 
     async def manifest(request: Request) -> Response:
-        version = request.params["policy_version"]
-        if not re.fullmatch(r"[0-9]{1,15}", version):
-            raise PeerError(ErrorCode.NOT_FOUND, "a policy version is a number")
-        return _respond(await publishing.read_manifest(core, int(version)))
+        return _respond(await publishing.read_manifest(core, _number(request.params["policy_version"])))
+
+    async def keys(request: Request) -> Response:
+        return _respond(await statements.read_key_ring(core, _number(request.params["version"])))
+
+    async def timestamp(request: Request) -> Response:
+        return _respond(await statements.timestamp(core))
 
     async def blob(request: Request) -> Response:
         return await _blob(core, request)
@@ -165,11 +173,20 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         ("/v1/run", run),
         ("/v1/head", head),
         ("/v1/manifests/{policy_version}", manifest),
+        ("/v1/keys/{version}", keys),
+        ("/v1/timestamp", timestamp),
         ("/v1/blobs/{digest}", blob),
         ("/v1/status", show_status),
         ("/healthz", healthz),
         ("/metrics", metrics),
     ]
+
+
+def _number(text: str) -> int:
+    """A version in a path. Raises PeerError(NOT_FOUND)."""
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise PeerError(ErrorCode.NOT_FOUND, "a version is a number")
+    return int(text)
 
 
 async def _blob(core: Core, request: Request) -> Response:

@@ -54,6 +54,22 @@ class CheckpointSource(Protocol):
         ...
 
 
+class StatementSource(Protocol):
+    """Where a run's signed words about itself come from. Nothing in it is trusted."""
+
+    async def key_ring(self, version: int) -> Envelope:
+        """Version 1 or above. Raises PeerError(NOT_FOUND) where there is none yet."""
+        ...
+
+    async def timestamp(self) -> Envelope:
+        """The newest one that the source has. Raises PeerError(NOT_FOUND)."""
+        ...
+
+
+class PublicSource(CheckpointSource, StatementSource, Protocol):
+    """All that a run shows to everyone."""
+
+
 class WorkerPort(CheckpointSource, Protocol):
     """What a worker asks of a coordinator. Requests are signed by the adapter with the worker's key and a fresh nonce."""
 

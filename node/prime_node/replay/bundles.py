@@ -20,6 +20,7 @@ from prime_protocol import step as step_rule
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.key_ring import Role
 from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
@@ -36,7 +37,7 @@ class Bundle:
 
 def open_batch(envelope: Envelope, run: PinnedRun, *, step: int) -> TrainBatch:
     """(1). Raises PeerError."""
-    batch = parse_json(envelope.verify(PayloadType.BATCH, trusted=run.spec.keys.coordinator), TrainBatch)
+    batch = parse_json(run.keys.verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
     if batch.run != run.digest:
         raise PeerError(
             ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}"

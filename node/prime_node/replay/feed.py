@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from prime_node.patience import SAY_AGAIN_S, ask_until_answered
@@ -18,7 +18,7 @@ from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
 from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
 from prime_protocol.envelope import Envelope
-from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
+from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,10 @@ class StepBatch:
     groups: tuple[Group, ...]
 
 
+async def _at_once(check: Callable[[], TrainBatch]) -> TrainBatch:
+    return check()
+
+
 class Feed:
     """Batches in the order of the steps, one fetched ahead."""
 
@@ -45,14 +49,17 @@ class Feed:
         clock: Clock,
         wait_seconds: float = 10.0,
         fetches_max: int = 8,
+        verified: Callable[[Callable[[], TrainBatch]], Awaitable[TrainBatch]] | None = None,
     ) -> None:
-        """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once."""
+        """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once; `verified`:
+        how to call what checks a signature where the keys may have changed (broadcast.trust)."""
         self._coordinator = coordinator
         self._run = run
         self._clock = clock
         self._wait_seconds = wait_seconds
         self._fetches = asyncio.Semaphore(fetches_max)
         self._ahead: dict[int, asyncio.Task[StepBatch]] = {}
+        self._verified = verified or _at_once
         self._durable_step = 0
 
     async def take(self, step: int, *, durable_step: int = 0) -> StepBatch:
@@ -82,7 +89,7 @@ class Feed:
 
     async def _fetch(self, step: int) -> StepBatch:
         envelope = await self._batch(step)
-        batch = open_batch(envelope, self._run, step=step)
+        batch = await self._verified(lambda: open_batch(envelope, self._run, step=step))
         bundles = await self._bundles(batch.groups)
         return StepBatch(step, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
 

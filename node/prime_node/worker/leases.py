@@ -8,6 +8,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, pack_body, rollouts_for
@@ -28,7 +29,7 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     that we said we hold, and a step that the policy may serve; (4) it asks for no more than we offered and
     than the run allows; (5) prompts are within the limits and the vocabulary.
     """
-    payload = envelope.verify(PayloadType.LEASE, trusted=run.spec.keys.coordinator)  # (1)
+    payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
     lease = parse_json(payload, Lease)
     if lease.run != run.digest or lease.worker != worker:  # (2)
         raise PeerError(ErrorCode.LEASE_FOREIGN, f"lease {lease.lease_id[:12]} is for another worker or run")

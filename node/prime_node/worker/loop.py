@@ -1,10 +1,10 @@
 """The worker's loop: join, then lease, generate, sign, spool, upload; beside it, follow the policies.
 
-Who waits for whom. `_lease_ahead` waits for a policy, for room (config.leases_ahead) and for the coordinator;
-`_generate` waits for leases and gives room back; the spool's `flush` waits for bundles and for the
-coordinator; the follower waits for new heads. A lease decides which policy the engine loads, so leases of an
-older policy that wait in line are finished on that one. Nothing waits without an end: `quit` wakes everyone,
-and an absent coordinator is asked again with growing pauses.
+Who waits for whom. `_lease_ahead` waits for a policy, for room (config.leases_ahead) and for the coordinator; it asks for nothing
+while `trust` cannot say which policy is the newest; `_generate` waits for leases and gives room back; the spool's `flush` waits
+for bundles and for the coordinator; the follower waits for new heads. A lease decides which policy the engine loads, so leases of
+an older policy that wait in line are finished on that one. Nothing waits without an end: `quit` wakes everyone, and an absent
+coordinator is asked again with growing pauses.
 
 Only weights that the follower has verified are loaded, and an engine that then computes something else is not
 used.
@@ -24,6 +24,7 @@ from typing import NoReturn, TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.follower import Follower, Policy
+from prime_node.broadcast.trust import Trust
 from prime_node.folder_lock import FolderLock
 from prime_node.patience import causes_of, first_of, unless
 from prime_node.ports.clock import Clock
@@ -86,6 +87,8 @@ class Worker:
     coordinator: WorkerPort
     engine: Engine
     follower: Follower
+    trust: Trust
+    """Made before the worker: what is in the folder may be signed by keys that only it knows."""
     folder: Path
     clock: Clock
     rng: random.Random = field(default_factory=random.Random)
@@ -157,6 +160,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
             beside += [
                 tasks.create_task(_set_after(worker.quit, session.draining.wait())),
                 tasks.create_task(session.heartbeat(lambda: _heartbeat(worker))),
+                tasks.create_task(worker.trust.follow()),
                 tasks.create_task(worker.follower.follow()),
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),
                 tasks.create_task(_fetch_receipts(worker)),
@@ -184,6 +188,10 @@ async def _lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn
 async def _next_lease(worker: Worker) -> Lease:
     """A lease for the newest policy that we hold, however long it takes."""
     while True:
+        if fault := worker.trust.fault():
+            worker.waiting_for = fault
+            await worker.clock.sleep(LEASE_PAUSE_S)
+            continue
         policy = worker.follower.latest() or await worker.follower.wait_newer(-1)
         asked = LeaseRequest(
             policy_version=policy.version,
@@ -195,7 +203,8 @@ async def _next_lease(worker: Worker) -> Lease:
         try:
             reply = await worker.session.ask(functools.partial(worker.coordinator.lease, asked))
             if not isinstance(reply, NotYet):
-                lease = open_lease(reply, asked, run=worker.run, worker=worker.key.key_id)
+                opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
+                lease = await worker.trust.verified(opened)
                 worker.in_hand.add(lease.lease_id)
                 worker.waiting_for = ""
                 return lease
@@ -323,7 +332,7 @@ async def _fetch_receipts(worker: Worker) -> NoReturn:
         request = ReceiptsRequest(after=worker.receipts.cursor)
         try:
             answer = await worker.session.ask(functools.partial(worker.coordinator.receipts, request))
-            worker.receipts.add(answer)
+            await worker.trust.verified(functools.partial(worker.receipts.add, answer))
         except PeerError as error:
             log.warning("receipts: %s", error)
 

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import KeyId
+from prime_protocol.key_ring import Role
 from prime_protocol.messages import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt
@@ -56,7 +57,9 @@ class ReceiptBook:
         self.cursor = int(cursor) if cursor.strip().isdigit() else 0
         for line in lines:
             try:
-                self._note(self._opened(open_envelope(line)))
+                envelope = open_envelope(line)
+                kept = run.keys.verify_kept(envelope, PayloadType.RECEIPT, Role.COORDINATOR)
+                self._note(self._parsed(kept))
             except PeerError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
 
@@ -64,7 +67,8 @@ class ReceiptBook:
         """Verify and keep. Raises PeerError where a receipt is not the coordinator's word to us,
         LocalError for the disk."""
         envelopes = [open_envelope(text.encode()) for text in answer.receipts]
-        receipts = [self._opened(envelope) for envelope in envelopes]
+        verify = self._run.keys.verify
+        receipts = [self._parsed(verify(one, PayloadType.RECEIPT, Role.COORDINATOR)) for one in envelopes]
         try:
             self._append(envelope.to_bytes() for envelope in envelopes)
             partial = self._cursor_file.with_suffix(".partial")
@@ -89,8 +93,7 @@ class ReceiptBook:
             refused=dict(refused),
         )
 
-    def _opened(self, envelope: Envelope) -> Receipt:
-        payload = envelope.verify(PayloadType.RECEIPT, trusted=self._run.spec.keys.coordinator)
+    def _parsed(self, payload: bytes) -> Receipt:
         receipt = parse_json(payload, Receipt)
         if receipt.run != self._run.digest or receipt.worker != self._worker:
             raise PeerError(ErrorCode.WRONG_RUN, "a receipt of another run or worker")

@@ -1,0 +1,126 @@
+"""What the run says about itself beside the manifests: key rings, and timestamps of what is newest.
+
+A ring is taken in by anybody's hand: its signatures are what counts. It is on the disk before it is believed, so that no restart
+goes back to keys that were revoked. A timestamp is made anew every few seconds and whenever something newer is published; the
+last one lies beside the manifests, for mirrors.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.publishing import read_manifest
+from prime_node.coordinator.requests import Gate
+from prime_node.ports.documents import Documents
+from prime_protocol import limits
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import KeyRing, Role
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.timestamp import Timestamp
+
+log = logging.getLogger(__name__)
+
+TIMESTAMP_NAME = "timestamp.json"
+
+
+async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) -> None:
+    """After a restart: every ring that was taken in. Raises LocalError where our own key's time is over."""
+    for version in range(run.keys.version + 1, limits.KEY_RINGS_MAX + 1):
+        try:
+            run.keys.add(open_envelope(await published.read(key_ring_name(version))))
+        except KeyError:
+            break
+        except PeerError as error:
+            raise LocalError(
+                f"{key_ring_name(version)} in the published folder: {error}; restore it from a copy"
+            ) from None
+    require_own_key(run, key)
+
+
+def require_own_key(run: PinnedRun, key: SigningKey) -> None:
+    """Raises LocalError where nobody would believe what the coordinator signs."""
+    if key.key_id not in run.keys.current.coordinator:
+        raise LocalError(
+            f"{key.key_id} is no coordinator key of this run by key ring {run.keys.version}: start with the key that is"
+        )
+
+
+async def take_key_ring(core: Core, gate: Gate, body: bytes, *, address: str) -> None:
+    """The next ring, signed by the root. Idempotent for the newest one. Raises PeerError."""
+    with gate.blame(address, core.clock.monotonic_s()):
+        envelope = open_envelope(body)
+        async with core.blobs_turn:  # no manifest is taken in meanwhile
+            if envelope.digest == core.run.keys.digest:
+                return
+            ring = core.run.keys.check(envelope)
+            await _check_published(core, ring)
+            await core.published.write(key_ring_name(ring.version), envelope.to_bytes())
+            core.run.keys.add(envelope)
+    log.warning("key ring %d is in force: %s", ring.version, ring.reason or "no reason given")
+    await renew_timestamp(core)
+    if core.key.key_id not in ring.keys.coordinator:
+        core.revoked.set()
+
+
+async def _check_published(core: Core, ring: KeyRing) -> None:
+    """What is published stays so: the ring names a manifest of ours, and those after it are by keys that it keeps."""
+    first = 0
+    if ring.published is not None:
+        envelope = await read_manifest(core, ring.published.policy_version)
+        if envelope.digest != ring.published.manifest:
+            raise PeerError(
+                ErrorCode.FORK, f"the ring names another manifest for policy {ring.published.policy_version}"
+            )
+        first = ring.published.policy_version + 1
+    trainers = ring.keys.of(Role.TRAINER)
+    for version in range(first, core.state.head + 1):
+        envelope = await read_manifest(core, version)
+        try:
+            envelope.verify(PayloadType.MANIFEST, trusted=trainers, threshold=ring.keys.threshold(Role.TRAINER))
+        except PeerError:
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN,
+                f"policy {version} is published and not signed by this ring's trainers; make the ring again at the head",
+            ) from None
+
+
+async def read_key_ring(core: Core, version: int) -> Envelope:
+    """Raises PeerError(NOT_FOUND)."""
+    if not 1 <= version <= core.run.keys.version:
+        raise PeerError(ErrorCode.NOT_FOUND, f"the newest key ring is {core.run.keys.version}; 0 is the RunSpec")
+    return core.run.keys.rings[version - 1][1]
+
+
+async def timestamp(core: Core) -> Envelope:
+    """What is newest, signed lately."""
+    await renew_timestamp(core)
+    assert core.timestamp is not None
+    return core.timestamp[1]
+
+
+async def renew_timestamp(core: Core) -> None:
+    """Sign anew where the last one is old or says something else. Cheap where not."""
+    now_ms, head = core.clock.now_ms(), None if core.head is None else core.head.point
+    if core.timestamp is not None:
+        last = core.timestamp[0]
+        age_ms = now_ms - last.issued_at_ms
+        if (last.head, last.key_ring) == (head, core.run.keys.version) and (
+            0 <= age_ms < core.config.timestamp_seconds * 1_000
+        ):
+            return
+    stamp = Timestamp(
+        run=core.run.digest,
+        head=head,
+        key_ring=core.run.keys.version,
+        issued_at_ms=now_ms,
+        expires_at_ms=now_ms + round(core.config.timestamp_lifetime_seconds * 1_000),
+    )
+    core.timestamp = (stamp, seal(stamp, PayloadType.TIMESTAMP, core.key))
+    await core.published.write(TIMESTAMP_NAME, core.timestamp[1].to_bytes())
+
+
+def key_ring_name(version: int) -> str:
+    return f"keys/{version:04d}.json"

@@ -1,0 +1,88 @@
+"""Timestamps: the coordinator's short-lived word on which policy and which keys are the newest. TUF's timestamp role.
+
+A signature does not age, so an old head is a valid head: whoever stands between a machine and the run could show it for ever
+(the freeze attack). The coordinator, whose key is online anyway, therefore signs every few seconds what is newest, and until when
+that holds. It decides nothing else: weights are the trainer's word, keys the root's.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from prime_protocol import limits
+from prime_protocol.assignment import Count
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.key_ring import ChainPoint, Role
+from prime_protocol.run_spec import PinnedRun
+
+
+class Timestamp(WireModel):
+    """What is newest (envelope type TIMESTAMP)."""
+
+    run: Digest
+    head: ChainPoint | None
+    """The newest manifest, None before the first."""
+    key_ring: int = Field(ge=0, le=limits.KEY_RINGS_MAX)
+    """Version of the newest key ring; 0 is the RunSpec."""
+    issued_at_ms: Count
+    expires_at_ms: Count
+
+    @model_validator(mode="after")
+    def _lives_for_a_while(self) -> Self:
+        lifetime_ms = self.expires_at_ms - self.issued_at_ms
+        if not 0 < lifetime_ms <= limits.TIMESTAMP_LIFETIME_S_MAX * 1_000:
+            raise ValueError("expires_at_ms is after issued_at_ms, by at most TIMESTAMP_LIFETIME_S_MAX")
+        return self
+
+    @property
+    def policy_version(self) -> int:
+        """Of the head; -1 before the first."""
+        return -1 if self.head is None else self.head.policy_version
+
+
+def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
+    """Size, signature by the coordinator of today, schema, run. Its age is check_fresh's question. Raises PeerError."""
+    if len(envelope.payload) > limits.TIMESTAMP_BYTES_MAX:
+        raise LimitExceeded("TIMESTAMP_BYTES_MAX", len(envelope.payload), limits.TIMESTAMP_BYTES_MAX)
+    stamp = parse_json(run.keys.verify(envelope, PayloadType.TIMESTAMP, Role.COORDINATOR), Timestamp)
+    if stamp.run != run.digest:
+        raise PeerError(ErrorCode.WRONG_RUN, f"a timestamp of run {stamp.run[:12]}, not of {run.digest[:12]}")
+    return stamp
+
+
+def check_fresh(stamp: Timestamp, now_ms: int) -> None:
+    """It holds now, give or take the clocks' difference of REQUEST_AGE_S_MAX. Raises PeerError(EXPIRED)."""
+    skew_ms = round(limits.REQUEST_AGE_S_MAX * 1_000)
+    if stamp.issued_at_ms > now_ms + skew_ms:
+        ahead_s = (stamp.issued_at_ms - now_ms) / 1_000
+        raise PeerError(
+            ErrorCode.EXPIRED, f"the timestamp is {ahead_s:.0f} s ahead of this machine's clock; set the clock"
+        )
+    if stamp.expires_at_ms + skew_ms < now_ms:
+        age_s = (now_ms - stamp.issued_at_ms) / 1_000
+        raise PeerError(
+            ErrorCode.EXPIRED,
+            f"policy {stamp.policy_version} was the newest {age_s:,.0f} s ago, and that has expired; nothing newer is shown",
+        )
+
+
+def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
+    """Whether `stamp` is newer than what was known. Raises PeerError where the coordinator takes back what it has said.
+
+    A copy of an earlier one is no fault: mirrors lag.
+    """
+    if stamp.issued_at_ms <= known.issued_at_ms:
+        return False
+    if stamp.policy_version < known.policy_version or stamp.key_ring < known.key_ring:
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN,
+            f"rollback: policy {stamp.policy_version} and key ring {stamp.key_ring} are said to be the newest, after "
+            f"policy {known.policy_version} and key ring {known.key_ring}",
+        )
+    if stamp.policy_version == known.policy_version and stamp.head != known.head:
+        raise PeerError(ErrorCode.FORK, f"two manifests are said to be policy {stamp.policy_version}")
+    return True

@@ -1,0 +1,216 @@
+"""The coordinator serves key rings and timestamps, and obeys them: over HTTP, and after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    COORDINATOR,
+    ROOT,
+    TRAINER,
+    VALIDATOR,
+    World,
+    folder_parts,
+    make_manifest,
+    make_parcel,
+    make_run,
+    memory_parts,
+    refused,
+    running,
+)
+from tests.node.worker_world import next_ring
+
+from prime_node.adapters.folder_source import FolderSource
+from prime_node.broadcast.audit import audit
+from prime_node.coordinator.daemon import Parts, serve
+from prime_node.coordinator.records import State, rules_of
+from prime_node.coordinator.requests import Caller, require_role
+from prime_protocol.assignment import Lease
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import ChainPoint, KeyChain, Role
+from prime_protocol.manifest import sign_manifest
+from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
+
+NEW = SigningKey(b"\x50" * 32)
+
+
+def clients_run(run: PinnedRun) -> PinnedRun:
+    """What another machine makes of the same join link."""
+    return open_run_spec(run.envelope, pinned=run.digest)
+
+
+def ring(world: World, *signers: SigningKey, **keys: tuple[SigningKey, ...]) -> Envelope:
+    """The next ring at the world's head."""
+    point = None if world.head is None else world.head.point
+    return next_ring(world.run.keys, *(signers or (ROOT,)), published=point, **keys)
+
+
+async def stamp_of(world: World) -> Timestamp:
+    run = clients_run(world.run)
+    for _, envelope in world.run.keys.rings:
+        run.keys.add(envelope)
+    return open_timestamp(await world.client(ANNA).timestamp(), run)
+
+
+async def test_the_timestamp_names_the_head_and_the_ring_and_is_signed_anew(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run(), timestamp_seconds=0.01)) as world:
+        first = await stamp_of(world)
+        assert (first.head, first.key_ring) == (None, 0)
+        check_fresh(first, world.parts.clock.now_ms())
+        head = await world.publish()
+        second = await stamp_of(world)
+        assert second.head == head.point
+        await world.client(ANNA)._post("/v1/keys", ring(world).to_bytes())
+        assert (await stamp_of(world)).key_ring == 1
+
+        async def renewed() -> bool:
+            return (await stamp_of(world)).issued_at_ms > second.issued_at_ms
+
+        await world.until(renewed)
+
+
+async def test_a_ring_is_served_to_everyone_and_a_number_beyond_is_not_found(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        good = ring(world)
+        for _ in range(2):
+            assert (await world.post("/v1/keys", good.to_bytes()))[0] == 204
+        assert (await world.client(ANNA).key_ring(1)).payload == good.payload
+        for beyond in ("0", "2", "x", "9" * 20):
+            status, body, _ = await world.get(f"/v1/keys/{beyond}")
+            assert (status, json.loads(body)["code"]) == (404, "not_found")
+
+
+async def test_what_is_no_ring_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/keys", ring(world, TRAINER, COORDINATOR).to_bytes())
+        await refused(world, ErrorCode.MALFORMED, "/v1/keys", b"{")
+        await refused(world, ErrorCode.TOO_LARGE, "/v1/keys", b" " * 10**6)
+        other = next_ring(KeyChain("00" * 32, world.run.spec.keys), ROOT)
+        await refused(world, ErrorCode.WRONG_RUN, "/v1/keys", other.to_bytes())
+        lied = next_ring(world.run.keys, ROOT, published=ChainPoint(policy_version=0, manifest="00" * 32))
+        await refused(world, ErrorCode.FORK, "/v1/keys", lied.to_bytes())
+        early = next_ring(world.run.keys, ROOT, published=ChainPoint(policy_version=9, manifest="00" * 32))
+        await refused(world, ErrorCode.NOT_FOUND, "/v1/keys", early.to_bytes())
+        assert world.run.keys.version == 0
+
+
+async def test_a_ring_cannot_unmake_what_is_published_meanwhile(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        planned = ring(world, trainer=(NEW,))
+        overlapping = ring(world, trainer=(TRAINER, NEW))
+        await world.join(ANNA)
+        await world.fill(0)
+        await world.publish()
+        detail = await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/keys", planned.to_bytes())
+        assert "make the ring again at the head" in detail
+        assert (await world.post("/v1/keys", overlapping.to_bytes()))[0] == 204
+
+
+async def test_a_revoked_trainer_publishes_nothing_and_the_new_one_goes_on_in_a_chain_that_verifies(
+    tmp_path: Path,
+) -> None:
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        await world.parts.public.put(b'{"model_type": "test"}')
+        first = await world.publish()
+        await world.join(ANNA)
+        await world.fill(0)
+        assert (await world.post("/v1/keys", ring(world, trainer=(NEW,)).to_bytes()))[0] == 204
+        after, blobs = make_manifest(run, first, batch=world.batch)
+        with pytest.raises(PeerError) as refusal:
+            await world.client(TRAINER).put_blob(blobs[0])
+        assert refusal.value.code is ErrorCode.REVOKED
+        await refused(world, ErrorCode.REVOKED, "/v1/manifests", after.envelope.to_bytes())
+        for blob in blobs:
+            await world.client(NEW).put_blob(blob)
+        await world.client(NEW).publish(sign_manifest(after.manifest, NEW).envelope)
+        assert (await stamp_of(world)).policy_version == 1
+    report = await audit(FolderSource(tmp_path / "public"), run.digest, chain=True)
+    assert [check.number for check in report.checks if check.passed][:7] == [1, 2, 3, 4, 5, 6, 7]
+    assert report.key_ring == 1
+    (tmp_path / "public" / "keys" / "0001.json").unlink()
+    hidden = await audit(FolderSource(tmp_path / "public"), run.digest, chain=True)
+    assert hidden.failure is not None
+
+
+@pytest.mark.parametrize(
+    ("caller", "key", "role"),
+    [
+        (Caller.VALIDATOR, VALIDATOR, "validator"),
+        (Caller.JUDGES, VALIDATOR, "validator"),
+        (Caller.TRAINER, TRAINER, "trainer"),
+        (Caller.OPERATOR, COORDINATOR, "coordinator"),
+    ],
+)
+def test_a_revoked_key_has_its_role_no_longer(caller: Caller, key: SigningKey, role: str) -> None:
+    run = make_run()
+    state = State(rules_of(run))
+    require_role(key.key_id, caller, run=run, state=state)
+    run.keys.add(next_ring(run.keys, ROOT, **{role: (NEW,)}))
+    require_role(NEW.key_id, caller, run=run, state=state)
+    with pytest.raises(PeerError) as refusal:
+        require_role(key.key_id, caller, run=run, state=state)
+    assert refusal.value.code is ErrorCode.REVOKED
+    with pytest.raises(PeerError) as refusal:
+        require_role(ANNA.key_id, caller, run=run, state=state)
+    assert refusal.value.code is ErrorCode.WRONG_ROLE
+
+
+async def test_rings_are_in_force_after_a_restart(tmp_path: Path) -> None:
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        await world.publish()
+        await world.post("/v1/keys", ring(world, validator=(NEW,)).to_bytes())
+    again = clients_run(run)
+    async with running(await folder_parts(again, tmp_path)) as world:
+        assert (again.keys.version, again.keys.current.validator) == (1, (NEW.key_id,))
+        assert (await stamp_of(world)).key_ring == 1
+
+
+async def test_a_coordinator_whose_key_is_taken_away_ends_and_its_successor_goes_on(tmp_path: Path) -> None:
+    run = make_run()
+    leases: list[Lease] = []
+    with pytest.raises(ExceptionGroup) as ended:
+        await _serve_until_revoked(await folder_parts(run, tmp_path), leases)
+    assert ended.group_contains(LocalError, match="start with the key that is")
+    with pytest.raises(LocalError, match="start with the key that is"):
+        await serve(await folder_parts(clients_run(run), tmp_path), asyncio.Event())
+    successor = clients_run(run)
+    async with running(replace(await folder_parts(successor, tmp_path), key=NEW)) as world:
+        await world.client(ANNA).upload(make_parcel(leases[1], ANNA))
+        assert (await world.judge()).lease == leases[1], "the problems and seeds of an open lease stay what they were"
+        receipts = (await world.client(ANNA).receipts(ReceiptsRequest())).receipts
+        assert len(receipts) == 2
+        for text in receipts:
+            successor.keys.verify(open_envelope(text.encode()), PayloadType.RECEIPT, Role.COORDINATOR)
+
+
+async def _serve_until_revoked(parts: Parts, leases: list[Lease]) -> None:
+    """One bundle is taken in, another one is leased; then a ring takes the coordinator's key away."""
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        leases += [await world.lease(ANNA, rollouts_max=2), await world.lease(ANNA, rollouts_max=2)]
+        await world.client(ANNA).upload(make_parcel(leases[0], ANNA))
+        await world.judge()
+        assert (await world.post("/v1/keys", ring(world, coordinator=(NEW,)).to_bytes()))[0] == 204
+
+        async def gone() -> bool:
+            try:
+                await world.get("/healthz")
+            except OSError:
+                return True
+            return False
+
+        await world.until(gone)

@@ -1,0 +1,100 @@
+"""Timestamps: who may sign them, how long they hold, and what they may not take back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prime_protocol import limits
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.key_ring import ChainPoint
+from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
+
+Raises = Callable[..., PeerError]
+NOW_MS = 10**12
+
+
+def stamp(sample: Any, policy_version: int | None = 3, **changes: object) -> Timestamp:
+    head = None
+    if policy_version is not None:
+        head = ChainPoint(policy_version=policy_version, manifest=digest_of(b"%d" % policy_version))
+    fields: dict[str, object] = {
+        "run": sample.run.digest,
+        "head": head,
+        "key_ring": 0,
+        "issued_at_ms": NOW_MS,
+        "expires_at_ms": NOW_MS + 600_000,
+    }
+    return Timestamp.model_validate(fields | changes)
+
+
+def signed(said: Timestamp, key: Any) -> Envelope:
+    return seal(said, PayloadType.TIMESTAMP, key)
+
+
+def test_a_timestamp_by_the_coordinator_is_opened(sample: Any) -> None:
+    said = stamp(sample)
+    assert open_timestamp(signed(said, sample.coordinator), sample.run) == said
+    assert (said.policy_version, stamp(sample, None).policy_version) == (3, -1)
+
+
+@pytest.mark.parametrize("role", ["root", "trainer", "validator", "worker", "stranger"])
+def test_nobody_else_says_what_is_newest(sample: Any, raises: Raises, role: str) -> None:
+    raises(ErrorCode.BAD_SIGNATURE, open_timestamp, signed(stamp(sample), getattr(sample, role)), sample.run)
+
+
+def test_a_timestamp_of_another_run_or_kind_or_size_is_refused(sample: Any, raises: Raises) -> None:
+    other = stamp(sample, run=digest_of(b"other"))
+    raises(ErrorCode.WRONG_RUN, open_timestamp, signed(other, sample.coordinator), sample.run)
+    receipt = seal(stamp(sample), PayloadType.RECEIPT, sample.coordinator)
+    raises(ErrorCode.WRONG_PAYLOAD_TYPE, open_timestamp, receipt, sample.run)
+    large = seal(b" " * (limits.TIMESTAMP_BYTES_MAX + 1), PayloadType.TIMESTAMP, sample.coordinator)
+    raises(ErrorCode.TOO_LARGE, open_timestamp, large, sample.run)
+
+
+@pytest.mark.parametrize("lifetime_ms", [0, -1, int(limits.TIMESTAMP_LIFETIME_S_MAX * 1_000) + 1])
+def test_a_timestamp_lives_for_a_while_and_no_longer(sample: Any, raises: Raises, lifetime_ms: int) -> None:
+    payload = stamp(sample).model_copy(update={"expires_at_ms": NOW_MS + lifetime_ms})
+    raises(ErrorCode.WRONG_TYPE, open_timestamp, signed(payload, sample.coordinator), sample.run)
+
+
+@pytest.mark.parametrize(
+    ("now_ms", "holds"),
+    [
+        (NOW_MS, True),
+        (NOW_MS - 120_000, True),
+        (NOW_MS - 120_001, False),
+        (NOW_MS + 720_000, True),
+        (NOW_MS + 720_001, False),
+        (0, False),
+    ],
+)
+def test_it_holds_until_it_expires_give_or_take_two_minutes_of_the_clocks(
+    sample: Any, raises: Raises, now_ms: int, *, holds: bool
+) -> None:
+    if holds:
+        check_fresh(stamp(sample), now_ms)
+    else:
+        raises(ErrorCode.EXPIRED, check_fresh, stamp(sample), now_ms)
+
+
+def test_a_later_one_may_name_the_same_or_more_and_an_earlier_copy_says_nothing(sample: Any) -> None:
+    known = stamp(sample, key_ring=1)
+    assert check_follows(stamp(sample, key_ring=1, issued_at_ms=NOW_MS + 1), known)
+    assert check_follows(stamp(sample, 4, key_ring=2, issued_at_ms=NOW_MS + 1), known)
+    assert not check_follows(known, known)
+    assert not check_follows(stamp(sample, 2, issued_at_ms=NOW_MS - 1), known)
+
+
+def test_a_later_one_that_takes_something_back_is_a_rollback_or_a_fork(sample: Any, raises: Raises) -> None:
+    known = stamp(sample, key_ring=1)
+    later: dict[str, Any] = {"issued_at_ms": NOW_MS + 1}
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=1, **later), known)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, None, key_ring=1, **later), known)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=0, **later), known)
+    other = ChainPoint(policy_version=3, manifest=digest_of(b"other"))
+    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **later), known)
