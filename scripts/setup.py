@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from setup_machine import NEEDS_TORCH, SIZES_MB, Machine, choose_parts, detect_machine, parts_to_add
+from setup_native import install_what_is_missing, missing_to_build, what_to_do
 from setup_pip import (
     LEFT_OUT,
     LOG,
@@ -101,7 +102,18 @@ def is_current(machine: Machine, extras: Sequence[str]) -> bool:
         and stamp.fingerprint == fingerprint()
         and set(extras) <= set(stamp.extras)
         and VENV_PYTHON.exists()
+        and ("p2p" not in stamp.extras or "p2p" in stamp.installed or bool(missing_to_build()))
     )
+
+
+def buildable(extras: list[str]) -> list[str]:
+    """The extras without libp2p where it cannot be built, having tried."""
+    if "p2p" in extras and missing_to_build():
+        say("libp2p needs a C compiler and GMP: asking the system's package manager for them")
+        if not install_what_is_missing():
+            say(what_to_do(missing_to_build()))
+            return [extra for extra in extras if extra != "p2p"]
+    return extras
 
 
 def remove_torn_packages() -> None:
@@ -174,7 +186,8 @@ def install(machine: Machine, extras: list[str]) -> None:
         stamp = make_venv(machine)
     if stamp.state != "complete":
         remove_torn_packages()
-    extras = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
+    asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
+    extras = buildable(asked)
     table = read_pyproject()
     optional = table["project"]["optional-dependencies"]
 
@@ -188,7 +201,7 @@ def install(machine: Machine, extras: list[str]) -> None:
             say("No CPU build of torch is within reach. The CUDA build is taken: it runs here, and is larger.")
             names = ["torch-cuda" if name == "torch-cpu" else name for name in names]
     announce(machine, names)
-    stamp.state, stamp.extras = "incomplete", extras
+    stamp.state, stamp.extras = "incomplete", asked
     stamp.write()
     started = time.monotonic()
     if torch:
@@ -202,9 +215,9 @@ def install(machine: Machine, extras: list[str]) -> None:
     listing, wheels = [], []
     for requirement in wanted:
         if package_name(requirement) in LEFT_OUT:
-            wheel, asked = lean_requirements(package_name(requirement), requirement)
+            wheel, needed = lean_requirements(package_name(requirement), requirement)
             wheels.append(str(wheel))
-            listing += asked
+            listing += needed
         else:
             listing.append(requirement)
     requirements = VENV / "requirements.txt"

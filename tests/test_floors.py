@@ -62,7 +62,14 @@ ALSO_ALLOWED = {
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
 }
 # A library that comes with another one is no second system, and torch's tensors are the language of several.
-COMES_WITH = {"aiosqlite": "sqlalchemy", "jinja2": "transformers", "tokenizers": "transformers", "uvloop": "aiohttp"}
+COMES_WITH = {
+    "aiosqlite": "sqlalchemy",
+    "jinja2": "transformers",
+    "multiaddr": "libp2p",
+    "tokenizers": "transformers",
+    "trio": "libp2p",
+    "uvloop": "aiohttp",
+}
 TENSORS = {"torch"}
 
 READS_ITS_OWN_SOURCE = {"prime_protocol.codec.kernels.base"}  # for the key of numba's cache of compiled code

@@ -74,6 +74,20 @@ ANNOUNCEMENTS_REJECTED_MAX = 8
 """Announcements of one peer that do not verify, before its links are closed for good."""
 PEER_REQUESTS_MAX = 32
 """Requests of one peer that another works on at a time."""
+PEER_FRAME_BYTES_MAX = 64 * 2**20
+"""One request or reply between peers, whatever the two agreed on; a longer one ends the stream."""
+PEER_STREAMS_MAX = 64
+"""Streams that one peer may hold open at another."""
+PEER_STALL_S_MAX = 20.0
+"""A request or reply that has begun may stand still this long before its stream is reset."""
+PEER_CONNECTIONS_MAX = 512
+"""Links of one peer, in both directions; a relay or a coordinator may be set to more."""
+PEER_LINKS_MAX = 4
+"""Links between the same two peers: each may dial the other, over a relay and directly."""
+PEER_ADDRESSES_MAX = 8
+"""Addresses of one peer that are dialled or remembered."""
+PEER_ADDRESS_CHARS_MAX = 256
+"""One multiaddr as text."""
 KNOWN_PEERS_MAX = 2_048
 """Addresses of peers that one peer remembers; the oldest go first."""
 COUNT_MAX = 2**53

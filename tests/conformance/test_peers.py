@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import KeyId, SigningKey
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN, OTHER_RUN = "a" * 64, "b" * 64
 ECHO, SLOW, STRICT, BIG = "echo", "slow", "strict", "big"
 
@@ -74,18 +77,35 @@ class Node:
             await self.news.wait()
 
 
+MakeNetwork = Callable[[SigningKey, str, bool], PeerNetwork]
 MakeNode = Callable[..., Awaitable[Node]]
 
 
-@pytest.fixture(params=["memory"])
+def memory_network() -> MakeNetwork:
+    switch = MemorySwitch()
+    return lambda key, run, private: MemoryNetwork(switch, key.key_id, run=run, private=private)
+
+
+def libp2p_network() -> MakeNetwork:
+    pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+    from prime_node.adapters.libp2p_host import PeerSettings
+    from prime_node.adapters.libp2p_network import Libp2pNetwork
+
+    loopback = ("/ip4/127.0.0.1/tcp/0",)
+    return lambda key, run, private: Libp2pNetwork(
+        key, run=run, settings=PeerSettings(listen=loopback, private=private)
+    )
+
+
+@pytest.fixture(params=[memory_network, libp2p_network])
 async def node(request: pytest.FixtureRequest) -> AsyncIterator[MakeNode]:
     """Makes started nodes: `await node(run=..., private=...)`."""
     made: list[Node] = []
-    switch = MemorySwitch()
+    make_network: MakeNetwork = request.param()
 
     async def make(*, run: str = RUN, private: bool = False) -> Node:
         key = SigningKey(bytes([len(made) + 1]) * 32)
-        one = Node(MemoryNetwork(switch, key.key_id, run=run, private=private))
+        one = Node(make_network(key, run, private))
         made.append(one)
         await one.network.start()
         return one
@@ -291,3 +311,23 @@ async def test_addresses_are_remembered_and_bounded(node: MakeNode) -> None:
     anna.network.learn(tuple(PeerAddress(f"many {n}", ("/memory/x",)) for n in range(limits.KNOWN_PEERS_MAX)))
     assert len(anna.network.known()) == limits.KNOWN_PEERS_MAX
     assert not set(addresses) & set(anna.network.known())
+
+
+async def test_a_hint_leads_to_a_peer_that_is_not_linked(node: MakeNode) -> None:
+    anna, _, carla = await linked(node, 3)
+    hints: tuple[PeerAddress, ...] = ()
+    while not hints:  # the table is filled as peers get to know each other
+        await anna.network.provide("c" * 64)
+        hints = await carla.network.providers("c" * 64)
+    assert hints == (anna.address,)
+    assert await carla.network.providers("d" * 64) == ()
+
+
+def test_libp2p_is_there_wherever_it_can_be_built() -> None:
+    """The tests above skip without it: that must not hide a set-up that forgot it."""
+    spec = importlib.util.spec_from_file_location("setup_native", ROOT / "scripts" / "setup_native.py")
+    assert spec is not None
+    assert spec.loader is not None
+    setup_native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup_native)
+    assert importlib.util.find_spec("libp2p") or setup_native.missing_to_build()

@@ -1,0 +1,101 @@
+"""Announcements by gossipsub, on the trio side: signed by their author, judged by each peer before it forwards them.
+
+What is rejected is blamed on the peer that sent it on, because an honest one judges first: after
+ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. Judging late is nobody's fault and counts as IGNORE.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+from libp2p.abc import IHost
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+
+from prime_node.ports.peers import Judgement
+from prime_protocol import limits
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/meshsub/1.1.0"
+RPC_BYTES_MAX = 4 * limits.ANNOUNCEMENT_BYTES_MAX
+JUDGED_AT_ONCE_MAX = 16
+
+Judge = Callable[[str, bytes], Awaitable[Judgement]]
+Hear = Callable[[str, bytes], Awaitable[None]]
+Blame = Callable[[str, str], Awaitable[None]]
+
+
+class Gossip:
+    """The topics of one host. `run` lives as long as the host does."""
+
+    def __init__(self, host: IHost, blame: Blame) -> None:
+        self.router = GossipSub(
+            protocols=[PROTOCOL],
+            degree=6,
+            degree_low=4,
+            degree_high=12,
+            heartbeat_interval=1,
+            adaptive_gossip_enabled=False,  # it would stretch the heartbeat to a minute
+        )
+        self.pubsub = Pubsub(
+            host,
+            self.router,
+            strict_signing=True,
+            max_inbound_rpc_size=RPC_BYTES_MAX,
+            validation_timeout=2 * limits.ANNOUNCEMENT_JUDGE_S_MAX,  # ours is stricter, and blames nobody
+            max_concurrent_validator_count=JUDGED_AT_ONCE_MAX,
+        )
+        # A peer that restarts must not number its announcements as before: they would pass for old ones.
+        self.pubsub.counter = time.time_ns()
+        self._rejected: Counter[str] = Counter()
+        self._blame = blame
+
+    async def join(self, topic: str, judge: Judge, hear: Hear, nursery: trio.Nursery) -> None:
+        async def validate(forwarder: ID, message: Any) -> bool:
+            if forwarder == self.pubsub.my_id:
+                return True  # our own
+            return await self._judge(str(forwarder), bytes(message.data), judge) is Judgement.ACCEPT
+
+        async def listen() -> None:
+            while True:
+                message = await subscription.get()
+                author = str(ID(message.from_id))
+                if author != str(self.pubsub.my_id):
+                    try:
+                        await hear(author, bytes(message.data))
+                    except Exception:
+                        log.exception("an accepted announcement of %s could not be handled", author)
+
+        self.pubsub.set_topic_validator(topic, validate, is_async_validator=True)
+        subscription = await self.pubsub.subscribe(topic)
+        nursery.start_soon(listen)
+
+    async def announce(self, topic: str, data: bytes) -> None:
+        await self.pubsub.publish(topic, data)
+
+    def block(self, peer: ID) -> None:
+        self.pubsub.add_to_blacklist(peer)
+
+    async def _judge(self, forwarder: str, data: bytes, judge: Judge) -> Judgement:
+        judgement = Judgement.IGNORE
+        if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
+            judgement = Judgement.REJECT
+        else:
+            with trio.move_on_after(limits.ANNOUNCEMENT_JUDGE_S_MAX):
+                try:
+                    judgement = await judge(forwarder, data)
+                except Exception:
+                    log.exception("an announcement that %s sent on could not be judged", forwarder)
+        if judgement is Judgement.REJECT:
+            self._rejected[forwarder] += 1
+            if self._rejected[forwarder] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
+                del self._rejected[forwarder]
+                await self._blame(forwarder, "announced too much that does not verify")
+        return judgement

@@ -1,0 +1,290 @@
+"""Requests and replies over libp2p streams, on the trio side.
+
+One stream for each peer and protocol in each direction, kept open: opening costs round trips, asking on it one. Whoever
+opened it asks; several requests are under way, and replies come in any order (prime_protocol.peer_frames).
+
+Who waits for whom: an asker waits for its reply or its time-out; the stream's reader hands replies out and waits for
+nobody, because a reader that stalls for seconds has its stream reset by yamux. The same holds for the answering side: it reads
+on while handlers work, and says no to what is too much instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import trio
+from libp2p.abc import IHost, INetStream
+from libp2p.peer.id import ID
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.peer_frames import (
+    REPLY_HEADER_BYTES,
+    REQUEST_HEADER_BYTES,
+    pack_answer,
+    pack_refusal,
+    pack_request,
+    parse_refusal,
+    parse_reply_header,
+    parse_request_header,
+)
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 256 * 2**10
+OPEN_S_MAX = 10.0
+"""To agree on a protocol."""
+
+Answer = Callable[[str, bytes], Awaitable[bytes]]
+"""(key id of the asker, request) -> answer; runs on the trio side."""
+
+
+@dataclass
+class _Asked:
+    """A request that waits for its reply."""
+
+    reply_bytes_max: int
+    settled: trio.Event = field(default_factory=trio.Event)
+    reply: bytes = b""
+    error: PeerError | Unreachable | None = None
+
+
+class AskingStream:
+    """An open stream of our own to a peer."""
+
+    def __init__(self, stream: INetStream, peer: str) -> None:
+        self._stream = stream
+        self._peer = peer
+        self._asked: dict[int, _Asked] = {}
+        self._next = 0
+        self._writing = trio.Lock()
+        self.is_open = True
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._asked
+
+    @property
+    def is_relayed(self) -> bool:
+        return leads_through_relay(getattr(self._stream, "swarm_conn", self._stream))
+
+    async def ask(self, payload: bytes, *, reply_bytes_max: int) -> bytes:
+        """Raises PeerError or Unreachable; the caller sets the deadline."""
+        number, asked = self._next, _Asked(reply_bytes_max)
+        self._next = (self._next + 1) % 2**32
+        self._asked[number] = asked
+        try:
+            async with self._writing:
+                await self._write(pack_request(number, payload))
+            await asked.settled.wait()
+        finally:
+            self._asked.pop(number, None)
+        if asked.error is not None:
+            raise asked.error
+        return asked.reply
+
+    async def read_replies(self) -> None:
+        """The stream's reader: runs until the stream ends."""
+        why: Exception = Unreachable(f"{self._peer} closed the stream")
+        try:
+            while True:
+                await self._read_reply()
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them ends this stream
+            why = error
+        finally:
+            self.is_open = False
+            for asked in self._asked.values():
+                asked.error = Unreachable(f"the link to {self._peer} broke: {why!r}")
+                asked.settled.set()
+            await reset(self._stream)
+
+    async def _read_reply(self) -> None:
+        header = parse_reply_header(await _exactly(self._stream, REPLY_HEADER_BYTES, stall_s=inf))
+        asked = self._asked.get(header.number)  # None: its asker has gone
+        bytes_max = limits.ERROR_BODY_BYTES_MAX if header.refused else asked.reply_bytes_max if asked else 0
+        if header.num_bytes > bytes_max:
+            await _skip(self._stream, header.num_bytes)
+            error: PeerError = LimitExceeded("reply_bytes_max", header.num_bytes, bytes_max)
+            reply = b""
+        else:
+            reply = await _exactly(self._stream, header.num_bytes)
+        if asked is None:
+            return
+        if header.refused and header.num_bytes <= bytes_max:
+            try:
+                error = parse_refusal(reply)
+            except PeerError as nonsense:
+                error = nonsense
+        asked.reply = reply
+        asked.error = error if header.refused or header.num_bytes > bytes_max else None
+        asked.settled.set()
+
+    async def _write(self, frame: bytes) -> None:
+        """A frame that is cut short would shift all that follow: then the stream ends."""
+        try:
+            await self._stream.write(frame)
+        except BaseException as error:
+            self.is_open = False
+            await reset(self._stream)
+            if isinstance(error, Exception):
+                raise Unreachable(f"the link to {self._peer} broke: {error!r}") from None
+            raise
+
+
+class Streams:
+    """All streams of a host. `nursery` is the host's: readers live in it."""
+
+    def __init__(self, host: IHost, nursery: trio.Nursery) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._open: dict[tuple[str, str], AskingStream] = {}
+        self._opening: dict[tuple[str, str], trio.Lock] = {}
+        self._answering: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+
+    async def ask(self, peer: str, protocol: str, payload: bytes, *, reply_bytes_max: int) -> bytes:
+        """Raises PeerError, or Unreachable; the caller sets the deadline."""
+        stream = await self._stream(peer, protocol)
+        return await stream.ask(payload, reply_bytes_max=reply_bytes_max)
+
+    def serve(self, protocol: str, answer: Answer, *, request_bytes_max: int) -> None:
+        async def handle(stream: INetStream) -> None:
+            peer = str(stream.muxed_conn.peer_id)
+            if self._held[peer] >= limits.PEER_STREAMS_MAX:
+                await reset(stream)
+                return
+            self._held[peer] += 1
+            try:
+                await self._answer_all(stream, peer, answer, request_bytes_max)
+            except Exception as error:  # noqa: BLE001 - the edge of the task: a peer's stream never ends the host
+                log.debug("the stream of %s ended: %r", peer, error)
+            finally:
+                self._held[peer] -= 1
+                if not self._held[peer]:
+                    del self._held[peer]
+                await reset(stream)
+
+        self._host.set_stream_handler(protocol, handle)
+
+    async def _stream(self, peer: str, protocol: str) -> AskingStream:
+        """The open stream to a peer; a direct one as soon as there is a direct link."""
+        name = (peer, protocol)
+        lock = self._opening.setdefault(name, trio.Lock())
+        async with lock:
+            stream = self._open.get(name)
+            if stream is not None and stream.is_open and not (stream.is_relayed and self.has_direct_link(peer)):
+                return stream
+            self._open[name] = stream = AskingStream(await self._new(peer, protocol), peer)
+            self._nursery.start_soon(self._read, name, stream)
+            return stream
+
+    async def _read(self, name: tuple[str, str], stream: AskingStream) -> None:
+        await stream.read_replies()
+        if self._open.get(name) is stream:
+            del self._open[name]
+            self._opening.pop(name, None)
+
+    async def _new(self, peer: str, protocol: str) -> INetStream:
+        if not self.links(peer):
+            raise Unreachable(f"no link to {peer}")
+        try:
+            with trio.fail_after(OPEN_S_MAX):
+                return await self._host.new_stream(ID.from_string(peer), [protocol])
+        except trio.TooSlowError:
+            raise Unreachable(f"{peer} does not open a stream within {OPEN_S_MAX:g} s") from None
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no protocol, no stream, no link
+            if "not supported" in f"{error!r} {error.__cause__!r}":
+                raise PeerError(ErrorCode.NOT_FOUND, f"{peer} does not serve {protocol}") from None
+            raise Unreachable(f"{peer} opens no stream: {error!r}") from None
+
+    def links(self, peer: str) -> list[Any]:
+        connections = self._host.get_network().connections.get(ID.from_string(peer)) or []
+        return [link for link in connections if not link.is_closed]
+
+    def has_direct_link(self, peer: str) -> bool:
+        return any(not leads_through_relay(link) for link in self.links(peer))
+
+    async def _answer_all(self, stream: INetStream, peer: str, answer: Answer, request_bytes_max: int) -> None:
+        writing = trio.Lock()
+        async with trio.open_nursery() as nursery:
+            while True:
+                header = await _exactly(stream, REQUEST_HEADER_BYTES, stall_s=inf)
+                number, num_bytes = parse_request_header(header)
+                if num_bytes > request_bytes_max:
+                    await _skip(stream, num_bytes)
+                    refused: PeerError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
+                    nursery.start_soon(_send, stream, writing, pack_refusal(number, refused))
+                    continue
+                payload = await _exactly(stream, num_bytes)
+                if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
+                    refused = PeerError(
+                        ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way"
+                    )
+                    # Waited for, so that a flood of refused requests is read no faster than it takes its refusals.
+                    await _send(stream, writing, pack_refusal(number, refused))
+                    continue
+                self._answering[peer] += 1
+                nursery.start_soon(self._answer, stream, writing, peer, answer, number, payload)
+
+    async def _answer(
+        self, stream: INetStream, writing: trio.Lock, peer: str, answer: Answer, number: int, payload: bytes
+    ) -> None:
+        try:
+            try:
+                frame = pack_answer(number, await answer(peer, payload))
+            except PeerError as error:
+                frame = pack_refusal(number, error)
+            except Unreachable as error:
+                frame = pack_refusal(number, PeerError(ErrorCode.UNAVAILABLE, str(error)))
+            except Exception:
+                log.exception("a request of %s could not be answered", peer)
+                frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "a fault of this peer"))
+            await _send(stream, writing, frame)
+        finally:
+            self._answering[peer] -= 1
+            if not self._answering[peer]:
+                del self._answering[peer]
+
+
+def leads_through_relay(link: Any) -> bool:
+    """Whether a link, or the link of a stream, is a circuit of a relay."""
+    try:
+        return any("p2p-circuit" in str(address) for address in link.get_transport_addresses())
+    except Exception:  # noqa: BLE001 - a link that is just closing cannot say
+        return False
+
+
+async def reset(stream: INetStream) -> None:
+    """End a stream at once; never raises and never hangs."""
+    with contextlib.suppress(Exception), trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
+        await stream.reset()
+
+
+async def _send(stream: INetStream, writing: trio.Lock, frame: bytes) -> None:
+    async with writing:
+        await stream.write(frame)
+
+
+async def _exactly(stream: INetStream, num_bytes: int, *, stall_s: float = limits.PEER_STALL_S_MAX) -> bytes:
+    """Raises EOFError at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
+    parts, missing = [], num_bytes
+    while missing:
+        with trio.fail_after(stall_s):
+            part = await stream.read(min(missing, READ_BYTES))
+        if not part:
+            raise EOFError(f"{missing} bytes short")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+async def _skip(stream: INetStream, num_bytes: int) -> None:
+    while num_bytes:
+        num_bytes -= len(await _exactly(stream, min(num_bytes, READ_BYTES)))

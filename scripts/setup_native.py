@@ -1,0 +1,65 @@
+"""What libp2p needs beside Python: its signatures (fastecdsa) are C source that pip compiles against GMP. Standard library only.
+
+Nothing depends on it: where it cannot be had, the set-up says so and goes on, and peers talk over HTTP alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+APT_TIMEOUT_S = 300
+
+
+def missing_to_build() -> list[str]:
+    """What is missing, in words: "a C compiler", "the headers of Python", "the headers of GMP"."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    missing = [] if compiler else ["a C compiler"]
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        missing.append("the headers of Python")
+    if compiler and not compiles(compiler, "#include <gmp.h>\nint main(void) { mpz_t x; mpz_init(x); return 0; }\n"):
+        missing.append("the headers of GMP")
+    return missing
+
+
+def compiles(compiler: str, program: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "try.c"
+        source.write_text(program)
+        command = [compiler, str(source), "-lgmp", "-o", str(Path(folder) / "try")]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def debian_packages() -> list[str]:
+    return ["gcc", "libc6-dev", "libgmp-dev", f"python3.{sys.version_info.minor}-dev"]
+
+
+def install_what_is_missing() -> bool:
+    """As root on Debian or Ubuntu: fetch the packages. Returns whether libp2p can be built now."""
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        return False
+    packages = [name for name in debian_packages() if "python" not in name or _is_debians_python()]
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in ([apt, "-qq", "update"], [apt, "-qq", "install", "--yes", "--no-install-recommends", *packages]):
+        try:
+            subprocess.run(command, env=env, capture_output=True, timeout=APT_TIMEOUT_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue  # an index may be out of reach while the packages are in the cache
+    return not missing_to_build()
+
+
+def _is_debians_python() -> bool:
+    return sys.base_prefix == "/usr"  # any other one, pyenv's for example, brings its own headers
+
+
+def what_to_do(missing: list[str]) -> str:
+    return (
+        f"libp2p cannot be built here: {' and '.join(missing)} missing. Going on without it: peers talk over HTTP alone. "
+        f"To have it: sudo apt install {' '.join(debian_packages())} (or your system's), then run the same command again."
+    )

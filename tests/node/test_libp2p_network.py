@@ -1,0 +1,183 @@
+"""libp2p as an attacker, a bad line and a tired machine treat it. What every network promises is in conformance/test_peers.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
+from multiaddr import Multiaddr
+
+from prime_node.adapters.libp2p_host import PeerSettings
+from prime_node.adapters.libp2p_network import Libp2pNetwork
+from prime_node.ports.peers import PeerAddress
+from prime_node.ports.transport import Unreachable
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.peer_frames import stream_protocol
+
+RUN = "a" * 64
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+MakePeer = Callable[..., Awaitable[Libp2pNetwork]]
+
+
+async def echo(asker: KeyId, payload: bytes) -> bytes:
+    return asker.encode() + b" " + payload
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[MakePeer]:
+    """Makes started peers that echo: `await peer(bootstrap=(address,))`."""
+    made: list[Libp2pNetwork] = []
+
+    async def make(*, bootstrap: tuple[PeerAddress, ...] = (), heartbeat_s: float = 4.0) -> Libp2pNetwork:
+        settings = PeerSettings(listen=LOOPBACK, bootstrap=bootstrap, heartbeat_s=heartbeat_s)
+        network = Libp2pNetwork(SigningKey(bytes([len(made) + 1]) * 32), run=RUN, settings=settings)
+        network.serve("echo", echo, request_bytes_max=1_024)
+        made.append(network)
+        await network.start()
+        return network
+
+    yield make
+    for network in made:
+        await network.close()
+
+
+def where(network: Libp2pNetwork) -> PeerAddress:
+    return PeerAddress(network.peer_id, network.addresses())
+
+
+async def until(met: Callable[[], object]) -> None:
+    while not met():  # noqa: ASYNC110 - links come and go in another thread, which tells nobody
+        await asyncio.sleep(0.01)
+
+
+async def hello(network: Libp2pNetwork, other: Libp2pNetwork) -> bytes:
+    return await network.request(other.peer_id, "echo", b"hello", timeout_s=10.0, reply_bytes_max=1_024)
+
+
+async def outsider(act: Callable[..., Awaitable[None]], **options: object) -> None:
+    """Run `act(host)` with a libp2p host that follows none of our rules."""
+
+    def turn() -> None:
+        async def main() -> None:
+            host = new_host(key_pair=create_new_key_pair(bytes([99]) * 32), **options)
+            async with host.run(listen_addrs=[]):
+                await act(host)
+                await host.close()
+
+        trio.run(main)
+
+    await asyncio.to_thread(turn)
+
+
+async def test_nobody_gets_in_by_plaintext(peer: MakePeer) -> None:
+    """With the library's default whoever speaks plaintext is believed any peer id."""
+    victim = await peer()
+    pair = create_new_key_pair(bytes([7]) * 32)
+
+    async def impersonate(host: object) -> None:
+        with pytest.raises(Exception, match="unable to connect"):
+            await host.connect(PeerInfo(ID.from_string(victim.peer_id), [Multiaddr(victim.addresses()[0])]))  # type: ignore[attr-defined]
+
+    await outsider(impersonate, sec_opt={PLAINTEXT_PROTOCOL_ID: InsecureTransport(pair)})
+    assert victim.connected() == ()
+
+
+async def test_a_peer_dials_nobody_whom_it_was_not_told_to_dial(peer: MakePeer) -> None:
+    """The library's default dials every address that it ever heard of."""
+    anna, ben, carla = await peer(heartbeat_s=0.05), await peer(), await peer()
+    await anna.connect(where(ben))
+    await ben.connect(where(carla))
+    anna.learn((where(carla),))
+    await until(lambda: anna._heard_s.get(ben.peer_id))
+    assert [link.peer for link in anna.connected()] == [ben.peer_id]
+
+
+async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(peer: MakePeer) -> None:
+    anna, ben = await peer(heartbeat_s=0.1), await peer()
+    await anna.connect(where(ben))
+    await hello(anna, ben)
+    frozen, thaw = threading.Event(), threading.Event()
+
+    async def freeze() -> None:
+        frozen.set()
+        thaw.wait()  # blocks ben's loop: his sockets stay open and say nothing
+
+    ben._thread.spawn(freeze)
+    await asyncio.to_thread(frozen.wait)
+    await until(lambda: not anna.connected())
+    with pytest.raises(Unreachable):
+        await hello(anna, ben)
+    thaw.set()
+
+
+async def test_a_bootstrap_peer_is_dialled_at_the_start(peer: MakePeer) -> None:
+    hub = await peer()
+    newcomer = await peer(bootstrap=(where(hub),))
+    await until(newcomer.connected)
+    assert await hello(newcomer, hub) == newcomer.peer_id.encode() + b" hello"
+
+
+async def test_rubbish_on_a_stream_ends_the_stream_and_nothing_else(peer: MakePeer) -> None:
+    victim, friend = await peer(), await peer()
+    await friend.connect(where(victim))
+
+    async def send_rubbish(host: object) -> None:
+        target = ID.from_string(victim.peer_id)
+        await host.connect(PeerInfo(target, [Multiaddr(victim.addresses()[0])]))  # type: ignore[attr-defined]
+        for rubbish in (b"\xff" * 64, b"\0" * 4 + b"\xff" * 4, bytes(4) + b"\0\0\4\1" + bytes(9)):
+            stream = await host.new_stream(target, [stream_protocol(RUN, "echo")])  # type: ignore[attr-defined]
+            await stream.write(rubbish)
+            await stream.close()
+
+    from libp2p.crypto.x25519 import create_new_key_pair as noise_pair
+    from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+    from libp2p.security.noise.transport import Transport
+
+    pair = create_new_key_pair(bytes([99]) * 32)
+    await outsider(send_rubbish, sec_opt={NOISE: Transport(pair, noise_privkey=noise_pair().private_key)})
+    assert await hello(friend, victim) == friend.peer_id.encode() + b" hello"
+
+
+async def test_what_identify_tells_is_what_is_announced(peer: MakePeer) -> None:
+    anna = await peer()
+    assert anna._host is not None
+    told = [str(address) for address in anna._host.get_addrs()]
+    assert told == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
+
+
+async def test_after_the_thread_has_ended_everybody_is_unreachable(peer: MakePeer) -> None:
+    anna, ben = await peer(), await peer()
+    await anna.connect(where(ben))
+
+    async def crash() -> None:
+        raise RuntimeError("a bug in a library")
+
+    anna._thread.spawn(crash)
+    await asyncio.wait([anna._thread._ended])
+    with pytest.raises(Unreachable):
+        await hello(anna, ben)
+    with pytest.raises(Unreachable):
+        await anna.connect(where(ben))
+    await anna.close()
+
+
+async def test_a_cancelled_request_lets_the_next_one_through(peer: MakePeer) -> None:
+    anna, ben = await peer(), await peer()
+    await anna.connect(where(ben))
+    asking = asyncio.ensure_future(hello(anna, ben))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await hello(anna, ben) == anna.peer_id.encode() + b" hello"
