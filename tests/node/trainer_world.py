@@ -43,6 +43,7 @@ from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, Not
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.schedule import Schedule
 from prime_protocol.weights import Weights, root_of
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([n]) * 32) for n in range(1, 7))
@@ -62,7 +63,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make_run(*, max_steps: int = 5, async_level: int = 2) -> PinnedRun:
+def make_run(*, max_steps: int = 5, async_level: int = 2, **schedule: object) -> PinnedRun:
     spec = RunSpec(
         name="test",
         created_at_ms=0,
@@ -79,6 +80,7 @@ def make_run(*, max_steps: int = 5, async_level: int = 2) -> PinnedRun:
         environments=(EnvironmentSpec(name="echo", id="echo"),),
         sampling=Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
         async_level=async_level,
+        schedule=Schedule.model_validate(schedule),
         max_steps=max_steps,
         groups_per_step=GROUPS,
         rollouts_per_group=ROLLOUTS,
@@ -184,7 +186,19 @@ class BatchCoordinator:
             return NotYet(reason=f"policy {policy_version} is not published", retry_after_s=0.1)
         bundle, groups = make_bundle(self.run, request.step, self.manifests[policy_version])
         self.bundles[digest_of(bundle)] = bundle
-        return seal(TrainBatch(run=self.run.digest, step=request.step, groups=groups), PayloadType.BATCH, COORDINATOR)
+        size = len(groups) // self.run.spec.schedule.batches_per_step
+        previous: Envelope | None = None
+        for part in range(request.part + 1):
+            batch = TrainBatch(
+                run=self.run.digest,
+                step=request.step,
+                groups=groups[part * size : (part + 1) * size],
+                part=part,
+                previous=None if previous is None else previous.digest,
+            )
+            previous = seal(batch, PayloadType.BATCH, COORDINATOR)
+        assert previous is not None
+        return previous
 
     async def bundle(self, request: BundleRequest) -> bytes:
         self._answer()
@@ -324,6 +338,12 @@ class FusedBackend:
         stats = self.inner.train_step(samples, loss, lr=lr)
         self._fuse.passes("after train_step")
         return stats
+
+    def keep_proximal(self) -> None:
+        self.inner.keep_proximal()
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        return self.inner.proximal_logprobs(samples)
 
     def snapshot(self) -> Weights:
         self._fuse.passes("snapshot")

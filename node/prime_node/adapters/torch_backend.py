@@ -99,6 +99,7 @@ class TorchBackend:
             quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
         )
         self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
+        self._proximal: list[Tensor] = []
         self.new_optimizer(OptimizerSettings())
 
     @property
@@ -180,6 +181,27 @@ class TorchBackend:
                     start = end
         everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
         return [everywhere[place] for place in range(num_samples)]
+
+    def keep_proximal(self) -> None:
+        self._proximal = self._copied()
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        assert self._proximal, "no proximal policy has been kept"
+        present = self._copied()
+        try:
+            self._put(self._proximal)
+            return self.logprobs(samples)
+        finally:
+            self._put(present)
+
+    @torch.no_grad()
+    def _copied(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._policy.parameters()]
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._policy.parameters(), values, strict=True):
+            parameter.copy_(value)
 
     def snapshot(self) -> Weights:
         """Whole. On several ranks it is gathered tensor by tensor, and rank 0 alone has it: for models that one host can hold."""

@@ -177,6 +177,11 @@ class TrainerConfig(Settings):
     """The learning rate is damped while the mean |log ratio| of trainer and (validated) inference is above this."""
     loss: LossConfig = LossConfig()
     """What is minimised."""
+    compute_prox_log_prob: bool = False
+    """The proximal policy (rho = pi / pi_prox) is the first one of the step (AReaL, verl). It costs a forward pass a batch and
+    matters where a step takes several optimizer steps. Without it, it is the policy that each optimizer step begins with."""
+    use_rollout_log_probs: bool = False
+    """The proximal policy is the one that sampled the token (verl): rho = pi / mu, and no correction beside it."""
     mode: TrainingMode = TrainingMode.RL
     """What rollouts teach: rl by their rewards, opd by a teacher's logprobs, sft as they are."""
     environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)
