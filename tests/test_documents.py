@@ -35,13 +35,21 @@ def test_the_readme_begins_with_the_two_commands() -> None:
 @pytest.mark.parametrize(("document", "command", "rest"), invocations())
 def test_every_command_that_a_document_names_exists_with_its_options(document: str, command: str, rest: str) -> None:
     assert command in COMMANDS, f"{document} names prime-node {command}"
-    known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+    found = COMMANDS[command]
+    words = rest.split()
+    if words and hasattr(found, "commands"):
+        assert words[0] in found.commands, f"{document} names prime-node {command} {words[0]}"
+        found = found.commands[words[0]]
+    known = {option for parameter in found.params for option in parameter.opts}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
     assert named <= known, f"{document}: prime-node {command} has no {', '.join(sorted(named - known))}"
 
 
 def test_every_command_explains_itself_and_its_options() -> None:
-    for name, command in COMMANDS.items():
+    every = {
+        f"{name} {sub}": one for name, group in COMMANDS.items() for sub, one in getattr(group, "commands", {}).items()
+    }
+    for name, command in (COMMANDS | every).items():
         assert command.help, name
         silent = [p.name for p in command.params if not getattr(p, "hidden", False) and not getattr(p, "help", None)]
         assert silent == [], name

@@ -123,8 +123,11 @@ def seal(payload: BaseModel | bytes, payload_type: PayloadType, *keys: SigningKe
     return Envelope(payload_type, raw, tuple(Signature(key.key_id, key.sign(message)) for key in keys))
 
 
-def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX) -> Envelope:
-    """Framing and size only; nothing is trusted afterwards. Raises PeerError."""
+def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, unsigned: bool = False) -> Envelope:
+    """Framing and size only; nothing is trusted afterwards. Raises PeerError.
+
+    `unsigned` allows what nobody has signed yet: a request that goes from one root key's machine to the next.
+    """
     if len(data) > bytes_max:
         raise LimitExceeded("envelope_bytes_max", len(data), bytes_max)
     fields = load_json(data)
@@ -134,7 +137,7 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX) ->
     if unknown:
         raise PeerError(ErrorCode.UNKNOWN_FIELD, f"envelope has unknown field {min(unknown)[:100]!r}")
     payload, payload_type, signatures = (fields.get(name) for name in ("payload", "payloadType", "signatures"))
-    if not isinstance(payload_type, str) or not isinstance(signatures, list) or not signatures:
+    if not isinstance(payload_type, str) or not isinstance(signatures, list) or not (signatures or unsigned):
         raise PeerError(ErrorCode.WRONG_TYPE, "envelope needs payload, payloadType and signatures")
     if len(signatures) > limits.SIGNATURES_MAX:
         raise LimitExceeded("SIGNATURES_MAX", len(signatures), limits.SIGNATURES_MAX)

@@ -54,10 +54,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         chosen_N = torch.empty(row_N.shape[0], dtype=torch.float32, device=hidden_SH.device)
         for rows, picks in _blocks(hidden_SH.shape[0], head_VH.shape[0], row_N):
             logits_BV = _logits(hidden_SH[rows], head_VH, bias_V, temperature)
-            normaliser_S[rows] = logits_BV.logsumexp(-1)
             chosen_N[picks] = logits_BV[row_N[picks] - rows.start, target_N[picks]]
-            # H = log Z - sum of p * z
-            entropy_S[rows] = normaliser_S[rows] - (logits_BV.softmax(-1) * logits_BV).sum(-1)
+            # One exp and one more block: Z = sum of e^(z - max), log Z' = max + log Z, H = log Z' - sum of e^(z - max) * z / Z.
+            largest_B = logits_BV.amax(-1)
+            powers_BV = (logits_BV - largest_B[:, None]).exp_()
+            sum_B = powers_BV.sum(-1)
+            normaliser_S[rows] = largest_B + sum_B.log()
+            entropy_S[rows] = normaliser_S[rows] - powers_BV.mul_(logits_BV).sum(-1) / sum_B
         ctx.save_for_backward(hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy_S)
@@ -81,7 +84,10 @@ class _ChosenLogprobs(torch.autograd.Function):
                 bias_gradient_V += slope_BV.sum(0)
             rounded_BV = slope_BV.to(head_VH.dtype)
             hidden_gradient_SH[rows] = rounded_BV @ head_VH
-            head_gradient_VH += rounded_BV.t() @ hidden_SH[rows].to(head_VH.dtype)
+            if head_VH.dtype == torch.float32:  # in place: the product alone is as large as the head
+                head_gradient_VH.addmm_(rounded_BV.t(), hidden_SH[rows])
+            else:
+                head_gradient_VH += rounded_BV.t() @ hidden_SH[rows].to(head_VH.dtype)
         bias_gradient = None if bias_gradient_V is None or bias_V is None else bias_gradient_V.to(bias_V.dtype)
         return hidden_gradient_SH, head_gradient_VH.to(head_VH.dtype), bias_gradient, None, None, None
 

@@ -209,6 +209,10 @@ class HttpClient:
     async def admin(self, request: AdminRequest) -> None:
         await self._ask(request)
 
+    async def add_key_ring(self, ring: Envelope) -> None:
+        """Idempotent for the newest ring."""
+        await self._post("/v1/keys", ring.to_bytes())
+
     # How a request is made
 
     async def _statement(self, path: str, payload_bytes_max: int) -> Envelope:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit_report import TITLES, Check, date_of
 from prime_node.broadcast.paths import Route, routes_of, search
+from prime_node.broadcast.pinned import fetch_key_rings
 from prime_node.ports.transport import PublicSource
-from prime_protocol import limits
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, PeerError
@@ -60,7 +60,7 @@ class ManifestAudit:
     async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Step]:
         """(1) to (4). Returns what the wanted policy is built on, itself last; nothing with `chain`, which takes all."""
         self.pinned = await self._run_spec(run)
-        await self._key_rings(self.pinned)
+        await fetch_key_rings(self.source, self.pinned.keys)
         self.established(1, self._about_run(run))
         self.timestamp = await self._timestamp(self.pinned)  # before the head: what is shown then must not be older
         self.head = await self._head()
@@ -80,17 +80,6 @@ class ManifestAudit:
     async def _run_spec(self, run: str | None) -> PinnedRun:
         envelope = await self.source.run_spec()
         return open_run_spec(envelope, pinned=run or envelope.digest)
-
-    async def _key_rings(self, pinned: PinnedRun) -> None:
-        """All that the source has; each is signed by the root keys before it."""
-        while pinned.keys.version < limits.KEY_RINGS_MAX:
-            try:
-                envelope = await self.source.key_ring(pinned.keys.version + 1)
-            except PeerError as error:
-                if error.code is not ErrorCode.NOT_FOUND:
-                    raise
-                return
-            pinned.keys.add(envelope)
 
     def _about_run(self, run: str | None) -> str:
         assert self.pinned is not None
@@ -237,7 +226,7 @@ class ManifestAudit:
             self.timestamp_fault = error
             return None
         if stamp.key_ring > pinned.keys.version:  # it may have come meanwhile
-            await self._key_rings(pinned)
+            await fetch_key_rings(self.source, pinned.keys)
         return stamp
 
     def freshness(self) -> None:

@@ -1,4 +1,4 @@
-"""What a join link pins: the RunSpec, and through it configuration and tokenizer. Fetched by digest, from anywhere."""
+"""What a join link pins: the RunSpec, and through it keys, configuration and tokenizer. Fetched from anywhere, and compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource
+from prime_node.ports.transport import CheckpointSource, StatementSource
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.key_ring import KeyChain
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
 
@@ -17,6 +19,18 @@ async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock) -> P
     """The RunSpec of that digest, waiting for a source that is away. Raises PeerError for a wrong one."""
     envelope = await ask_until_answered(source.run_spec, what="the run's description", clock=clock)
     return open_run_spec(envelope, pinned=pinned)
+
+
+async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
+    """Every ring of the source after those that are known; their number is bounded. Raises PeerError."""
+    while keys.version < limits.KEY_RINGS_MAX:
+        try:
+            envelope = await source.key_ring(keys.version + 1)
+        except PeerError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return
+        keys.add(envelope)
 
 
 async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:

@@ -4,7 +4,8 @@ config.toml        the settings that the run was made with
 overrides          the --set assignments beside it, one a line
 run.json           the signed RunSpec
 join-link          the link that contributors need (the digest in it is the trust root)
-keys/ROLE.key      private keys, mode 0600
+keys/ROLE.key      private keys, mode 0600; ROLE-N.key one for key ring N, ROLE-until-N.key one of before it
+key-ring-N.json    a request for key ring N
 model/             configuration and tokenizer
 coordinator/       state, bundles, and public/ (what anyone may download)
 trainer/ validator/ worker-N/
@@ -81,6 +82,10 @@ class RunDir:
 
     def key(self, role: str) -> Path:
         return self.path / "keys" / f"{role}.key"
+
+    def next_key(self, role: str, ring: int) -> Path:
+        """A key that was made for a key ring that is not in force yet."""
+        return self.path / "keys" / f"{role}-{ring}.key"
 
     @property
     def exists(self) -> bool:

@@ -7,28 +7,23 @@ is asked for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
 from prime_node import __version__
-from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import is_url, open_source, pinned_by
 from prime_node.keyfile import load_key
-from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from prime_node.broadcast.audit import Check, Verified
     from prime_node.cli.verify_output import Found, Wanted
-    from prime_node.ports.transport import PublicSource
 
 DOES_NOT_HOLD = 1
 """Exit code where a check fails or the weights of --against are others; 0 where all holds."""
@@ -128,7 +123,7 @@ def verify(
     wanted = Wanted(chain, policy, against, tensor, export, sign)
     console = None if as_json else Console(highlight=False, soft_wrap=True)
     try:
-        found = asyncio.run(_verify(target, run or _pinned_by(target), wanted, console))
+        found = asyncio.run(_verify(target, run or pinned_by(target), wanted, console))
     except NoSuchTensor as error:
         raise typer.BadParameter(str(error), param_hint="--tensor") from None
     if console is None:
@@ -158,7 +153,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
     key = None if wanted.sign is None else load_key(wanted.sign)
     if wanted.export is not None:
         check_free(wanted.export)
-    now_ms = time.time_ns() // 1_000_000 if _is_url(target) else None  # of a copy on a disk the age is told, not judged
+    now_ms = time.time_ns() // 1_000_000 if is_url(target) else None  # of a copy on a disk the age is told, not judged
     kept: list[Verified] = []
     proof = None
     began_s = time.monotonic()
@@ -168,7 +163,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
         def advance(num_bytes: int) -> None:
             progress.update(task, advance=num_bytes)
 
-        async with _source(target) as source:
+        async with open_source(target) as source:
             if wanted.tensor is not None:
                 report, proof = await prove_tensor(
                     source,
@@ -216,35 +211,3 @@ def _progress(console: Console | None) -> Progress:
         transient=True,
         disable=console is None or not console.is_terminal,
     )
-
-
-def _is_url(target: str) -> bool:
-    return target.startswith(("http://", "https://"))
-
-
-def _pinned_by(target: str) -> str | None:
-    """The run's digest, where the target itself tells it: a join link, or a run directory that holds one."""
-    if _is_url(target):
-        return urlsplit(target).fragment or None
-    run_dir = RunDir(Path(target))
-    return run_dir.join_link().run if run_dir.join_link_file.exists() else None
-
-
-@contextlib.asynccontextmanager
-async def _source(target: str) -> AsyncIterator[PublicSource]:
-    """Where the target's bytes come from. Raises LocalError where it is neither a URL nor a folder."""
-    from prime_node.cli import wire
-
-    if _is_url(target):
-        async with wire.public_source(target) as source:
-            yield source
-        return
-    folder = Path(target)
-    public = RunDir(folder).public
-    if public.is_dir():
-        folder = public
-    if not (folder / "run.json").is_file():
-        raise LocalError(
-            f"{target} holds no published checkpoint: no run.json in it. Give a run directory, its public folder or a URL"
-        )
-    yield wire.folder_source(folder)

@@ -8,6 +8,7 @@ last one lies beside the manifests, for mirrors.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import read_manifest
@@ -56,7 +57,7 @@ async def take_key_ring(core: Core, gate: Gate, body: bytes, *, address: str) ->
             if envelope.digest == core.run.keys.digest:
                 return
             ring = core.run.keys.check(envelope)
-            await _check_published(core, ring)
+            await check_published(ring, core.state.head, lambda version: read_manifest(core, version))
             await core.published.write(key_ring_name(ring.version), envelope.to_bytes())
             core.run.keys.add(envelope)
     log.warning("key ring %d is in force: %s", ring.version, ring.reason or "no reason given")
@@ -65,19 +66,20 @@ async def take_key_ring(core: Core, gate: Gate, body: bytes, *, address: str) ->
         core.revoked.set()
 
 
-async def _check_published(core: Core, ring: KeyRing) -> None:
-    """What is published stays so: the ring names a manifest of ours, and those after it are by keys that it keeps."""
+async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaitable[Envelope]]) -> None:
+    """What is published, up to policy `head`, stays so: the ring names one of these manifests, and those after it are by keys
+    that it keeps. Raises PeerError."""
     first = 0
     if ring.published is not None:
-        envelope = await read_manifest(core, ring.published.policy_version)
+        envelope = await read(ring.published.policy_version)
         if envelope.digest != ring.published.manifest:
             raise PeerError(
                 ErrorCode.FORK, f"the ring names another manifest for policy {ring.published.policy_version}"
             )
         first = ring.published.policy_version + 1
     trainers = ring.keys.of(Role.TRAINER)
-    for version in range(first, core.state.head + 1):
-        envelope = await read_manifest(core, version)
+    for version in range(first, head + 1):
+        envelope = await read(version)
         try:
             envelope.verify(PayloadType.MANIFEST, trusted=trainers, threshold=ring.keys.threshold(Role.TRAINER))
         except PeerError:

@@ -1,0 +1,202 @@
+"""The file that carries the next key ring from root key to root key, and what is known of the run that it is for.
+
+It is the ring's envelope, with as many signatures as it has so far. Nothing in it is trusted: whoever takes it in checks it
+against the chain of rings that he has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from prime_node.broadcast.audit_report import date_of
+from prime_node.broadcast.pinned import fetch_key_rings
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import is_url, open_source, pinned_by
+from prime_node.files import write_durably
+from prime_node.folder_lock import FolderLock
+from prime_node.keyfile import load_key
+from prime_node.ports.transport import Unreachable
+from prime_protocol.envelope import (
+    Envelope,
+    PayloadType,
+    Signature,
+    open_envelope,
+    parse_json,
+    pre_authentication_encoding,
+)
+from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, Role, RoleKeys
+from prime_protocol.manifest import open_manifest
+from prime_protocol.run_spec import PinnedRun, open_run_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A run as its coordinator or its folder shows it."""
+
+    run: PinnedRun
+    published: ChainPoint | None
+    now_ms: int
+
+
+async def known_of(target: str) -> Known:
+    """The run, every key ring, and the newest manifest, verified. Raises LocalError or PeerError."""
+    with _answering(target):
+        async with open_source(target) as source:
+            envelope = await source.run_spec()
+            run = open_run_spec(envelope, pinned=pinned_by(target) or envelope.digest)
+            await fetch_key_rings(source, run.keys)
+            head = await source.head()
+            published = run.keys.published if head is None else open_manifest(head, run).point
+    return Known(run, published, time.time_ns() // 1_000_000)
+
+
+@contextlib.contextmanager
+def _answering(target: str) -> Iterator[None]:
+    try:
+        yield
+    except Unreachable as error:
+        raise LocalError(f"{target} does not answer: {error}") from None
+
+
+def changed(keys: RoleKeys, changes: Mapping[str, object]) -> RoleKeys:
+    """The keys with some roles' changed. Raises LocalError where they do not fit together.
+
+    A threshold that the keys that are left cannot meet becomes their number.
+    """
+    fields = keys.model_dump() | dict(changes)
+    for role in (Role.ROOT, Role.TRAINER):
+        threshold, held = fields[f"{role}_threshold"], fields[role.value]
+        if threshold is not None and f"{role}_threshold" not in changes:
+            fields[f"{role}_threshold"] = min(threshold, len(set(held)))
+    try:
+        return RoleKeys.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        raise LocalError(f"{'.'.join(map(str, fault['loc'])) or 'keys'}: {fault['msg']}") from None
+
+
+def signed_with(envelope: Envelope | None, *keys: SigningKey | Path, ring: KeyRing | None = None) -> Envelope:
+    """The envelope, or a new one around `ring`, with the signatures of more keys. A key signs once."""
+    if envelope is None:
+        assert ring is not None
+        envelope = Envelope(PayloadType.KEY_RING, ring.model_dump_json().encode(), ())
+    message = pre_authentication_encoding(envelope.payload_type, envelope.payload)
+    signatures = {one.key_id: one for one in envelope.signatures}
+    for key in (load_key(one) if isinstance(one, Path) else one for one in keys):
+        signatures[key.key_id] = Signature(key.key_id, key.sign(message))
+    return Envelope(envelope.payload_type, envelope.payload, tuple(signatures.values()))
+
+
+def read_request(file: Path) -> tuple[Envelope, KeyRing]:
+    """Raises LocalError where it is no request."""
+    try:
+        envelope = open_envelope(file.read_bytes(), unsigned=True)
+        return envelope, parse_json(envelope.payload, KeyRing)
+    except OSError as error:
+        raise LocalError(f"{file}: {error.strerror}") from None
+    except PeerError as error:
+        raise LocalError(f"{file} is no request for a key ring: {error.detail}") from None
+
+
+def write_request(file: Path, envelope: Envelope) -> None:
+    try:
+        write_durably(file, envelope.to_bytes())
+    except OSError as error:
+        raise LocalError(f"{file}: {error.strerror}; give another place with --out") from None
+
+
+def signatures_missing(known: KeyChain, envelope: Envelope, ring: KeyRing) -> list[str]:
+    """A line for the old root and one for the new, where too few of its keys have signed."""
+    lines = []
+    for whose, keys in (("present", known.current), ("new", ring.keys)):
+        signed, needed = {one.key_id for one in envelope.signatures} & set(keys.root), keys.threshold(Role.ROOT)
+        if len(signed) < needed:
+            lines.append(f"{len(signed)} of the {whose} root keys have signed, {needed} must")
+    return lines
+
+
+async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
+    """Give the ring to the coordinator at the target's address; put it into the folder where none works there. Raises PeerError
+    or LocalError."""
+    run_dir = None if is_url(target) else RunDir(Path(target))
+    if run_dir is None:
+        await _post(target, envelope)
+        return
+    if not run_dir.exists:
+        raise LocalError(f"{target} is no run directory; give that, or the address of the coordinator")
+    try:
+        lock = FolderLock(run_dir.coordinator)
+    except LocalError:  # it runs
+        await _post(str(run_dir.join_link()), envelope)
+        return
+    try:
+        await _put(run_dir, known, envelope)
+    finally:
+        lock.release()
+
+
+async def _post(url: str, envelope: Envelope) -> None:
+    from prime_node.cli import wire
+
+    with _answering(url):
+        async with wire.public_source(url) as client:
+            await client.add_key_ring(envelope)
+
+
+async def _put(run_dir: RunDir, known: Known, envelope: Envelope) -> None:
+    """What the coordinator does with it, while it does not run."""
+    from prime_node.cli import wire
+    from prime_node.coordinator.statements import check_published, key_ring_name
+
+    ring = known.run.keys.check(envelope)
+    newest = -1 if known.published is None else known.published.policy_version
+    source = wire.folder_source(run_dir.public)
+    await check_published(ring, newest, source.manifest)
+    path = run_dir.public / key_ring_name(ring.version)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, envelope.to_bytes())
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror}") from None
+
+
+def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:
+    """Put keys that were made for the ring in their roles' places; the former ones stay beside them, renamed."""
+    for role in Role:
+        made, place = run_dir.next_key(role, ring.version), run_dir.key(role)
+        if made.exists() and load_key(made).key_id in ring.keys.of(role):
+            if place.exists():
+                place.rename(place.with_name(f"{role}-until-{ring.version}.key"))
+            made.rename(place)
+            yield f"{place} holds the new key; start the {role} again" if role is not Role.ROOT else f"{place} is new"
+
+
+def describe(known: Known) -> Iterator[str]:
+    """The keys of today, then the rings."""
+    keys = known.run.keys
+    yield f"run {known.run.spec.name} ({known.run.digest[:12]}), key ring {keys.version}"
+    yield from _role_lines(keys.current)
+    for ring, _ in keys.rings:
+        yield from ("", *ring_lines(ring))
+
+
+def ring_lines(ring: KeyRing) -> Iterator[str]:
+    """What a ring says."""
+    yield f"key ring {ring.version} of {date_of(ring.created_at_ms)}, run {ring.run[:12]}: {ring.reason}"
+    yield from _role_lines(ring.keys)
+    if ring.published is not None:
+        yield f"  manifests up to policy {ring.published.policy_version} ({ring.published.manifest[:12]}) stay the earlier keys'"
+
+
+def _role_lines(keys: RoleKeys) -> Iterator[str]:
+    for role in Role:
+        threshold = f" ({keys.threshold(role)} must sign)" if role in (Role.ROOT, Role.TRAINER) else ""
+        yield f"  {role}{threshold}: {', '.join(keys.of(role))}"

@@ -1,0 +1,47 @@
+"""What `verify` and `keys` are pointed at: a join link, a URL, a run directory or a published folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from prime_node.cli.run_dir import RunDir
+from prime_protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from prime_node.ports.transport import PublicSource
+
+
+def is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def pinned_by(target: str) -> str | None:
+    """The run's digest, where the target itself tells it: a join link, or a run directory that holds one."""
+    if is_url(target):
+        return urlsplit(target).fragment or None
+    run_dir = RunDir(Path(target))
+    return run_dir.join_link().run if run_dir.join_link_file.exists() else None
+
+
+@contextlib.asynccontextmanager
+async def open_source(target: str) -> AsyncIterator[PublicSource]:
+    """Where the target's bytes come from. Raises LocalError where it is neither a URL nor a folder."""
+    from prime_node.cli import wire
+
+    if is_url(target):
+        async with wire.public_source(target) as source:
+            yield source
+        return
+    folder = Path(target)
+    public = RunDir(folder).public
+    if public.is_dir():
+        folder = public
+    if not (folder / "run.json").is_file():
+        raise LocalError(
+            f"{target} holds no published checkpoint: no run.json in it. Give a run directory, its public folder or a URL"
+        )
+    yield wire.folder_source(folder)
