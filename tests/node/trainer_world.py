@@ -21,7 +21,7 @@ from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.broadcast.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainSample
+from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainBackend, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.feed import Feed
 from prime_node.trainer.checkpointing import Checkpoints
@@ -324,14 +324,17 @@ def _completion(rng: random.Random) -> Completion:
 
 
 class FusedBackend:
-    """A TorchBackend with places where a fuse may blow."""
+    """A backend with places where a fuse may blow."""
 
-    def __init__(self, backend: TorchBackend, fuse: Fuse) -> None:
+    def __init__(self, backend: TrainBackend, fuse: Fuse) -> None:
         self.inner, self._fuse = backend, fuse
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self.inner.new_optimizer(settings)
         self._fuse.passes("after new_optimizer")
+
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        self.inner.prepare(samples)
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         self._fuse.passes("before train_step")
@@ -412,7 +415,12 @@ CONFIG = TrainerConfig(
 
 
 def make_trainer(
-    folder: Path, coordinator: BatchCoordinator, *, fuse: Fuse | None = None, config: TrainerConfig = CONFIG
+    folder: Path,
+    coordinator: BatchCoordinator,
+    *,
+    fuse: Fuse | None = None,
+    config: TrainerConfig = CONFIG,
+    backend: TrainBackend | None = None,
 ) -> Trainer:
     """A trainer process, so to say: its parts live in `folder` and in `coordinator`, and nowhere else."""
     run, clock = coordinator.run, JumpClock()
@@ -428,7 +436,7 @@ def make_trainer(
         run=run,
         config=config,
         backend=FusedBackend(
-            TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
+            backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
         ),
         feed=Feed(coordinator, run, clock=clock),
         publisher=Publisher(

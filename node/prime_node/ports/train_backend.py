@@ -146,10 +146,17 @@ class Loss(Protocol):
 
 
 class TrainBackend(Protocol):
-    """Synchronous: it is called from the trainer's own thread. Deterministic for a fixed seed, machine and number of threads."""
+    """Synchronous: it is called from the trainer's own thread, but for what says otherwise.
+
+    Deterministic for a fixed seed, machine and number of threads and ranks.
+    """
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Forget the optimizer's state and begin with a fresh one: a new phase of training."""
+        ...
+
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        """Pack ahead what `train_step` or `logprobs` will be called with: the same object. May be called from another thread."""
         ...
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
