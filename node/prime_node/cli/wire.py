@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
-    from prime_node.ports.transport import CheckpointSource
+    from prime_node.ports.transport import CheckpointSource, PublicSource
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
@@ -54,13 +54,20 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(url: str) -> AsyncIterator[HttpClient]:
-    """The public half of a coordinator or of a mirror."""
+    """The public half of a coordinator or of a mirror; whoever reads much from it wraps it in paced()."""
     from prime_node.adapters.http_client import HttpClient
 
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     async with HttpClient(base, run=parts.fragment, clock=clock()) as client:
         yield client
+
+
+def paced(source: PublicSource) -> PublicSource:
+    """The same source, given up where it is too slow on the whole."""
+    from prime_node.broadcast.paced import PacedSource
+
+    return PacedSource(source, clock=clock())
 
 
 def folder_source(folder: Path) -> FolderSource:
