@@ -42,6 +42,10 @@ class PayloadType(StrEnum):
     BATCH = "application/vnd.prime.batch+json"
     KEY_RING = "application/vnd.prime.key-ring+json"
     TIMESTAMP = "application/vnd.prime.timestamp+json"
+    PEER_LIST = "application/vnd.prime.peer-list+json"
+    PEER_TICKET = "application/vnd.prime.peer-ticket+json"
+    PEER_TOKEN = "application/vnd.prime.peer-token+json"
+    PEER_ANSWER = "application/vnd.prime.peer-answer+json"
 
 
 class WireModel(BaseModel):

@@ -60,6 +60,20 @@ STEP_GROUPS_MAX = 2**20
 """Groups that one step may train on."""
 TOKENS_MAX = 2**20
 """Tokens of one prompt or of one completion, whatever a run allows."""
+PEERS_MAX = 64
+"""Peers in one list."""
+PEER_LIST_BYTES_MAX = 128 * 2**10
+"""A signed list of peers."""
+PEER_TEXT_CHARS_MAX = 192 * 2**10
+"""The envelope of a list or a ticket as JSON text."""
+PEER_TICKET_BYTES_MAX = 4 * 2**10
+"""The envelope of a ticket, a token or an answer to a challenge."""
+PEER_NEWS_BYTES_MAX = 256 * 2**10
+"""One line of what a peer has."""
+PEER_NEWS_ENCODINGS_MAX = 64
+"""Encodings in one line; a peer announces no more."""
+PEER_NEWS_RUNS_MAX = 8_192
+"""Runs of pieces of one encoding in one line."""
 CHUNKS_MAX = 2**20
 """Tensors of one manifest, parts or chunks of one encoding."""
 ENCODINGS_MAX = 16

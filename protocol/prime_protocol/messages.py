@@ -11,7 +11,7 @@ signed envelopes themselves.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,18 +22,9 @@ from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import KeyId
 from prime_protocol.parcel import ParcelHeader
+from prime_protocol.peers import EnvelopeText, Multiaddr
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.verdict import Verdict
-
-
-def _is_default(value: object) -> bool:
-    """Fields that came after the first release are left out where they say nothing: then old signed bytes stay as they are."""
-    return not value
-
-
-def _optional(*, max_length: int) -> Any:
-    return Field(default=(), max_length=max_length, exclude_if=_is_default)
-
 
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
@@ -76,6 +67,8 @@ class HeartbeatRequest(WireModel):
     """The policy that its engine holds."""
     bundles_spooled: Count
     """Bundles that wait on its disk to be uploaded."""
+    usable_after_ms: Count | None = None
+    """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
 
 
 class LeaseRequest(WireModel):
@@ -134,11 +127,6 @@ class CheckResultRequest(WireModel):
     """Completion tokens of an accepted bundle, as the validator counted them: what the worker is credited with."""
     measured: dict[Name, float] = Field(default_factory=dict, max_length=64)
     """The numbers behind the verdict, for the operator and for calibration."""
-    versions: tuple[tuple[Step, Step], ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Of each group of an accepted bundle: the oldest policy of its tokens, and of its completions' last tokens. Empty where the
-    lease's own policy sampled them all."""
-    unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Indices of completions that could not be scored; their rewards are 0."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:
@@ -155,8 +143,6 @@ class BatchRequest(WireModel):
     durable_step: Step
     """The step that its own durable checkpoint would resume at; older batches need not be kept."""
     wait_s: WaitSeconds = 0.0
-    part: Count = Field(default=0, exclude_if=_is_default)
-    """Which batch of the step, below schedule.trigger_parameter_sync_step; they are asked for in order."""
 
 
 class BundleRequest(WireModel):
@@ -164,6 +150,20 @@ class BundleRequest(WireModel):
 
     action: Literal["bundle"] = "bundle"
     bundle: Digest
+
+
+class PeersRequest(WireModel):
+    """Somebody who follows the run asks for peers, and may offer himself as one. Answered with a PeersReply.
+
+    His address is the one that the request comes from: nobody can announce somebody else's.
+    """
+
+    action: Literal["peers"] = "peers"
+    port: int | None = Field(default=None, ge=1, le=65_535)
+    """Where he serves over HTTP. None offers nothing there."""
+    addresses: tuple[Multiaddr, ...] = Field(default=(), max_length=limits.PEER_ADDRESSES_MAX)
+    """Where he may be dialled over libp2p. Hints: the link proves the key."""
+    peers_max: int = Field(default=limits.PEERS_MAX, ge=0, le=limits.PEERS_MAX)
 
 
 class AdminRequest(WireModel):
@@ -192,6 +192,7 @@ Request = Annotated[
     | CheckResultRequest
     | BatchRequest
     | BundleRequest
+    | PeersRequest
     | AdminRequest,
     Field(discriminator="action"),
 ]
@@ -225,6 +226,17 @@ class HeartbeatReply(WireModel):
     """The run is ending or the operator drains it: finish, upload, leave."""
     notice: Text = ""
     """For the contributor's screen: why nothing is leased, an upgrade hint, ..."""
+
+
+class PeersReply(WireModel):
+    """Envelopes as JSON texts, since they are shown to peers."""
+
+    peers: EnvelopeText
+    """A PeerList."""
+    ticket: EnvelopeText
+    """A PeerTicket for the asker."""
+    reachable: bool | None = None
+    """Whether the coordinator could reach him at the offered port; None while that is not known, or nothing was offered."""
 
 
 class NotYet(WireModel):
@@ -274,20 +286,14 @@ class BatchGroup(WireModel):
     """Index of the group's first completion in its bundle; the others follow."""
     rewards: Rewards
     """By a validator. Length G."""
-    unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Completions, counted inside the group, that could not be scored and are not trained on."""
 
 
 class TrainBatch(WireModel):
-    """The coordinator's signed list of what one step, or a part of it, trains on (envelope type BATCH)."""
+    """The coordinator's signed list of what one step trains on (envelope type BATCH)."""
 
     run: Digest
     step: Step
     groups: tuple[BatchGroup, ...] = Field(max_length=limits.STEP_GROUPS_MAX)
-    part: Count = Field(default=0, exclude_if=_is_default)
-    """Which batch of the step."""
-    previous: Digest | None = Field(default=None, exclude_if=_is_default)
-    """Digest of the batch before it in the same step, so that the last one's digest stands for all; null for the first."""
 
 
 class BlobHeader(ParcelHeader):

@@ -15,6 +15,7 @@ from prime_protocol import (
     manifest,
     messages,
     parcel,
+    peers,
     rollout,
     run_spec,
     timestamp,
@@ -28,7 +29,7 @@ from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
-MODULES = (assignment, key_ring, manifest, messages, parcel, rollout, run_spec, timestamp, verdict)
+MODULES = (assignment, key_ring, manifest, messages, parcel, peers, rollout, run_spec, timestamp, verdict)
 MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)
 
 

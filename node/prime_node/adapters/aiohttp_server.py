@@ -246,18 +246,25 @@ def _error(error: PeerError) -> web.Response:
 
 async def _send(request: web.Request, response: Response) -> web.StreamResponse:
     headers = {**response.headers, "Content-Type": response.content_type}
-    if isinstance(response.body, bytes):
+    if isinstance(response.body, bytes) and response.after is None:
         return web.Response(body=response.body, status=response.status, headers=headers)
     stream = web.StreamResponse(status=response.status, headers=headers)
-    await stream.prepare(request)
-    if request.method != "HEAD":
+    try:
         # The client may go away at any time; that is his business.
         with contextlib.suppress(ClientConnectionError, ConnectionResetError):
-            await _copy(response.body, stream)
+            await stream.prepare(request)
+            if request.method != "HEAD":
+                await _copy(response.body, stream)
+    finally:
+        if response.after is not None:
+            response.after()
     return stream
 
 
-async def _copy(body: AsyncIterator[bytes], stream: web.StreamResponse) -> None:
-    async for chunk in body:
-        await stream.write(chunk)
+async def _copy(body: bytes | AsyncIterator[bytes], stream: web.StreamResponse) -> None:
+    if isinstance(body, bytes):
+        await stream.write(body)
+    else:
+        async for chunk in body:
+            await stream.write(chunk)
     await stream.write_eof()

@@ -51,6 +51,8 @@ from prime_protocol.messages import (
     LeaseRequest,
     LeaveRequest,
     NotYet,
+    PeersReply,
+    PeersRequest,
     ReceiptList,
     ReceiptsRequest,
     Request,
@@ -62,6 +64,8 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECT_S_MAX = 10.0
 """To open a connection."""
+READ_BYTES = 2**19
+"""Read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
 
@@ -204,6 +208,11 @@ class HttpClient:
     async def publish(self, manifest: Envelope) -> None:
         await self._post("/v1/manifests", manifest.to_bytes())
 
+    # Peers
+
+    async def find_peers(self, request: PeersRequest) -> PeersReply:
+        return await self._ask_for(PeersReply, request)
+
     # Operator
 
     async def admin(self, request: AdminRequest) -> None:
@@ -269,7 +278,7 @@ class HttpClient:
         Unreachable."""
         try:
             async with Patience(self._stall_s, wait_s=wait_s) as patience:
-                sent = dict(headers or {})
+                sent = {**self._standing_headers(), **(headers or {})}
                 if body is not None:
                     sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
                 async with self._connected().request(
@@ -294,6 +303,10 @@ class HttpClient:
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
 
+    def _standing_headers(self) -> Mapping[str, str]:
+        """Sent with every request."""
+        return {}
+
     def _connected(self) -> aiohttp.ClientSession:
         """The one session, made on first use because it belongs to the running loop."""
         if self._session is None:
@@ -302,5 +315,6 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity"},
+                read_bufsize=READ_BYTES,
             )
         return self._session

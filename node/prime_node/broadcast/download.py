@@ -81,7 +81,7 @@ class Download:
         have = await self._from_disk()
         self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
         sizes = [piece.size for piece in self._pieces]
-        share = self.pool.share(self._name)
+        share = self.pool.share(self._name, len(sizes))
         self._picker = Picker(sizes, rng=self.rng, rules=self.rules, have=have, share=share)
         listening = asyncio.create_task(self._listen())
         try:
@@ -188,6 +188,9 @@ class Download:
     async def _piece(self, named: NamedSource, number: int) -> None:
         piece = self._pieces[number]
         entry = self.encoding.parts[piece.part]
+        if self.pool.download_turn is not None:
+            await self.pool.download_turn(piece.size)
+        named.fetching += 1
         try:
             async with asyncio.timeout(PIECE_S_MAX):
                 data = await named.source.blob(entry.digest, start=piece.start, end=piece.end)
@@ -200,6 +203,8 @@ class Download:
                 await self._blame(named, piece, error)
             self._missed(named, number, error)
             return
+        finally:
+            named.fetching -= 1
         self.received[named.name] = self.received.get(named.name, 0) + len(data)
         if self._picker.have >> number & 1:
             return  # another source was faster

@@ -33,6 +33,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
@@ -128,6 +129,11 @@ class Follower:
     def versions(self) -> tuple[int, ...]:
         """Policies at hand without a download, oldest first."""
         return tuple(sorted(self._policies))
+
+    def manifest_at_hand(self, policy_version: int) -> Envelope | None:
+        """A verified manifest, where it is held: to be shown to peers."""
+        signed = self.heads.chain.recent(policy_version) or self._ways.at_hand(policy_version)
+        return None if signed is None else signed.envelope
 
     async def wait_newer(self, policy_version: int) -> Policy:
         """The newest staged policy, as soon as it is newer than `policy_version`."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from prime_node.broadcast.known_chain import HeadNews, KnownChain
-from prime_node.broadcast.sources import NamedSource, SourcePool
+from prime_node.broadcast.sources import NamedSource, SourceKind, SourcePool
+from prime_node.patience import unless
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
 from prime_protocol.envelope import Envelope, open_envelope
@@ -48,12 +50,19 @@ class Heads:
         return -1 if self.chain.head is None else self.chain.head.manifest.policy_version
 
     async def look(self, *, wait_s: float = 0.0) -> None:
-        """Ask every source that does not rest for its head, and follow the highest that holds.
+        """Ask every source that does not rest for its head, and follow the highest that holds. Peers are asked when they say that
+        they have a newer policy.
 
-        The preferred source may hold the question for `wait_s` until there is news; the others are asked at once.
+        The preferred source may hold the question for `wait_s` until there is news, or until a peer says so.
         """
         self._require_the_roots_chain()
-        asked = self._pool.ready()
+        asked = [named for named in self._pool.ready() if named.kind is not SourceKind.PEER or named.head > self.newest]
+        if wait_s and not any(named.kind is SourceKind.PEER for named in asked):
+            await unless(self._pool.hinted(self.newest), self._ask(asked, wait_s=wait_s))
+        else:
+            await self._ask(asked)
+
+    async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
         await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
 
     async def manifest(self, policy_version: int) -> SignedManifest:
@@ -78,6 +87,9 @@ class Heads:
             envelope = await named.source.head(wait_s=wait_s)
             if envelope is not None and not self._is_head(envelope):
                 await self._consider(named, await self._open(envelope))
+            if named.head > self.newest:
+                promised, named.head = named.head, self.newest
+                raise PeerError(ErrorCode.NOT_FOUND, f"it says that it has policy {promised}, and does not show it")
             self._pool.succeeded(named)
         except (PeerError, Unreachable) as error:
             self._pool.failed(named, error)

@@ -100,7 +100,7 @@ class Holdings:
         """A policy is here and verified as a whole."""
         if policy_version > self.head:
             self.head = policy_version
-            self._tell()
+            self.tell()
 
     def remove(self, name: str) -> None:
         """An encoding is no longer on the disk."""
@@ -144,8 +144,8 @@ class Holdings:
         return News(self._end, fresh, self.head)
 
     async def changed(self, seen: News) -> None:
-        """Until there is something that `seen` does not say."""
-        while self._end == seen.cursor and self.head == seen.head:
+        """Until there is something that `seen` does not say, or `tell` is called."""
+        if self._end == seen.cursor and self.head == seen.head:
             await self._changed.wait()
 
     @property
@@ -161,8 +161,9 @@ class Holdings:
                 dropped = len(self._log) // 2
                 del self._log[:dropped]
                 self._log_begins += dropped
-            self._tell()
+            self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Whoever waits looks again."""
         self._changed.set()
         self._changed = asyncio.Event()

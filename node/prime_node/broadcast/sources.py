@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,8 +73,10 @@ class SourcePool:
         self._clock = clock
         self._rng = rng
         self._changed = asyncio.Event()
-        self.share: Callable[[str], tuple[float, float]] = lambda encoding: (0.0, 0.0)
-        """The part of an encoding that this machine asks the origin for first."""
+        self.share: Callable[[str, int], tuple[float, float]] = lambda encoding, num_pieces: (0.0, 0.0)
+        """The part of an encoding of so many pieces that this machine asks for first."""
+        self.download_turn: Callable[[int], Awaitable[None]] | None = None
+        """Waits until so many bytes may be asked for: the owner's limit."""
         self.gave: Callable[[NamedSource, int], None] = lambda named, num_bytes: None
         """Hears of verified bytes."""
         self.lied: Callable[[NamedSource, PeerError], None] = lambda named, error: None
@@ -98,12 +100,17 @@ class SourcePool:
         return [named for named in self._sources.values() if named.kind is not SourceKind.PEER]
 
     @property
+    def all(self) -> list[NamedSource]:
+        return list(self._sources.values())
+
+    @property
     def peers(self) -> list[NamedSource]:
         return [named for named in self._sources.values() if named.kind is SourceKind.PEER]
 
     # Peers come and go
 
     def add(self, named: NamedSource) -> None:
+        """A peer, or the news about one."""
         self._sources[named.name] = named
         self.tell()
 
@@ -120,6 +127,11 @@ class SourcePool:
     async def changed(self) -> None:
         """Until `tell` is called next."""
         await self._changed.wait()
+
+    async def hinted(self, policy_version: int) -> None:
+        """Until a peer that does not rest says that it has a newer policy."""
+        while not any(named.head > policy_version for named in self.ready() if named.kind is SourceKind.PEER):
+            await self.changed()
 
     # How they behave
 

@@ -64,6 +64,10 @@ class Ways:
             steps.append(Step(signed, encoding))
         return steps
 
+    def at_hand(self, policy_version: int) -> SignedManifest | None:
+        """A manifest that was read lately."""
+        return self._manifests.get(policy_version)
+
     async def _search(self, target: int, held: Collection[int], closed: Closed) -> Path:
         dead_ends: set[int] = set()
         num_read = 0

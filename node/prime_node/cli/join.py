@@ -82,7 +82,7 @@ async def _join(
     stop: asyncio.Event,
 ) -> int:
     from prime_node.broadcast.pinned import fetch_run
-    from prime_node.cli import wire
+    from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.patience import unless
     from prime_node.worker.loop import Worker
@@ -104,10 +104,8 @@ async def _join(
                 return 0
             run, engine = ready
             try:
-                async with wire.worker_follower(run, client, folder, settings, on_progress=on_progress) as (
-                    follower,
-                    trust,
-                ):
+                following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
+                async with following as (follower, trust, peer):
                     worker = Worker(
                         run=run,
                         config=settings,
@@ -116,6 +114,7 @@ async def _join(
                         engine=engine,
                         follower=follower,
                         trust=trust,
+                        swarm=(lambda: "") if peer is None else peer.describe,
                         folder=folder,
                         clock=wire.clock(),
                         rng=random.Random(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.transformers_engine import TransformersEngine
     from prime_node.broadcast.audit import AuditReport
-    from prime_node.broadcast.follower import Follower, Progress
+    from prime_node.broadcast.follower import Follower
     from prime_node.broadcast.trust import Trust
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.teacher import Teacher
-    from prime_node.ports.train_backend import TrainBackend
-    from prime_node.ports.transport import CheckpointSource, PublicSource
+    from prime_node.ports.transport import CheckpointSource, TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.weights import Weights
 
 
 def clock() -> SystemClock:
@@ -54,20 +54,13 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(url: str) -> AsyncIterator[HttpClient]:
-    """The public half of a coordinator or of a mirror; whoever reads much from it wraps it in paced()."""
+    """The public half of a coordinator or of a mirror."""
     from prime_node.adapters.http_client import HttpClient
 
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     async with HttpClient(base, run=parts.fragment, clock=clock()) as client:
         yield client
-
-
-def paced(source: PublicSource) -> PublicSource:
-    """The same source, given up where it is too slow on the whole."""
-    from prime_node.broadcast.paced import PacedSource
-
-    return PacedSource(source, clock=clock())
 
 
 def folder_source(folder: Path) -> FolderSource:
@@ -182,6 +175,7 @@ async def coordinator_parts(
     try:
         from prime_node.adapters.aiohttp_server import AiohttpServer
         from prime_node.adapters.folder_blobs import FolderBlobs, FolderDocuments
+        from prime_node.adapters.http_peer import HttpDialBack
         from prime_node.adapters.prometheus_metrics import PrometheusMetrics
         from prime_node.adapters.sqlite_store import open_sqlite
     except ImportError as error:
@@ -208,6 +202,7 @@ async def coordinator_parts(
         metrics=PrometheusMetrics(),
         environments=environments(run.spec),
         tokenizer=tokenizer(model),
+        dial_back=HttpDialBack(run.digest),
     )
 
 
@@ -225,43 +220,6 @@ def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float,
 
     sources = [(client.url, client)]
     return Follower(run, sources, folder / "checkpoints", clock=clock(), poll_s=poll_s, policies_kept=policies_kept)
-
-
-@contextlib.asynccontextmanager
-async def worker_follower(
-    run: PinnedRun,
-    client: HttpClient,
-    folder: Path,
-    settings: WorkerConfig,
-    *,
-    on_progress: Callable[[Progress], None],
-) -> AsyncIterator[tuple[Follower, Trust]]:
-    """Follows the coordinator and the mirrors that the contributor names."""
-    from prime_node.adapters.http_client import HttpClient
-    from prime_node.broadcast.follower import Follower
-
-    async with contextlib.AsyncExitStack() as stack:
-        mirrors = [
-            (
-                url,
-                await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)),
-            )
-            for url in settings.mirrors
-        ]
-        sources = [(client.url, client), *mirrors]
-        trusted = await trust(run, sources, folder)
-        follower = Follower(
-            run,
-            sources,
-            folder / "checkpoints",
-            clock=clock(),
-            poll_s=settings.poll_seconds,
-            policies_kept=settings.policies_kept,
-            memory_bytes_max=settings.pieces_bytes_max,
-            parts_bytes_max=settings.parts_bytes_max,
-            on_progress=on_progress,
-        )
-        yield follower, trusted
 
 
 def _check_size(model: Path, run: PinnedRun) -> None:
@@ -314,13 +272,17 @@ def trainer_parts(
     client: HttpClient,
     key: SigningKey,
     settings: TrainerConfig,
-    backend: TrainBackend,
     *,
     trust: Trust,
+    publish_to: TrainerPort,
     model: Path,
     folder: Path,
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
+    try:
+        from prime_node.adapters.torch_backend import TorchBackend
+    except ImportError as error:
+        raise missing_extra("train", "the trainer", error) from None
     from prime_node.broadcast.publisher import Publisher
     from prime_node.observe import JsonLines
     from prime_node.replay.feed import Feed
@@ -336,7 +298,16 @@ def trainer_parts(
     return Trainer(
         run=run,
         config=settings,
-        backend=backend,
+        backend=TorchBackend(
+            model,
+            _initial_weights(settings),
+            seed=settings.seed,
+            temperature=spec.sampling.temperature,
+            row_tokens=settings.row_tokens,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            device=settings.device,
+            threads=settings.threads,
+        ),
         feed=Feed(
             client,
             run,
@@ -346,7 +317,7 @@ def trainer_parts(
             verified=trust.verified,
         ),
         publisher=Publisher(
-            client,
+            publish_to,
             run,
             key,
             clock=clock(),
@@ -363,12 +334,7 @@ def trainer_parts(
             problems=settings.sft.problems,
             batch_size=settings.sft.batch_size,
         ),
-        checkpoints=Checkpoints(
-            folder / "checkpoints",
-            run=run.digest,
-            kept=settings.checkpoints_kept,
-            keep_every=settings.checkpoints_keep_every,
-        ),
+        checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=settings.checkpoints_kept),
         metrics=metrics,
         clock=clock(),
         teacher=_teacher(settings),
@@ -381,3 +347,12 @@ def _teacher(settings: TrainerConfig) -> Teacher | None:
     from prime_node.adapters.vllm_teacher import VllmTeacher
 
     return VllmTeacher(settings.teacher.url, model=settings.teacher.model)
+
+
+def _initial_weights(settings: TrainerConfig) -> Weights | None:
+    """What the run begins with: a published model's weights, or None, and the backend draws them by its seed."""
+    if settings.initial_weights is None:
+        return None
+    from prime_node.adapters.pretrained_model import pretrained_weights
+
+    return pretrained_weights(settings.initial_weights)

@@ -12,6 +12,7 @@ from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.records import Banned, Settled, State, Woken
 from prime_node.coordinator.waiting import News
@@ -62,6 +63,8 @@ class Core:
     """The last one that was signed."""
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
+    peers: Peers = field(default_factory=Peers)
+    """Who serves checkpoints to others."""
     hints: dict[str, str] = field(default_factory=dict)
     """Worker -> why its last request for work got nothing, for its screen and for the operator."""
 

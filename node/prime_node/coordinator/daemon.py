@@ -22,12 +22,13 @@ from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.limiter import Limiter
 from prime_node.coordinator.nonces import Nonces
+from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.publishing import restore_head
+from prime_node.coordinator.records import rules_of
 from prime_node.coordinator.requests import Gate
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.routes import make_routes
-from prime_node.coordinator.rules import rules_of
 from prime_node.coordinator.scheduler import expired_leases
 from prime_node.coordinator.statements import renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.status import METRICS
@@ -39,6 +40,7 @@ from prime_node.ports.documents import Documents
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.store import Store
+from prime_node.ports.swarm import DialBack
 from prime_node.ports.web import WebServer
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -66,6 +68,8 @@ class Parts:
     environments: Mapping[str, Environment]
     """By the names in the RunSpec."""
     tokenizer: Tokenizer
+    dial_back: DialBack | None = None
+    """Tries what peers announce; without it, they are believed."""
 
 
 async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
@@ -135,6 +139,7 @@ async def open_core(parts: Parts) -> Core:
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(check_ms=round(config.check_seconds * 1_000), attempts_max=config.check_attempts_max),
+        peers=Peers(parts.dial_back),
     )
     await parts.published.write("run.json", run.envelope.to_bytes())
     await restore_head(core)

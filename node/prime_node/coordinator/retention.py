@@ -17,7 +17,6 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import read_manifest
 from prime_node.coordinator.records import State
-from prime_node.coordinator.scheduler import oldest_policy_needed
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import Manifest
 
@@ -29,7 +28,7 @@ Name = tuple[int, int | None]
 
 def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
     """Encodings whose bytes must stay."""
-    newest = max(checkpoints_kept, state.rules.async_level + 2, state.head + 1 - oldest_policy_needed(state))
+    newest = max(checkpoints_kept, state.rules.async_level + 2)
     routes = {version: publication.routes for version, publication in state.published.items()}
     kept: set[Name] = {(0, None)}
     for version in state.published:

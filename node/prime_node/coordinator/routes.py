@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_node.coordinator import intake, judging, leasing, operating, publishing, statements, status, training
+from prime_node.broadcast.ranges import parse_range
+from prime_node.coordinator import intake, judging, leasing, operating, peers, publishing, statements, status, training
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import Publisher
 from prime_node.coordinator.records import Topic
@@ -72,6 +73,19 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         await publisher.publish(gate, request.body, address=request.remote)
         return _respond(None)
 
+    async def find_peers(request: Request) -> Response:
+        signer, message = gate.admit(
+            request.body,
+            kind=messages.PeersRequest,
+            caller=Caller.ANYONE,
+            state=core.state,
+            address=request.remote,
+            now_ms=core.clock.now_ms(),
+            now_s=core.clock.monotonic_s(),
+        )
+        assert isinstance(message, messages.PeersRequest)
+        return _respond(await peers.find(core, signer, message, address=request.remote))
+
     posts = [
         (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
         for name, caller, kind, handler in _ACTIONS
@@ -81,6 +95,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
         ("/v1/keys", take_keys, 2 * limits.KEY_RING_BYTES_MAX),
+        ("/v1/peers", find_peers, limits.REQUEST_BYTES_MAX),
     ]
     gets = _public(core)
     return [
@@ -221,24 +236,6 @@ def preferred_wait_s(text: str) -> float:
     """`Prefer: wait=10` of RFC 7240, within HEAD_WAIT_S_MAX; 0 where it is absent or makes no sense."""
     found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", text)
     return min(float(found[1]), HEAD_WAIT_S_MAX) if found else 0.0
-
-
-def parse_range(text: str, size: int) -> tuple[int, int]:
-    """One byte range of RFC 9110 as [start, end). Raises PeerError(BAD_RANGE).
-
-    Example: parse_range("bytes=0-9", 100) is (0, 10).
-    """
-    found = re.fullmatch(r"bytes=([0-9]{0,15})-([0-9]{0,15})", text.strip())
-    first, last = found.groups() if found else ("", "")
-    if first:
-        start, end = int(first), min(size, int(last) + 1) if last else size
-    elif last:
-        start, end = max(0, size - int(last)), size
-    else:
-        start, end = 0, 0
-    if start >= end:
-        raise PeerError(ErrorCode.BAD_RANGE, f"of {size} bytes, {text[:60]!r} is no range that can be sent")
-    return start, end
 
 
 def _respond(answer: Answer) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from prime_node.coordinator.core import Core
@@ -71,8 +70,8 @@ def set_gauges(core: Core) -> None:
 
 
 def _steps(state: State) -> list[dict[str, Any]]:
-    leased: Counter[int] = Counter()
-    pending: Counter[int] = Counter()
+    leased = dict.fromkeys(state.steps, 0)
+    pending = dict.fromkeys(state.steps, 0)
     for lease in state.leases.values():
         leased[lease.step] += len(lease.slots)
     for bundle in state.bundles.values():
@@ -84,7 +83,6 @@ def _steps(state: State) -> list[dict[str, Any]]:
             "leased": leased[number],
             "pending": pending[number],
             "accepted": len(step.accepted),
-            "trained": len(step.taken),
             "fixed": step.fixed,
         }
         for number, step in state.steps.items()

@@ -28,6 +28,8 @@ class Response:
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    after: Callable[[], None] | None = None
+    """Called once, when the body has been written to the connection or cannot be."""
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -92,6 +92,8 @@ class Worker:
     folder: Path
     clock: Clock
     rng: random.Random = field(default_factory=random.Random)
+    swarm: Callable[[], str] = lambda: ""
+    """What the owner is told about the exchange with other workers."""
     say: Callable[[str], None] = log.info
     """Where the line for the owner goes."""
     in_hand: set[str] = field(default_factory=set)
@@ -371,6 +373,7 @@ def _status_of(worker: Worker, *, ended: str = "") -> Status:
         coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
         waiting_for=worker.waiting_for,
         notice=session.notice,
+        swarm=worker.swarm(),
         ended=ended,
         at_ms=worker.clock.now_ms(),
     )

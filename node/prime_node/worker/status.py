@@ -43,6 +43,8 @@ class Status:
     """Why nothing is being generated."""
     notice: str = ""
     """The coordinator's word to the contributor."""
+    swarm: str = ""
+    """Peers, what was given to them, and whether they reach us."""
     ended: str = ""
     """How the worker ended; empty while it runs."""
     at_ms: int = 0

@@ -1,0 +1,111 @@
+"""Who else is in the run, as the coordinator and, through it, other peers have said; and the ticket with which we are let in.
+
+The coordinator is asked every so often, and offered our own address in the same breath. Peers pass on the lists that it has
+signed, so the swarm goes on finding itself while the coordinator is away. A record is only a hint where to look: what comes from
+there proves itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import NoReturn
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.swarm import PeerFinder, PeerLink
+from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.messages import PeersRequest
+from prime_protocol.peers import TOKEN_AGE_S_MAX, PeerRecord, authorization, open_peer_list
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
+"""Between two questions to the coordinator: often while there is news, then ever less. Offers are remembered for longer."""
+RECORDS_MAX = 1_024
+
+
+class Directory:
+    """Used from the event loop only."""
+
+    def __init__(
+        self,
+        run: PinnedRun,
+        key: SigningKey,
+        coordinator: PeerFinder,
+        *,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self.me = key.key_id
+        self.offer: Callable[[], PeersRequest] = PeersRequest
+        """What we ask, with the address at which we serve, if we do."""
+        self.records: dict[KeyId, PeerRecord] = {}
+        """The newest ones last."""
+        self.list_text: str | None = None
+        """The newest list, to be passed on."""
+        self.reachable: bool | None = None
+        """Whether the coordinator could reach us."""
+        self._run = run
+        self._key = key
+        self._coordinator = coordinator
+        self._clock = clock
+        self._rng = rng
+        self._ticket: str | None = None
+        self._tokens: dict[KeyId, tuple[int, str]] = {}
+        self._list_at_ms = -1
+
+    async def run(self, links: Callable[[], list[PeerLink]], tell: Callable[[], None]) -> NoReturn:
+        """Keep asking, for ever. `tell` hears when there may be new records; `links` are asked while the coordinator is away."""
+        pause_s = ASK_S_MIN
+        while True:
+            known, offer = len(self.records), self.offer()
+            try:
+                reply = await self._coordinator.find_peers(offer)
+                self.take_in(reply.peers)
+                self._ticket, self.reachable = reply.ticket, reply.reachable
+                self._tokens.clear()
+            except (PeerError, Unreachable) as error:
+                log.info("the coordinator names no peers: %s", error)
+                await self._exchange(links())
+            tell()
+            is_news = len(self.records) > known or (offer.port is not None and self.reachable is None)
+            pause_s = ASK_S_MIN if is_news or not self.records else min(2 * pause_s, ASK_S_MAX)
+            await self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2))
+
+    def take_in(self, text: str) -> None:
+        """A list that somebody shows. Raises PeerError where the run's coordinator did not sign it."""
+        listed = open_peer_list(text, self._run)
+        for record in listed.peers:
+            if record.peer != self.me:
+                self.records.pop(record.peer, None)
+                self.records[record.peer] = record
+        while len(self.records) > RECORDS_MAX:
+            del self.records[next(iter(self.records))]
+        if listed.peers and listed.issued_at_ms > self._list_at_ms:
+            self.list_text, self._list_at_ms = text, listed.issued_at_ms
+
+    def authorization(self, peer: KeyId) -> str | None:
+        """The header that shows our ticket to `peer`; None while we have no ticket."""
+        if self._ticket is None:
+            return None
+        now_ms = self._clock.now_ms()
+        made_ms, shown = self._tokens.get(peer, (0, ""))
+        if abs(now_ms - made_ms) > TOKEN_AGE_S_MAX * 500:
+            shown = authorization(self._ticket, peer, self._run.digest, self._key, now_ms=now_ms)
+            self._tokens[peer] = (now_ms, shown)
+        return shown
+
+    async def _exchange(self, links: list[PeerLink]) -> None:
+        """Ask two peers for the lists that they have."""
+        for link in self._rng.sample(links, min(2, len(links))):
+            try:
+                self.take_in(await link.peers())
+            except (PeerError, Unreachable) as error:
+                if not (isinstance(error, PeerError) and error.code is ErrorCode.MALFORMED):
+                    log.info("a peer names no peers: %s", error)
+            await asyncio.sleep(0)

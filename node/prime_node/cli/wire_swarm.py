@@ -1,0 +1,166 @@
+"""The swarm's half of wire.py: followers, seeders and the adapters under them. Imported on use, as everything there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_node.cli.wire import clock, trust
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import PinnedRun
+
+if TYPE_CHECKING:
+    from prime_node.adapters.http_client import HttpClient
+    from prime_node.broadcast.follower import Follower, Progress
+    from prime_node.broadcast.holdings import Holdings
+    from prime_node.broadcast.part_store import PartStore
+    from prime_node.broadcast.peer import Peer
+    from prime_node.broadcast.seeding import Seeding
+    from prime_node.broadcast.sources import SourcePool
+    from prime_node.broadcast.swarm_config import SwarmConfig
+    from prime_node.broadcast.trust import Trust
+    from prime_node.worker.config import WorkerConfig
+    from prime_protocol.envelope import Envelope
+
+SEED_BYTES_MAX = 256 * 2**30
+"""Disk that the trainer's own copy of its newest policies may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What a peer serves, and where it lies."""
+
+    holdings: Holdings
+    parts: PartStore
+    manifest: Callable[[int], Envelope | None]
+    folder: Path
+    """Of the role: the model files lie in `model`, key rings and the newest timestamp in `trust`."""
+
+
+def make_peer(
+    run: PinnedRun,
+    key: SigningKey,
+    client: HttpClient,
+    config: SwarmConfig,
+    shelf: Shelf,
+    *,
+    folder: Path,
+    pool: SourcePool | None = None,
+) -> Peer:
+    """A peer over HTTP. Without a `pool` to put neighbours into, it only serves."""
+    from prime_node.adapters.aiohttp_server import AiohttpServer
+    from prime_node.adapters.http_peer import HttpPeer
+    from prime_node.broadcast.choker import ChokerRules
+    from prime_node.broadcast.directory import Directory
+    from prime_node.broadcast.neighbours import Neighbours
+    from prime_node.broadcast.peer import Peer
+    from prime_node.broadcast.serving import PeerService
+    from prime_node.broadcast.sources import NamedSource, SourceKind
+    from prime_node.broadcast.topology import TopologyRules
+    from prime_node.broadcast.uplink import DataCap, RateLimit, Uplink
+    from prime_node.ports.swarm import PeerLink
+    from prime_protocol.peers import PeerRecord
+
+    def may_serve() -> bool:
+        is_fetching = pool is not None and any(named.fetching for named in pool.all)
+        return config.serve == "always" or not (is_fetching or os.getloadavg()[0] > (os.cpu_count() or 1) / 2)
+
+    def gave(named: NamedSource, num_bytes: int) -> None:
+        if named.kind is SourceKind.PEER:
+            uplink.gave(named.name, num_bytes)
+
+    def connect(record: PeerRecord) -> PeerLink | None:
+        if not record.urls:
+            return None
+        return HttpPeer(
+            record.urls[0],
+            run=run.digest,
+            clock=clock(),
+            bounds=run.spec.limits,
+            authorization=lambda: directory.authorization(record.peer),
+        )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    cap_bytes = round(config.upload_gib_max * 2**30)
+    uplink = Uplink(
+        clock=clock(),
+        rules=ChokerRules(slots=config.upload_slots),
+        rate=RateLimit(config.upload_bytes_per_s, clock()),
+        cap=DataCap(cap_bytes, days=config.cap_days, file=folder / "uploaded.json", clock=clock()),
+        may_serve=may_serve,
+    )
+    directory = Directory(run, key, client, clock=clock(), rng=random.Random())
+    service = PeerService(
+        run, key, shelf.holdings, shelf.parts, uplink, clock(), shelf.manifest,
+        peer_list=lambda: directory.list_text, folder=shelf.folder,
+    )  # fmt: skip
+    neighbours = None
+    if pool is not None:
+        pool.gave = gave
+        if config.download_bytes_per_s:
+            pool.download_turn = RateLimit(config.download_bytes_per_s, clock()).take
+        rules = TopologyRules(neighbours_max=config.neighbours_max)
+        neighbours = Neighbours(directory, pool, connect, clock=clock(), rng=random.Random(), rules=rules)
+    return Peer(config, service, AiohttpServer(), directory, neighbours)
+
+
+@contextlib.asynccontextmanager
+async def worker_follower(
+    run: PinnedRun,
+    key: SigningKey,
+    client: HttpClient,
+    folder: Path,
+    settings: WorkerConfig,
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
+    """Follows the coordinator, the mirrors that the contributor names, and other peers. The model files are in `folder`/model."""
+    from prime_node.adapters.http_client import HttpClient
+    from prime_node.broadcast.follower import Follower
+
+    async with contextlib.AsyncExitStack() as stack:
+        mirrors = [
+            (
+                url,
+                await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)),
+            )
+            for url in settings.mirrors
+        ]
+        sources = [(client.url, client), *mirrors]
+        trusted = await trust(run, sources, folder)
+        follower = Follower(
+            run,
+            sources,
+            folder / "checkpoints",
+            clock=clock(),
+            poll_s=settings.poll_seconds,
+            policies_kept=settings.policies_kept,
+            memory_bytes_max=settings.pieces_bytes_max,
+            parts_bytes_max=settings.parts_bytes_max,
+            on_progress=on_progress,
+        )
+        peer = None
+        if settings.swarm.enabled:
+            shelf = Shelf(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
+            peer = make_peer(run, key, client, settings.swarm, shelf, folder=folder / "swarm", pool=follower.pool)
+            await stack.enter_async_context(peer.running())
+        yield follower, trusted, peer
+
+
+def trainer_seeding(
+    run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
+) -> tuple[Seeding, Peer]:
+    """The port through which the trainer publishes, and the peer that serves what went through it."""
+    from prime_node.broadcast.holdings import Holdings
+    from prime_node.broadcast.part_store import PartStore
+    from prime_node.broadcast.seeding import Seeding
+
+    holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
+    seeding = Seeding(client, run, parts, holdings)
+    shelf = Shelf(holdings, parts, seeding.manifest_at_hand, folder)
+    return seeding, make_peer(run, key, client, config, shelf, folder=folder / "seed")

@@ -1,0 +1,133 @@
+"""Who serves checkpoints to others, and who is told of them. Soft state: peers offer themselves again every so often.
+
+An address counts only as the one that the offer came from, and only after a dial-back has found the offering key there: so the
+list can neither send a swarm to a stranger's machine nor fill up with machines that nobody reaches. The asker gets a random
+sample, and a ticket that shows other peers that his key belongs to the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prime_node.ports.swarm import DialBack
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.messages import PeersReply, PeersRequest
+from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.core import Core
+
+log = logging.getLogger(__name__)
+
+OFFER_S_MAX = 180.0
+"""An offer that is not repeated is forgotten."""
+TICKET_S = 24 * 3_600.0
+"""Long, so that the swarm goes on without the coordinator; a banned key gets no new one."""
+TRIED_AGAIN_S = 60.0
+"""An address where nobody answered is tried again after this."""
+DIALS_MAX = 64
+"""Dial-backs under way."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    record: PeerRecord
+    heard_s: float
+    reachable: bool | None
+    """None while the dial-back is under way."""
+    tried_s: float
+
+
+class Peers:
+    """The offers."""
+
+    def __init__(self, dial_back: DialBack | None = None) -> None:
+        self._dial_back = dial_back
+        self._offers: dict[str, _Offer] = {}
+        self._dials: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return sum(offer.reachable is True for offer in self._offers.values())
+
+    def offer(self, record: PeerRecord, now_s: float, *, offers_max: int) -> bool | None:
+        """Take an offer in, or up again. Returns whether its address is reachable, as far as that is known."""
+        self._forget(now_s)
+        known = self._offers.get(record.peer)
+        if known is None and len(self._offers) >= offers_max:
+            return None
+        if known is not None and known.record == record:
+            known.heard_s = now_s
+            if known.reachable is False and now_s - known.tried_s > TRIED_AGAIN_S:
+                self._try(known, now_s)
+            return known.reachable
+        offer = self._offers[record.peer] = _Offer(record, now_s, None, now_s)
+        self._try(offer, now_s)
+        return offer.reachable
+
+    def withdraw(self, peer: str) -> None:
+        self._offers.pop(peer, None)
+
+    def sample(self, asker: str, peers_max: int, now_s: float, rng: random.Random) -> tuple[PeerRecord, ...]:
+        """Some that can be reached, in random order."""
+        self._forget(now_s)
+        found = [offer.record for peer, offer in self._offers.items() if offer.reachable and peer != asker]
+        return tuple(rng.sample(found, min(peers_max, len(found))))
+
+    def _forget(self, now_s: float) -> None:
+        for peer in [peer for peer, offer in self._offers.items() if now_s - offer.heard_s > OFFER_S_MAX]:
+            del self._offers[peer]
+
+    def _try(self, offer: _Offer, now_s: float) -> None:
+        offer.tried_s = now_s
+        if self._dial_back is None or not offer.record.urls:
+            offer.reachable = True  # libp2p finds out by itself who is reachable
+        elif len(self._dials) < DIALS_MAX:
+            offer.reachable = None
+            task = asyncio.create_task(self._dial(offer, self._dial_back))
+            self._dials.add(task)
+            task.add_done_callback(self._dials.discard)
+
+    async def _dial(self, offer: _Offer, dial_back: DialBack) -> None:
+        offer.reachable = await dial_back.answers(offer.record.urls[0], offer.record.peer)
+        if not offer.reachable:
+            log.info("nobody answers for %s at %s: it is not listed", offer.record.peer, offer.record.urls[0])
+
+
+async def find(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
+    """Answer a verified request that came from `address`."""
+    now_s, now_ms = core.clock.monotonic_s(), core.clock.now_ms()
+    record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)
+    reachable = None
+    if record.urls or record.addresses:
+        reachable = core.peers.offer(record, now_s, offers_max=core.run.spec.limits.workers_max)
+    else:
+        core.peers.withdraw(signer)
+    listed = PeerList(
+        run=core.run.digest,
+        issued_at_ms=now_ms,
+        peers=core.peers.sample(signer, request.peers_max, now_s, random.Random()),
+    )
+    ticket = PeerTicket(run=core.run.digest, peer=signer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
+    return PeersReply(
+        peers=seal(listed, PayloadType.PEER_LIST, core.key).to_bytes().decode(),
+        ticket=seal(ticket, PayloadType.PEER_TICKET, core.key).to_bytes().decode(),
+        reachable=reachable,
+    )
+
+
+def _urls(address: str, port: int | None) -> tuple[str, ...]:
+    """Where the asker serves, if he does. Nothing where his address is no number (a socket file, say)."""
+    if port is None:
+        return ()
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return ()
+    if parsed.version == 6 and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return (f"http://[{parsed}]:{port}" if parsed.version == 6 else f"http://{parsed}:{port}",)

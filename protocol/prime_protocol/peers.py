@@ -1,0 +1,144 @@
+"""What peers say to each other, and what the coordinator says about them. SPEC.md, section "Peers".
+
+Bytes between peers prove themselves by their digests, so a link needs no trust. What is signed: the coordinator's list of peers
+(so that nobody sends a swarm to a victim), its ticket (this key belongs to the run, until then), and the token with which a key
+shows a ticket to one peer (so that the peer cannot show it to others).
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated
+
+from pydantic import Field
+
+from prime_protocol import limits
+from prime_protocol.assignment import Count
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.key_ring import Role
+from prime_protocol.run_spec import PinnedRun
+
+Url = Annotated[str, Field(max_length=200, pattern=r"^http://(?:[0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
+"""A peer's HTTP address. By number: names are not looked up for peers."""
+Multiaddr = Annotated[str, Field(max_length=limits.PEER_ADDRESS_CHARS_MAX, pattern=r"^/[ -~]+$")]
+EnvelopeText = Annotated[str, Field(max_length=limits.PEER_TEXT_CHARS_MAX)]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Run = Annotated[tuple[Count, ...], Field(min_length=2, max_length=2)]
+"""Pieces [start, end)."""
+
+TOKEN_AGE_S_MAX = 3_600.0
+"""A token is taken for so long; clocks may differ by as much."""
+
+
+class PeerRecord(WireModel):
+    """Where a peer is reached. Neither is a fact about its key: what it sends is verified."""
+
+    peer: KeyId
+    urls: tuple[Url, ...] = Field(default=(), max_length=limits.PEER_ADDRESSES_MAX)
+    addresses: tuple[Multiaddr, ...] = Field(default=(), max_length=limits.PEER_ADDRESSES_MAX)
+
+
+class PeerList(WireModel):
+    """Some peers of the run, by the coordinator (envelope type PEER_LIST). Passed on between peers as it is."""
+
+    run: Digest
+    issued_at_ms: Count
+    peers: tuple[PeerRecord, ...] = Field(max_length=limits.PEERS_MAX)
+
+
+class PeerTicket(WireModel):
+    """This key belongs to the run, by the coordinator (envelope type PEER_TICKET)."""
+
+    run: Digest
+    peer: KeyId
+    expires_at_ms: Count
+
+
+class PeerToken(WireModel):
+    """Shown with a ticket, signed by the ticket's key (envelope type PEER_TOKEN)."""
+
+    run: Digest
+    audience: KeyId
+    """The peer that it is shown to."""
+    issued_at_ms: Count
+
+
+class PeerAnswer(WireModel):
+    """A peer's answer to a dial-back's challenge, signed by it (envelope type PEER_ANSWER)."""
+
+    run: Digest
+    nonce: Nonce
+
+
+class PeerNews(WireModel):
+    """What a peer has that it had not when it said so last. Example: {"cursor": 7, "head": 41, "pieces": {"ab..": [[0, 12]]}}."""
+
+    cursor: Count = 0
+    """To ask from next time."""
+    head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
+    """The newest policy that it has whole."""
+    pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_NEWS_RUNS_MAX)]] = Field(
+        default_factory=dict, max_length=limits.PEER_NEWS_ENCODINGS_MAX
+    )
+    """By encoding, named by its index's digest."""
+
+
+def open_peer_list(text: str, run: PinnedRun) -> PeerList:
+    """Raises PeerError."""
+    envelope = open_envelope(text.encode(), bytes_max=limits.PEER_LIST_BYTES_MAX)
+    listed = parse_json(run.keys.verify(envelope, PayloadType.PEER_LIST, Role.COORDINATOR), PeerList)
+    if listed.run != run.digest:
+        raise PeerError(ErrorCode.WRONG_RUN, f"a list of peers of run {listed.run[:12]}")
+    return listed
+
+
+def authorization(ticket: str, audience: KeyId, run: str, key: SigningKey, *, now_ms: int) -> str:
+    """The `Authorization` header with which a key shows its ticket to a peer."""
+    token = seal(PeerToken(run=run, audience=audience, issued_at_ms=now_ms), PayloadType.PEER_TOKEN, key)
+    both = (base64.b64encode(part).decode() for part in (ticket.encode(), token.to_bytes()))
+    return "Prime " + ".".join(both)
+
+
+def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) -> KeyId:
+    """Whose key shows the header. Raises PeerError.
+
+    (1) framing; (2) the run's coordinator signed the ticket; (3) it is of this run and has not expired; (4) the ticket's key
+    signed the token; (5) the token is of this run, for me, and recent.
+    """
+    try:
+        scheme, _, rest = header.partition(" ")
+        first, second = (base64.b64decode(part, validate=True) for part in rest.split("."))
+    except ValueError:
+        raise PeerError(ErrorCode.MALFORMED, "an authorization is `Prime <ticket>.<token>`, both in base64") from None
+    if scheme != "Prime":
+        raise PeerError(ErrorCode.MALFORMED, "an authorization of another scheme than Prime")
+    signed_ticket, signed_token = (_open_small(part) for part in (first, second))  # (1)
+    payload = run.keys.verify(signed_ticket, PayloadType.PEER_TICKET, Role.COORDINATOR)  # (2)
+    ticket = parse_json(payload, PeerTicket)
+    if ticket.run != run.digest:  # (3)
+        raise PeerError(ErrorCode.WRONG_RUN, f"a ticket of run {ticket.run[:12]}")
+    if ticket.expires_at_ms < now_ms:  # (3)
+        raise PeerError(ErrorCode.EXPIRED, "the ticket has expired; ask the coordinator for a new one")
+    token = parse_json(signed_token.verify(PayloadType.PEER_TOKEN, trusted=(ticket.peer,)), PeerToken)  # (4)
+    if token.run != run.digest:  # (5)
+        raise PeerError(ErrorCode.WRONG_RUN, f"a token of run {token.run[:12]}")
+    if token.audience != me:
+        raise PeerError(ErrorCode.WRONG_ROLE, f"a token for {token.audience}, shown to {me}")
+    if abs(now_ms - token.issued_at_ms) > TOKEN_AGE_S_MAX * 1_000:
+        raise PeerError(ErrorCode.EXPIRED, "the token is too old or too far ahead; check the clock")
+    return ticket.peer
+
+
+def check_answer(data: bytes, peer: KeyId, run: str, nonce: str) -> None:
+    """A dial-back has reached the peer that it meant. Raises PeerError."""
+    payload = _open_small(data).verify(PayloadType.PEER_ANSWER, trusted=(peer,))
+    answer = parse_json(payload, PeerAnswer)
+    if (answer.run, answer.nonce) != (run, nonce):
+        raise PeerError(ErrorCode.REPLAYED, "the answer to another challenge")
+
+
+def _open_small(data: bytes) -> Envelope:
+    return open_envelope(data, bytes_max=limits.PEER_TICKET_BYTES_MAX)

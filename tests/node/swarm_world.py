@@ -1,0 +1,189 @@
+"""A swarm on loopback: a real coordinator, the trainer's seeder and workers' followers, each a peer over HTTP of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
+
+from prime_node.adapters.aiohttp_server import AiohttpServer
+from prime_node.adapters.http_client import HttpClient
+from prime_node.adapters.http_peer import HttpDialBack
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.follower import Follower
+from prime_node.broadcast.neighbours import Neighbours
+from prime_node.broadcast.peer import Peer
+from prime_node.broadcast.seeding import Seeding
+from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.cli import wire_swarm
+from prime_node.ports.web import Request, Response, Route
+from prime_node.worker.config import WorkerConfig
+from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.weights import Weights, WeightTensor
+
+CORA = SigningKey(bytes([77]) * 32)
+LOCAL = SwarmConfig(host="127.0.0.1")
+NUM_TENSORS, ELEMENTS = 24, 2**15
+
+
+def policy_weights(version: int) -> Weights:
+    """About 1.5 MB that does not compress: 24 pieces. From one to the next a tenth of the tensors changes."""
+    made = {}
+    for number in range(NUM_TENSORS):
+        changed = version if number % 8 == version % 8 else number % 8
+        words = np.random.default_rng([number, changed]).integers(0, 2**16, ELEMENTS, dtype=np.uint16)
+        made[f"layer{number}"] = WeightTensor("bf16", (ELEMENTS,), words)
+    return made
+
+
+class CutServer(AiohttpServer):
+    """A coordinator's server whose chunk endpoint can die."""
+
+    is_cut = False
+    num_bytes = 0
+    """Of blobs that were asked for."""
+
+    async def start(self, routes: Sequence[Route], *, host: str, port: int) -> int:
+        return await super().start([self._cuttable(route) for route in routes], host=host, port=port)
+
+    def _cuttable(self, route: Route) -> Route:
+        if (route.method, route.path) != ("GET", "/v1/blobs/{digest}"):
+            return route
+
+        async def handle(request: Request) -> Response:
+            if self.is_cut:
+                raise PeerError(ErrorCode.UNAVAILABLE, "no chunks here any more")
+            response = await route.handler(request)
+            self.num_bytes += int(response.headers["Content-Length"])
+            return response
+
+        return dataclasses.replace(route, handler=handle)
+
+
+@dataclass
+class Swarm:
+    """The coordinator's world and the peers in it."""
+
+    world: World
+    chunks: CutServer
+    seeding: Seeding
+    seeder: Peer
+    folder: Path
+    stack: contextlib.AsyncExitStack
+    head: SignedManifest | None = None
+    weights: Weights = field(default_factory=dict)
+    workers: list[tuple[Follower, Peer]] = field(default_factory=list)
+    clients: dict[str, HttpClient] = field(default_factory=dict)
+    """By key: how each worker reaches the coordinator."""
+
+    async def publish(self, *, delta: bool = False, weights: Weights | None = None) -> SignedManifest:
+        """The next policy, through the trainer's seeder, as the publisher does it."""
+        run, version = self.world.run, 0 if self.head is None else self.head.manifest.policy_version + 1
+        if self.head is None:
+            await self.world.join(ANNA)
+        else:
+            self.world.head = self.head
+            await self.world.fill(version - 1)
+        weights = policy_weights(version) if weights is None else weights
+        base = None
+        if delta and self.head is not None:
+            base = BasePolicy(policy_version=version - 1, state_root=self.head.manifest.state_root), self.weights
+        encoded = encode_checkpoint(weights, base, part_bytes=2**19)
+        tensors = tensor_table(weights)
+        manifest = Manifest(
+            run=run.digest,
+            policy_version=version,
+            previous=None if self.head is None else self.head.digest,
+            model_config_digest=digest_of(CONFIG_JSON),
+            state_root=root_of_table(tensors),
+            tensors=tensors,
+            encodings=(encoded.encoding,),
+            produced_by=Provenance(step=version - 1, optimizer_steps=version, batch=self.world.batch, software="test"),
+            created_at_ms=SystemClock().now_ms(),
+        )
+        self.head, self.weights = sign_manifest(manifest, TRAINER), weights
+        for blob in encoded.blobs:
+            await self.seeding.put_blob(blob)
+        await self.seeding.publish(self.head.envelope)
+        return self.head
+
+    async def worker(self, key: SigningKey, **swarm: object) -> tuple[Follower, Peer]:
+        """One more, following."""
+        run, folder = self.world.run, self.folder / key.key_id[-8:]
+        client = await self.stack.enter_async_context(
+            HttpClient(self.world.url, run=run.digest, clock=SystemClock(), key=key, bounds=run.spec.limits)
+        )
+        self.clients[key.key_id] = client
+        settings = WorkerConfig(swarm=LOCAL.model_copy(update=swarm), poll_seconds=0.05)
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
+        following = wire_swarm.worker_follower(run, key, client, folder, settings)
+        follower, _, peer = await self.stack.enter_async_context(following)
+        assert peer is not None
+        task = asyncio.create_task(follower.follow())
+        self.stack.push_async_callback(ended, task)
+        self.workers.append((follower, peer))
+        return follower, peer
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    """Fails where it ended by itself."""
+    assert not task.done(), task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def swarm(folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL) -> AsyncIterator[Swarm]:
+    """A coordinator, a trainer's seeder, and a worker for each key."""
+    server, run = CutServer(), make_run()
+    parts = dataclasses.replace(memory_parts(run), web=server, dial_back=HttpDialBack(run.digest))
+    await parts.public.put(CONFIG_JSON)
+    async with running(parts) as world, contextlib.AsyncExitStack() as stack:
+        client = world.client(TRAINER)
+        seeding, peer = wire_swarm.trainer_seeding(run, TRAINER, client, seeder, folder / "trainer")
+        await stack.enter_async_context(peer.running())
+        made = Swarm(world, server, seeding, peer, folder, stack)
+        for key in keys:
+            await made.worker(key)
+        yield made
+
+
+async def linked(made: Swarm) -> None:
+    """Until every worker hears the seeder and all other workers that serve."""
+    serving = sum(not peer.config.private for _, peer in made.workers) + 1
+    for _, peer in made.workers:
+        assert peer.neighbours is not None
+        wanted = serving - (not peer.config.private)
+        await until(functools.partial(_has_links, peer.neighbours, wanted))
+
+
+def _has_links(neighbours: Neighbours, wanted: int) -> bool:
+    return len(neighbours.linked) == wanted
+
+
+async def until(condition: Callable[[], object], *, seconds: float = 15.0) -> None:
+    """Let others run until it holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what happens is the code under test's, and tells nobody
+            await asyncio.sleep(0.01)
+
+
+def from_peers(follower: Follower, origin: str) -> int:
+    """Bytes of pieces that came from other peers."""
+    received: Mapping[str, int] = follower.received
+    return sum(num_bytes for name, num_bytes in received.items() if name != origin)
+
+
+WORKERS = (ANNA, BEN, CORA)

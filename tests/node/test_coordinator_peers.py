@@ -1,0 +1,118 @@
+"""The coordinator's list of peers: only who offers himself, where he was found, and for as long as he says so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, World, make_run, memory_parts, running
+
+from prime_node.adapters.http_peer import HttpDialBack
+from prime_node.coordinator.peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.messages import PeersReply, PeersRequest
+from prime_protocol.peers import PeerRecord, authorization, check_authorization, open_peer_list
+
+RUN = make_run()
+
+
+class Dials:
+    """Implements ports.swarm.DialBack: answers as it is told."""
+
+    def __init__(self) -> None:
+        self.reachable = True
+        self.asked: list[str] = []
+
+    async def answers(self, url: str, peer: KeyId) -> bool:
+        self.asked.append(url)
+        return self.reachable
+
+
+def record(key: SigningKey, port: int = 4000) -> PeerRecord:
+    return PeerRecord(peer=key.key_id, urls=(f"http://192.0.2.1:{port}",))
+
+
+def listed(peers: Peers, asker: SigningKey, now_s: float) -> set[str]:
+    return {found.peer for found in peers.sample(asker.key_id, 10, now_s, random.Random(1))}
+
+
+async def test_an_offer_is_listed_once_the_dial_back_has_found_it() -> None:
+    dials = Dials()
+    peers = Peers(dials)
+    assert peers.offer(record(ANNA), 0.0, offers_max=10) is None
+    assert listed(peers, BEN, 0.0) == set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert peers.offer(record(ANNA), 1.0, offers_max=10) is True
+    assert listed(peers, BEN, 1.0) == {ANNA.key_id}
+    assert listed(peers, ANNA, 1.0) == set()
+    assert len(dials.asked) == 1
+
+
+async def test_who_is_not_reached_is_not_listed_and_is_tried_again_later() -> None:
+    dials = Dials()
+    peers, dials.reachable = Peers(dials), False
+    peers.offer(record(ANNA), 0.0, offers_max=10)
+    await asyncio.sleep(0.001)
+    assert peers.offer(record(ANNA), 1.0, offers_max=10) is False
+    assert listed(peers, BEN, 1.0) == set()
+    dials.reachable = True
+    peers.offer(record(ANNA), TRIED_AGAIN_S + 1.0, offers_max=10)
+    await asyncio.sleep(0.001)
+    assert listed(peers, BEN, TRIED_AGAIN_S + 1.0) == {ANNA.key_id}
+
+
+async def test_another_address_is_tried_before_it_is_listed() -> None:
+    dials = Dials()
+    peers = Peers(dials)
+    peers.offer(record(ANNA), 0.0, offers_max=10)
+    await asyncio.sleep(0.001)
+    dials.reachable = False
+    assert peers.offer(record(ANNA, 4001), 1.0, offers_max=10) is None
+    await asyncio.sleep(0.001)
+    assert listed(peers, BEN, 1.0) == set()
+
+
+async def test_an_offer_that_is_not_repeated_is_forgotten() -> None:
+    peers = Peers(Dials())
+    peers.offer(record(ANNA), 0.0, offers_max=10)
+    await asyncio.sleep(0.001)
+    assert listed(peers, BEN, OFFER_S_MAX) == {ANNA.key_id}
+    assert listed(peers, BEN, OFFER_S_MAX + 1.0) == set()
+
+
+async def test_offers_are_bounded() -> None:
+    peers = Peers(Dials())
+    for number in range(5):
+        peers.offer(record(SigningKey(bytes([100 + number]) * 32)), 0.0, offers_max=3)
+    await asyncio.sleep(0.001)
+    assert len(peers) == 3
+
+
+async def find(world: World, key: SigningKey, **fields: object) -> PeersReply:
+    return await world.client(key).find_peers(PeersRequest(**fields))  # type: ignore[arg-type]
+
+
+async def test_an_address_where_somebody_else_answers_is_not_listed() -> None:
+    parts = dataclasses.replace(memory_parts(RUN), dial_back=HttpDialBack(RUN.digest))
+    async with running(parts) as world:
+        port = int(world.url.rpartition(":")[2])  # the coordinator itself answers there, and is not ANNA
+        await find(world, ANNA, port=port)
+
+        async def is_known() -> bool:
+            return (await find(world, ANNA, port=port)).reachable is False
+
+        await world.until(is_known)
+        assert open_peer_list((await find(world, BEN)).peers, RUN).peers == ()
+
+
+@pytest.mark.parametrize("fields", [{}, {"peers_max": 0}])
+async def test_who_offers_nothing_gets_a_ticket_and_is_not_listed(fields: dict[str, object]) -> None:
+    async with running(memory_parts(RUN)) as world:
+        reply = await find(world, ANNA, **fields)
+        assert reply.reachable is None
+        shown = authorization(reply.ticket, BEN.key_id, RUN.digest, ANNA, now_ms=world.parts.clock.now_ms())
+        assert check_authorization(shown, BEN.key_id, RUN, now_ms=world.parts.clock.now_ms()) == ANNA.key_id
+        assert open_peer_list((await find(world, BEN)).peers, RUN).peers == ()

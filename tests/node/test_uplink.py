@@ -1,0 +1,121 @@
+"""The owner's limits on what his machine gives: slots, rate, cap, and not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.node.worker_world import JumpClock
+
+from prime_node.broadcast.choker import ChokerRules
+from prime_node.broadcast.uplink import BURST_S, DataCap, RateLimit, Uplink
+from prime_protocol.errors import ErrorCode, PeerError
+
+DAY_MS = 86_400_000
+
+
+class StillClock(JumpClock):
+    """Time that passes only when it is told to, or while somebody sleeps."""
+
+    async def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+async def test_a_rate_limit_holds_over_many_small_takes() -> None:
+    clock = StillClock()
+    limit, began_s = RateLimit(1_000.0, clock), clock.seconds
+    for _ in range(100):
+        await limit.take(100)
+    assert clock.seconds - began_s >= 100 * 100 / 1_000 - BURST_S - 0.11
+
+
+async def test_no_rate_limit_is_no_wait() -> None:
+    clock = StillClock()
+    began_s = clock.seconds
+    await RateLimit(0.0, clock).take(10**9)
+    assert clock.seconds == began_s
+
+
+def test_a_data_cap_is_remembered_and_begins_anew_after_its_days(tmp_path: Path) -> None:
+    clock, file = StillClock(), tmp_path / "uploaded.json"
+    clock.seconds = 30 * 86_400 * 20.0
+    cap = DataCap(1_000, days=30, file=file, clock=clock)
+    cap.use(900)
+    assert not cap.is_reached
+    cap.close()
+    again = DataCap(1_000, days=30, file=file, clock=clock)
+    again.use(100)
+    assert again.is_reached
+    clock.seconds += 30 * 86_400
+    assert not again.is_reached
+    assert again.used_bytes == 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"days": 30}', '{"days": 30, "period": "x", "used_bytes": 5}'])
+def test_a_damaged_count_begins_anew(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "uploaded.json"
+    file.write_text(content)
+    assert DataCap(10, days=30, file=file, clock=StillClock()).used_bytes == 0
+
+
+async def test_nothing_is_served_when_the_cap_is_reached_or_the_owner_does_not_want_to(tmp_path: Path) -> None:
+    clock = StillClock()
+    cap = DataCap(1_000, days=1, file=tmp_path / "uploaded.json", clock=clock)
+    idle = [True]
+    uplink = Uplink(clock=clock, cap=cap, may_serve=lambda: idle[0])
+    (await uplink.slot("anna", 1_000, is_member=True))()
+    with pytest.raises(PeerError) as caught:
+        await uplink.slot("anna", 1, is_member=True)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    clock.seconds += 86_400
+    (await uplink.slot("anna", 1, is_member=True))()
+    idle[0] = False
+    with pytest.raises(PeerError):
+        await uplink.slot("anna", 1, is_member=True)
+    assert uplink.served_bytes == 1_001
+
+
+async def test_a_slot_that_is_given_back_goes_to_who_waits() -> None:
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
+    first = await uplink.slot("anna", 10, is_member=True)
+    waiting = asyncio.create_task(uplink.slot("ben", 10, is_member=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    first()
+    (await waiting)()
+
+
+async def test_who_waits_and_goes_away_does_not_keep_the_slot() -> None:
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
+    first = await uplink.slot("anna", 10, is_member=True)
+    gone, stays = (asyncio.create_task(uplink.slot(peer, 10, is_member=True)) for peer in ("ben", "cora"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    first()
+    (await stays)()
+    (await uplink.slot("anna", 10, is_member=True))()
+
+
+async def test_a_slot_that_comes_as_the_asker_goes_is_passed_on() -> None:
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
+    first = await uplink.slot("anna", 10, is_member=True)
+    gone = asyncio.create_task(uplink.slot("ben", 10, is_member=True))
+    await asyncio.sleep(0)
+    first()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    (await uplink.slot("cora", 10, is_member=True))()
+
+
+async def test_too_many_requests_of_one_peer_are_refused() -> None:
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1, waiting_per_peer_max=1))
+    first = await uplink.slot("anna", 10, is_member=True)
+    waiting = asyncio.create_task(uplink.slot("anna", 10, is_member=True))
+    await asyncio.sleep(0)
+    with pytest.raises(PeerError) as caught:
+        await uplink.slot("anna", 10, is_member=True)
+    assert caught.value.is_transient
+    first()
+    (await waiting)()
