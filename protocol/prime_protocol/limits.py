@@ -102,6 +102,12 @@ PEER_ADDRESSES_MAX = 8
 """Addresses of one peer that are dialled or remembered."""
 PEER_ADDRESS_CHARS_MAX = 256
 """One multiaddr as text."""
+RELAY_CIRCUITS_MAX = 256
+"""Circuits that a relay carries at a time, and peers that it holds a place for."""
+RELAY_CIRCUIT_BYTES_MAX = 2**20
+"""One circuit carries no more: words to punch a hole with, no checkpoints."""
+RELAY_CIRCUIT_S_MAX = 120
+"""One circuit lasts no longer."""
 KNOWN_PEERS_MAX = 2_048
 """Addresses of peers that one peer remembers; the oldest go first."""
 COUNT_MAX = 2**53

@@ -8,6 +8,7 @@ links, never the host. If the thread itself ends, every call raises Unreachable 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from multiaddr import Multiaddr
 from prime_node.adapters.libp2p_gossip import Gossip
 from prime_node.adapters.libp2p_hints import Hints
 from prime_node.adapters.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.libp2p_nat import Holes
+from prime_node.adapters.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
 from prime_node.adapters.libp2p_streams import Streams, leads_through_relay
 from prime_node.adapters.trio_thread import TrioThread
 from prime_node.ports.peers import (
@@ -38,8 +41,6 @@ from prime_protocol.peer_frames import stream_protocol
 
 log = logging.getLogger(__name__)
 
-ALIVE = "alive"
-"""Served by everybody: the answer is the address that the asker is seen at."""
 MISSED_MAX = 3
 """Signs of life that a peer may miss."""
 DIAL_NEXT_S = 0.25
@@ -67,6 +68,8 @@ class Libp2pNetwork:
         self._streams: Streams | None = None
         self._gossip: Gossip | None = None
         self._hints: Hints | None = None
+        self._holes: Holes | None = None
+        self._reach: Reach | None = None
 
     @property
     def peer_id(self) -> KeyId:
@@ -88,11 +91,18 @@ class Libp2pNetwork:
     def addresses(self) -> tuple[str, ...]:
         if self._settings.private or self._host is None:
             return ()
-        bound = (str(address) for address in self._host.get_transport_addrs())
-        return (*self._settings.announce, *(address for address in bound if not _is_unspecified(address)))
+        bound = [str(address) for address in self._host.get_transport_addrs()]
+        named = [address for address in bound if not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))]
+        found = (*self._reach.confirmed, *self._reach.relayed) if self._reach is not None else ()
+        return tuple(dict.fromkeys((*self._settings.announce, *named, *found)))[: limits.PEER_ADDRESSES_MAX]
 
     def reachability(self) -> Reachability:
-        return Reachability.PRIVATE if self._settings.private else Reachability.UNKNOWN
+        if self._settings.private:
+            return Reachability.PRIVATE
+        return Reachability.UNKNOWN if self._reach is None else self._reach.found
+
+    def punched(self) -> tuple[int, int]:
+        return (0, 0) if self._holes is None else (self._holes.num_punched, self._holes.num_tried)
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
         if self._host is None:
@@ -130,9 +140,7 @@ class Libp2pNetwork:
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        return await self._thread.call(
-            self._ask, peer, protocol, payload, timeout_s=timeout_s, reply_bytes_max=reply_bytes_max
-        )
+        return await self._thread.call(self._ask, peer, protocol, payload, timeout_s, reply_bytes_max)
 
     async def announce(self, topic: str, data: bytes) -> None:
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
@@ -152,21 +160,25 @@ class Libp2pNetwork:
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         gossip = Gossip(host, self._block)
         hints = Hints(host, run=self._run, private=self._settings.private)
-        async with (
-            host.run(listen_addrs=listen),
-            background_trio_service(gossip.pubsub),
-            background_trio_service(gossip.router),
-            background_trio_service(hints.table),
-            trio.open_nursery() as nursery,
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(host.run(listen_addrs=listen))
+            for service in (gossip.pubsub, gossip.router, hints.table):
+                await stack.enter_async_context(background_trio_service(service))
             await gossip.pubsub.wait_until_ready()
+            nursery = await stack.enter_async_context(trio.open_nursery())
             self._host, self._gossip, self._hints = host, gossip, hints
-            host.get_network().register_notifee(_Doorkeeper(self._blocked, hints, nursery))
             self._streams = streams = Streams(host, nursery)
-            self._serve(streams, ALIVE, self._tell_where, request_bytes_max=0)
-            for name, (handler, bytes_max) in self._served.items():
-                if not self._settings.private:
+            holes = Holes(host, streams, nursery, serves_as_relay=self._settings.relay)
+            self._reach = reach = Reach(host, self._settings, streams, holes, self._ask)
+            self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
+            if not self._settings.private:
+                self._holes = holes
+                await stack.enter_async_context(holes.run())
+                self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
+                for name, (handler, bytes_max) in self._served.items():
                     self._serve(streams, name, self._in_asyncio(handler), request_bytes_max=bytes_max)
+                nursery.start_soon(reach.look)
+            host.get_network().register_notifee(_Doorkeeper(self._blocked, hints, self._holes, nursery))
             for topic, (validate, handle) in self._topics.items():
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
@@ -201,9 +213,7 @@ class Libp2pNetwork:
 
         streams.serve(stream_protocol(self._run, name), heard, request_bytes_max=request_bytes_max)
 
-    async def _ask(
-        self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
-    ) -> bytes:
+    async def _ask(self, peer: KeyId, protocol: str, payload: bytes, timeout_s: float, reply_bytes_max: int) -> bytes:
         assert self._streams is not None
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked")
@@ -237,9 +247,21 @@ class Libp2pNetwork:
             direct = [text for text in address.addresses if "p2p-circuit" not in text]
             with trio.move_on_after(timeout_s):
                 await self._dial(peer, direct[: limits.PEER_ADDRESSES_MAX])
+                if self._holes is not None and not self._streams.has_direct_link(peer):
+                    await self._call(self._holes, address)
         if not self._streams.links(peer):
             raise Unreachable(f"{peer}: nobody with this key answers at {', '.join(address.addresses) or 'no address'}")
         return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
+
+    async def _call(self, holes: Holes, address: PeerAddress) -> None:
+        """Over a relay, and from there directly if a hole can be punched."""
+        assert self._streams is not None
+        if self._streams.links(address.peer):
+            await holes.punch(address.peer)
+            return
+        for text in circuits(address):
+            if await holes.call(address.peer, text):
+                return
 
     async def _dial(self, peer: KeyId, addresses: Sequence[str]) -> None:
         """Dial one address after the other, the next one beside the last where that takes its time; the first wins."""
@@ -295,22 +317,9 @@ class Libp2pNetwork:
 
     async def _ask_whether_alive(self, peer: KeyId) -> None:
         try:
-            await self._ask(
-                peer,
-                ALIVE,
-                b"",
-                timeout_s=self._settings.heartbeat_s,
-                reply_bytes_max=limits.PEER_ADDRESS_CHARS_MAX,
-            )
+            await self._ask(peer, ALIVE, b"", self._settings.heartbeat_s, limits.PEER_ADDRESS_CHARS_MAX)
         except Exception as error:  # noqa: BLE001 - whatever it was, it was no sign of life; the next round decides
             log.debug("no sign of life from %s: %r", peer, error)
-
-    async def _tell_where(self, asker: KeyId, payload: bytes) -> bytes:
-        """The address that the asker's link comes from: how a peer behind a NAT learns its outer address."""
-        assert self._streams is not None
-        direct = [link for link in self._streams.links(asker) if not leads_through_relay(link)]
-        seen = [str(address) for link in direct for address in link.get_transport_addresses()]
-        return seen[0].encode()[: limits.PEER_ADDRESS_CHARS_MAX] if seen else b""
 
     async def _stay_linked(self, address: PeerAddress) -> None:
         """Dial a bootstrap peer whenever there is no link to it."""
@@ -331,22 +340,26 @@ class Libp2pNetwork:
 
 
 class _Doorkeeper:
-    """Closes every new link to a blocked peer, and introduces the others to the table of hints."""
+    """Looks at every new link: closes a blocked peer's, answers a circuit with a punch, introduces the rest to the hints."""
 
-    def __init__(self, blocked: set[KeyId], hints: Hints, nursery: trio.Nursery) -> None:
+    def __init__(self, blocked: set[KeyId], hints: Hints, holes: Holes | None, nursery: trio.Nursery) -> None:
         self._blocked = blocked
         self._hints = hints
+        self._holes = holes
         self._nursery = nursery
 
     async def connected(self, network: INetwork, link: INetConn) -> None:
         peer = str(link.muxed_conn.peer_id)
         if peer in self._blocked:
             await link.close()
+        elif leads_through_relay(link) and self._holes is not None:
+            self._nursery.start_soon(self._holes.punch, peer)
         else:
             self._nursery.start_soon(self._hints.meet, peer)
 
     async def disconnected(self, network: INetwork, link: INetConn) -> None:
-        return
+        if self._holes is not None and not leads_through_relay(link):
+            self._holes.forget(str(link.muxed_conn.peer_id))
 
     async def opened_stream(self, network: INetwork, stream: Any) -> None:
         return
@@ -359,7 +372,3 @@ class _Doorkeeper:
 
     async def listen_close(self, network: INetwork, address: Multiaddr) -> None:
         return
-
-
-def _is_unspecified(address: str) -> bool:
-    return address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))

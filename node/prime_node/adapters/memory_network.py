@@ -87,6 +87,9 @@ class MemoryNetwork:
             return Reachability.PRIVATE
         return Reachability.PUBLIC if self._dialable else Reachability.OUTBOUND
 
+    def punched(self) -> tuple[int, int]:
+        return (0, 0)
+
     def connected(self) -> tuple[ConnectedPeer, ...]:
         return tuple(ConnectedPeer(peer, is_relayed=False) for peer in sorted(self._links))
 

@@ -103,6 +103,10 @@ class PeerNetwork(Protocol):
 
     def reachability(self) -> Reachability: ...
 
+    def punched(self) -> tuple[int, int]:
+        """(peers to which a hole was punched, peers with which it was tried) in this session."""
+        ...
+
     def connected(self) -> tuple[ConnectedPeer, ...]: ...
 
     def known(self) -> tuple[PeerAddress, ...]:
