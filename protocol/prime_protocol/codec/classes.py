@@ -14,10 +14,11 @@ import numpy as np
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.kernels import decode, encode, full
 from prime_protocol.codec.kernels.base import CODER, COUNT, PLAN_COLUMNS
+from prime_protocol.codec.kernels.patch import BLOCKS_MAX, STARTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
 from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, ElementType
 from prime_protocol.codec.planes import read_plane, require_end, write_plane
-from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, lowest_exponents, narrow, widen
+from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, narrow, widen
 
 
 class Buffers:
@@ -33,6 +34,8 @@ class Buffers:
         self.places = np.zeros(CHUNK_ELEMENTS, np.int32)
         self.octets = np.zeros(2 * CHUNK_ELEMENTS + 4096, np.uint8)
         self.escapes = np.zeros(CHUNK_ELEMENTS, np.uint16)
+        self.words = np.zeros((CLASSES_MAX + 1, BLOCKS_MAX), np.uint64)
+        self.starts = np.zeros((CLASSES_MAX, STARTS), np.int32)
         self.scattered = np.zeros((CLASSES_MAX, CHUNK_ELEMENTS + GROUP), np.int8)
         self.clean = np.zeros((CLASSES_MAX, CHUNK_ELEMENTS + GROUP), np.int8)
 
@@ -78,17 +81,13 @@ def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) 
     b, base = _buffers(), _readonly(base)
     if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
-    limits = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
-    num_classes, size = len(limits), len(data) - BODY_AT
-    b.lowest[:num_classes] = limits
-    b.octets[:size] = np.frombuffer(data, np.uint8, offset=BODY_AT)
-    b.octets[size : size + decode.PADDING] = 0
-    status, end, num_escapes = decode.decode_classes(
-        b.octets, size, out, base, shift, wide, b.lowest, num_classes, b.fill, b.plan, b.positions, b.steps,
-        b.quotients, b.places, b.clean, b.escapes,
+    body = np.frombuffer(data, np.uint8, offset=HEAD_BYTES)
+    status, num_classes, end, num_escapes = decode.decode_classes(
+        body, b.octets, out, base, shift, wide, b.lowest, b.fill, b.plan, b.positions, b.steps, b.quotients, b.places,
+        b.clean, b.escapes, b.words, b.starts,
     )  # fmt: skip
     if status == decode.HAS_PLANES:
-        _read_planes(memoryview(data), BODY_AT + end, num_classes, num_escapes)
+        _read_planes(memoryview(data), HEAD_BYTES + end, num_classes, num_escapes)
         status = decode.apply(
             out, base, shift, wide, b.lowest, num_classes, b.fill, b.plan, b.positions, b.steps, b.clean,
             b.escapes, num_escapes,

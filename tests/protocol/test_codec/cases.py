@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,27 +81,34 @@ def class_chunk(new: Array, base: Array, dtype: str) -> bytes:
     return write_head(Mode.CLASS, TYPES[dtype], new.size) + body
 
 
-def decode_all_ways(data: bytes, base: Array, dtype: str) -> list[list[int] | None]:
+Decoder = Callable[[bytes, Array, str, Array], list[int]]
+
+
+def _by_kernels(data: bytes, base: Array, dtype: str, out: Array, *, wide: bool) -> list[int]:
+    classes.decode_classes(data, out, base, TYPES[dtype], wide=wide and HAS_WIDE)
+    result: list[int] = out.tolist()
+    return result
+
+
+KERNELS: list[Decoder] = [partial(_by_kernels, wide=True), partial(_by_kernels, wide=False)]
+ALL_DECODERS: list[Decoder] = [
+    lambda data, base, dtype, _: reference.decode(data, base.tolist(), dtype=dtype, count=base.size),
+    lambda data, base, dtype, _: class_portable.decode_classes(data, base, TYPES[dtype]).tolist(),
+    *KERNELS,
+]
+
+
+def decode_all_ways(
+    data: bytes, base: Array, dtype: str, decoders: Sequence[Decoder] = ALL_DECODERS
+) -> list[list[int] | None]:
     """What each implementation of the CLASS decoder makes of a chunk; None where it is refused."""
-    element, results = TYPES[dtype], []
+    results: list[list[int] | None] = []
     guarded = np.full(base.size + 512, 0xA5, base.dtype)
-    for decode in (
-        lambda: reference.decode(data, base.tolist(), dtype=dtype, count=base.size),
-        lambda: class_portable.decode_classes(data, base, element).tolist(),
-        lambda: _by_kernels(data, base, dtype, guarded, wide=True),
-        lambda: _by_kernels(data, base, dtype, guarded, wide=False),
-    ):
+    for decode in decoders:
         try:
-            results.append(decode())
+            results.append(decode(data, base, dtype, guarded[256:-256]))
         except CodecError:
             results.append(None)
     assert (guarded[:256] == 0xA5).all()
     assert (guarded[-256:] == 0xA5).all()
     return results
-
-
-def _by_kernels(data: bytes, base: Array, dtype: str, guarded: Array, *, wide: bool) -> list[int]:
-    out = guarded[256:-256]
-    classes.decode_classes(data, out, base, TYPES[dtype], wide=wide and HAS_WIDE)
-    result: list[int] = out.tolist()
-    return result

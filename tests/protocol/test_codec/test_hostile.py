@@ -135,15 +135,15 @@ tampering: Any = st.tuples(
 @settings(max_examples=400, deadline=None)
 @given(
     dtype=st.sampled_from(["bf16", "fp16", "fp8_e4m3"]),
-    density=st.sampled_from([0.01, 0.2, 0.8]),
-    spread=st.sampled_from([0.1, 2.0, 30.0]),
+    density=st.sampled_from([0.004, 0.015, 0.2, 0.8]),
+    spread=st.sampled_from([0.1, 2.0, 30.0, 3000.0]),
     seed=st.integers(0, 50),
     how=tampering,
 )
 def test_all_class_decoders_agree_on_tampered_chunks(
     dtype: str, density: float, spread: float, seed: int, how: tuple[list[tuple[int, int]], int, bytes]
 ) -> None:
-    base = weights(300 + 13 * seed, dtype, seed)
+    base = weights(300 + 25 * seed, dtype, seed)
     data = class_chunk(changed(base, density, spread, seed), base, dtype)
     if data[1] == Mode.SKIP:
         return

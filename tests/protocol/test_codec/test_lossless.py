@@ -28,11 +28,14 @@ from prime_protocol.codec import (
     portable,
     reference,
 )
+from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
 from prime_protocol.codec.layout import TYPES, write_head
 
 from .cases import (
+    ALL_DECODERS,
     FLOATS_WITH_CLASSES,
+    KERNELS,
     SPECIALS,
     changed,
     class_chunk,
@@ -92,6 +95,19 @@ def test_all_class_decoders_agree_with_the_encoder(
         assert np.array_equal(new, base)
     else:
         assert decode_all_ways(data, base, dtype) == [new.tolist()] * 4
+
+
+@pytest.mark.parametrize("dtype", FLOATS_WITH_CLASSES)
+@pytest.mark.parametrize("count", [GROUP_ELEMENTS - 1, GROUP_ELEMENTS, 5 * GROUP_ELEMENTS + 77, CHUNK_ELEMENTS])
+def test_few_changes_are_found_one_by_one_and_many_by_a_walk(dtype: str, count: int) -> None:
+    base = weights(count, dtype, seed=3)
+    for density, spread in ((0.0003, 0.3), (0.01, 1.0), (0.015, 3000.0), (0.1, 2.0)):
+        new = changed(base, density, spread, seed=4)
+        data = class_chunk(new, base, dtype)
+        decoders = ALL_DECODERS if count < CHUNK_ELEMENTS else KERNELS
+        assert mode_of(data) is Mode.SKIP or decode_all_ways(data, base, dtype, decoders) == [new.tolist()] * len(
+            decoders
+        )
 
 
 @settings(max_examples=100, deadline=None)

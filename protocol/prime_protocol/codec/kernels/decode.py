@@ -22,8 +22,12 @@ from prime_protocol.codec.kernels.base import (
     kernel,
 )
 from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
+from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS, patch
 from prime_protocol.codec.kernels.vector import load_word, trailing_zeros
+from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.codec.wire import (
+    BODY_AT,
+    CLASSES_MAX,
     EMPTY,
     EXCEPTIONS,
     GOLOMB,
@@ -32,6 +36,7 @@ from prime_protocol.codec.wire import (
     PLANE,
     PREFIX_MAX,
     SPARSE,
+    WINDOW,
 )
 
 PADDING = 64
@@ -43,12 +48,19 @@ REASONS = (
     "a step is out of range",
     "the number of escapes does not match the bytes at the end",
     "its classes do not fit this base",
+    "its class boundaries are out of range",
 )
-CUT, PARAMETERS, BEHIND, STEP, TRAILING, MISFIT = range(1, 7)
+CUT, PARAMETERS, BEHIND, STEP, TRAILING, MISFIT, BOUNDS = range(1, 8)
 """Places in REASONS."""
 MAGNITUDE_MAX = 128
 """The escape's; other steps are smaller."""
 HAS_PLANES = 1
+BOUNDS_BYTES = BODY_AT - HEAD_BYTES
+"""The top exponent and the boundaries."""
+CHANGES_SHARE, CHANGES_SHARE_WIDE = 8, 50
+"""With at most one change in so many elements, finding each is faster than a walk over all planes."""
+SORTED_MAX = 256
+"""Escapes that are worth sorting into the order of their elements."""
 
 
 @inline
@@ -328,42 +340,56 @@ def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps,
     return int64(0)
 
 
+@inline
+def read_bounds(octets, lowest):
+    """Each class's lowest exponent, from the three bytes before the streams. Returns the number of classes, 0 if malformed."""
+    top, boundaries = int64(octets[0]), int64(octets[1]) | (int64(octets[2]) << 8)
+    number = int64(0)
+    for j in range(WINDOW):
+        if (boundaries >> j) & 1:
+            if top - j < 1 or number == CLASSES_MAX - 1:
+                return int64(0)
+            lowest[number] = top - j
+            number += 1
+    lowest[number] = 0
+    return number + 1
+
+
 @kernel
 def decode_classes(
-    octets,
-    size,
-    out,
-    base,
-    shift,
-    wide,
-    lowest,
-    num_classes,
-    fill,
-    plan,
-    ranks,
-    steps,
-    quotients,
-    places,
-    planes,
-    escapes,
-):
-    """Decode and apply a chunk without planes. Returns (status, bytes of the streams, escapes).
+    body, octets, out, base, shift, wide, lowest, fill, plan, ranks, steps, quotients, places, planes, escapes,
+    words, starts,
+):  # fmt: skip
+    """Decode and apply a chunk without planes. `out` may be `base`. Returns (status, classes, bytes before planes, escapes).
 
     Status: 0 done, HAS_PLANES if the streams are checked but nothing is applied yet, or minus a reason.
     """
+    size = body.size - BOUNDS_BYTES
+    num_classes = read_bounds(body, lowest)
+    if num_classes == 0:
+        return int64(-BOUNDS), num_classes, int64(0), int64(0)
+    octets[:size] = body[BOUNDS_BYTES:]
+    octets[size : size + PADDING] = 0
     position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
     if position < 0:
-        return -num_escapes, int64(0), int64(0)
+        return -num_escapes, num_classes, int64(0), int64(0)
     position = read_steps(octets, position, 8 * size, num_classes, base.size, plan, ranks, steps, quotients, places)
     if position < 0:
-        return position, int64(0), int64(0)
-    end = (position + 7) >> 3
+        return position, num_classes, int64(0), int64(0)
+    end, changes = (position + 7) >> 3, int64(0)
     for number in range(num_classes):
         if plan[number, CODER] == PLANE:
-            return int64(HAS_PLANES), end, num_escapes
+            return int64(HAS_PLANES), num_classes, end + BOUNDS_BYTES, num_escapes
+        changes += plan[number, COUNT]
     if size - end != 2 * num_escapes:
-        return int64(-TRAILING), end, num_escapes
+        return int64(-TRAILING), num_classes, end, num_escapes
     for j in range(num_escapes):
         escapes[j] = uint16(octets[end + 2 * j]) | (uint16(octets[end + 2 * j + 1]) << uint16(8))
+    few = changes * (CHANGES_SHARE_WIDE if wide else CHANGES_SHARE) <= base.size and num_escapes <= SORTED_MAX
+    if few and base.size >= GROUP_ELEMENTS:
+        fitting = patch(
+            out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, fill, escapes, num_escapes, places
+        )
+        return int64(0 if fitting else -MISFIT), num_classes, end, num_escapes
     status = apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes)
-    return status, end, num_escapes
+    return status, num_classes, end, num_escapes

@@ -1,9 +1,10 @@
-"""Four intrinsics for numba: 64 elements at a time through wide registers, and the bit tricks around them.
+"""Intrinsics for numba: 64 elements at a time through wide registers, and the bit tricks around them.
 
-`scatter_block` and `gather_block` are one idea in both directions: the elements of a block fall into classes by their base's
+`scatter_group` and `gather_group` are one idea in both directions: the elements of a block fall into classes by their base's
 magnitude; the encoder compresses each class's steps to the end of that class's plane, the decoder expands them from there.
-Both need AVX-512 VBMI2 (`HAS_WIDE`); kernels.py has a scalar loop for every other machine and for the last elements of a chunk.
-The caller keeps all accesses in bounds: 64 elements at `index`, and 64 bytes behind each class's fill level.
+Both need AVX-512 VBMI2 (`HAS_WIDE`); classes.py has a scalar loop for every other machine and for the last elements of a chunk.
+All others are compiled to what the machine has. The caller keeps all accesses in bounds: 64 elements at `index` (FANOUT times
+as many for a group of marks), and 64 bytes behind each class's fill level.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba import config, njit, uint64
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-HAS_WIDE = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
+_FEATURES = (config.CPU_FEATURES or llvm.get_host_cpu_features().flatten()).split(",")
+HAS_WIDE = "+avx512vbmi2" in _FEATURES
 BLOCK = 64
 GROUP = 4 * BLOCK
 """Elements that the wide loops take at once: the blocks share the loop over the classes."""
+FANOUT = 16
+"""Numbers that a search compares at once."""
 
-_BIT, _I8, _I16, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(64)
+_BIT, _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 _MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (_BIT, _I8, _I16))
 
 
@@ -42,7 +47,7 @@ def _store(builder: Any, value: Any, pointer: Any) -> None:
 
 def _splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
     lane0 = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
     return builder.shuffle_vector(lane0, ir.Constant(vector, ir.Undefined), zeros)
 
 
@@ -59,10 +64,7 @@ def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any
     """body(class, block, mask of the block's lanes in the class, fill level), the level growing by the number of lanes."""
     (shift_t, lowest_t, num_t, fill_t), (shift, lowest, num, fill) = sig, args
     del shift_t, num_t
-    places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
-    exponents = [
-        builder.trunc(builder.lshr(builder.and_(block, _constant(_WORDS, 0x7FFF)), places), _BYTES) for block in words
-    ]
+    exponents = [_exponents(builder, block, shift) for block in words]
     above = [cgutils.alloca_once_value(builder, _constant(_MASK, 0)) for _ in words]
     with cgutils.for_range(builder, num) as loop:
         limit = _load(builder, _pointer(context, builder, lowest_t, lowest, loop.index, _I8), _I8)
@@ -79,9 +81,11 @@ def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any
         _store(builder, level, level_at)
 
 
-def _blocks(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> list[Any]:
-    """Pointers to the blocks of a group that begins at `index`."""
-    starts = [builder.add(index, ir.Constant(_I64, BLOCK * number)) for number in range(GROUP // BLOCK)]
+def _blocks(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = GROUP // BLOCK
+) -> list[Any]:
+    """Pointers to the blocks that begin at `index`, by default a group's."""
+    starts = [builder.add(index, ir.Constant(_I64, BLOCK * number)) for number in range(count)]
     return [_pointer(context, builder, array_type, array, start, _WORDS) for start in starts]
 
 
@@ -156,6 +160,80 @@ def gather_group(
     return signature, generate
 
 
+@intrinsic
+def mark_group(
+    _: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, words: Any, at: Any, stride: Any
+) -> Any:  # fmt: skip
+    """For each class and each of FANOUT blocks at `index` a word: the elements whose exponent reaches the class's lowest one.
+
+    The first class's words go to `at` of the flattened `words`, each other class's `stride` behind.
+    """
+    signature = types.void(base, index, shift, lowest, num, words, at, stride)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        blocks = _blocks(context, builder, sig.args[0], args[0], args[1], FANOUT)
+        exponents = [_exponents(builder, _load(builder, block, _WORDS), args[2]) for block in blocks]
+        with cgutils.for_range(builder, args[4]) as loop:
+            limit = _load(builder, _pointer(context, builder, sig.args[3], args[3], loop.index, _I8), _I8)
+            limits = _splat(builder, limit, _BYTES)
+            row_at = builder.add(builder.mul(loop.index, args[7]), args[6])
+            for number, block in enumerate(exponents):
+                reached = builder.bitcast(builder.icmp_unsigned(">=", block, limits), _I64)
+                place = builder.add(row_at, ir.Constant(_I64, number))
+                _store(builder, reached, _pointer(context, builder, sig.args[5], args[5], place, _I64))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def count_words(_: Any, words: Any, at: Any, stride: Any, starts: Any, to: Any, before: Any) -> Any:
+    """How many bits lie before each of FANOUT words, `before` included; returns how many there are with the last one.
+
+    A word's bits are those of `words` that are not in the word `stride` before.
+    """
+    signature = types.int64(words, at, stride, starts, to, types.int64)
+    counts_t, rows_t = ir.VectorType(_I64, FANOUT), ir.VectorType(_I32, FANOUT)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        own, above = (
+            _load(builder, _pointer(context, builder, sig.args[0], args[0], place, counts_t), counts_t)
+            for place in (args[1], builder.sub(args[1], args[2]))
+        )
+        counts = builder.trunc(_call(builder, "llvm.ctpop.v16i64", counts_t, [builder.xor(own, above)]), rows_t)
+        running, zeros = counts, ir.Constant(rows_t, [0] * FANOUT)
+        for distance in (1, 2, 4, 8):
+            lanes = [FANOUT + lane - distance if lane >= distance else lane for lane in range(FANOUT)]
+            running = builder.add(running, builder.shuffle_vector(zeros, running, ir.Constant(rows_t, lanes)))
+        begin = _splat(builder, builder.trunc(args[5], _I32), rows_t)
+        starts_at = _pointer(context, builder, sig.args[3], args[3], args[4], rows_t)
+        _store(builder, builder.add(builder.sub(running, counts), begin), starts_at)
+        last = builder.extract_element(running, ir.Constant(_I32, FANOUT - 1))
+        return builder.add(args[5], builder.zext(last, _I64))
+
+    return signature, generate
+
+
+@intrinsic
+def count_passed(_: Any, levels: Any, index: Any, rank: Any) -> Any:
+    """How many of 16 rising numbers at `index` are not above `rank`."""
+    numbers = ir.VectorType(_I32, FANOUT)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = _pointer(context, builder, sig.args[0], args[0], args[1], numbers)
+        ranks = _splat(builder, builder.trunc(args[2], _I32), numbers)
+        passed = builder.icmp_signed("<=", _load(builder, at, numbers), ranks)
+        size = _call(builder, "llvm.ctpop.i16", _I16, [builder.bitcast(passed, _I16)])
+        return builder.zext(size, _I64)
+
+    return types.int64(levels, index, types.int64), generate
+
+
+def _exponents(builder: Any, words: Any, shift: Any) -> Any:
+    places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
+    return builder.trunc(builder.lshr(builder.and_(words, _constant(_WORDS, 0x7FFF)), places), _BYTES)
+
+
 def _compare_block(lane: ir.Type) -> Any:
     vector = ir.VectorType(lane, BLOCK)
 
@@ -214,6 +292,30 @@ def trailing_zeros(_: Any, value: Any) -> Any:
         return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
 
     return types.int64(types.uint64), generate
+
+
+if "+bmi2" in _FEATURES:
+
+    @intrinsic
+    def place_of(_: Any, word: Any, number: Any) -> Any:
+        """The place of set bit `number` of a word, counted from 0 and from the lowest."""
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            one = builder.shl(ir.Constant(_I64, 1), args[1])
+            alone = _call(builder, "llvm.x86.bmi.pdep.64", _I64, [one, args[0]])
+            return _call(builder, "llvm.cttz.i64", _I64, [alone, ir.Constant(_BIT, 0)])
+
+        return types.int64(types.uint64, types.int64), generate
+
+else:
+
+    @njit(inline="always")
+    def place_of(word: Any, number: Any) -> Any:
+        """The same without the instruction."""
+        while number > 0:
+            word &= word - uint64(1)
+            number -= 1
+        return trailing_zeros(word)
 
 
 @intrinsic

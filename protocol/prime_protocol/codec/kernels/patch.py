@@ -1,0 +1,126 @@
+"""Apply a chunk with few changes: find each change's element, and write nothing else.
+
+A block's members of each class are a word of bits, and how many members come before the block is its *start*. So a rank is found
+by a search in the starts of its class, then in one word. Three steps of FANOUT reach all blocks of a chunk; no branch depends on
+what the data says, so none is guessed wrong. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, uint16, uint64
+
+from prime_protocol.codec.kernels.base import COUNT, FIRST, inline, kernel
+from prime_protocol.codec.kernels.classes import class_table
+from prime_protocol.codec.kernels.vector import (
+    BLOCK,
+    FANOUT,
+    count_passed,
+    count_words,
+    mark_group,
+    place_of,
+)
+from prime_protocol.codec.layout import CHUNK_ELEMENTS
+from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE
+
+GROUP_ELEMENTS = FANOUT * BLOCK
+GROUPS_MAX = CHUNK_ELEMENTS // GROUP_ELEMENTS
+BLOCKS_MAX = CHUNK_ELEMENTS // BLOCK
+MIDDLE = BLOCKS_MAX
+TOP = MIDDLE + GROUPS_MAX
+STARTS = TOP + FANOUT
+"""A class's row: its elements before each block, before each group of 16, and before each sixteenth group."""
+FAR = 1 << 30
+"""More than any rank, where there is no group."""
+LINE_ELEMENTS = 32
+"""Elements in a cache line. A chunk that is far away comes sooner by a load for each line than between the compares."""
+
+
+@kernel
+def count_starts(base, shift, lowest, num_classes, words, starts, sums):
+    """Fill the rows of `words`, of `starts` and `sums`, each class's elements, for all whole groups. Returns their number.
+
+    Words are written first and read afterwards, as a vector that is read too soon after its parts were stored has to wait.
+    """
+    num_groups, flat, marks = base.size // GROUP_ELEMENTS, starts.reshape(-1), words.reshape(-1)
+    near = uint64(0)
+    for at in range(0, base.size, LINE_ELEMENTS):
+        near += base[uint64(at)]
+    flat[0] = near & uint64(0xFFFF)  # written over below: it is the reading that is wanted
+    for group in range(num_groups):
+        at = BLOCKS_MAX + group * FANOUT
+        mark_group(base, group * GROUP_ELEMENTS, shift, lowest, num_classes, marks, at, BLOCKS_MAX)
+    for number in range(num_classes):
+        row, total = starts[number], int64(0)
+        row[MIDDLE:STARTS] = FAR
+        for group in range(num_groups):
+            row[MIDDLE + group] = total
+            if group % FANOUT == 0:
+                row[TOP + group // FANOUT] = total
+            at = (number + 1) * BLOCKS_MAX + group * FANOUT
+            total = count_words(marks, at, BLOCKS_MAX, flat, number * STARTS + group * FANOUT, total)
+        sums[number] = total
+    return num_groups
+
+
+@kernel
+def patch(
+    out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
+):  # fmt: skip
+    """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
+    or another number of escapes. `escaped` is scratch.
+    """
+    num_groups = count_starts(base, shift, lowest, num_classes, words, starts, sums)
+    if out.ctypes.data != base.ctypes.data:
+        out[:] = base
+    flat, marks = starts.reshape(-1), words.reshape(-1)
+    cursors, ends = np.zeros(CLASSES_MAX, np.int64), np.zeros(CLASSES_MAX, np.int64)
+    found = uint64(0)
+    for number in range(num_classes):
+        row, own = uint64(number * STARTS), uint64((number + 1) * BLOCKS_MAX)
+        first, end = plan[number, FIRST], plan[number, FIRST] + plan[number, COUNT]
+        inside = end
+        while inside > first and ranks[inside - 1] >= sums[number]:
+            inside -= 1
+        for j in range(uint64(first), uint64(inside)):
+            rank = int64(ranks[j])
+            block = uint64(count_passed(flat, row + uint64(TOP), rank) - 1) * uint64(FANOUT)
+            block = (block + uint64(count_passed(flat, row + uint64(MIDDLE) + block, rank) - 1)) * uint64(FANOUT)
+            block += uint64(count_passed(flat, row + block, rank) - 1)
+            lanes = marks[own + block] ^ marks[own + block - uint64(BLOCKS_MAX)]
+            at = block * uint64(BLOCK) + uint64(place_of(lanes, rank - int64(flat[row + block])))
+            out[at] += uint16(steps[j])
+            escaped[found] = at
+            found += uint64(steps[j] == ESCAPE)
+        cursors[number], ends[number] = inside, end
+    table = class_table(lowest, num_classes)
+    for at in range(num_groups * GROUP_ELEMENTS, base.size):
+        number = table[((base[at] & uint16(0x7FFF)) >> uint16(shift)) & uint16(0xFF)]
+        cursor = cursors[number]
+        if cursor < ends[number] and ranks[cursor] == sums[number]:
+            out[at] += uint16(steps[cursor])
+            escaped[found] = at
+            found += uint64(steps[cursor] == ESCAPE)
+            cursors[number] += 1
+        sums[number] += 1
+    for number in range(num_classes):
+        if cursors[number] != ends[number]:
+            return False
+    if int64(found) != num_escapes:
+        return False
+    sort(escaped, num_escapes)
+    for j in range(num_escapes):
+        out[escaped[j]] += escapes[j] - uint16(ESCAPE & 0xFFFF)
+    return True
+
+
+@inline
+def sort(numbers, count):
+    """The first few numbers by insertion."""
+    for end in range(1, count):
+        number, at = numbers[end], end
+        while at > 0 and numbers[at - 1] > number:
+            numbers[at] = numbers[at - 1]
+            at -= 1
+        numbers[at] = number
