@@ -70,3 +70,19 @@ def test_settings_that_the_readme_shows_exist() -> None:
     assert shown
     known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
     assert {(section.lower(), field.lower()) for section, field in shown} <= known
+
+
+def test_security_names_every_attack_and_only_tests_that_exist() -> None:
+    """The words are those of The Update Framework, and of the checkpoint codec's own dangers."""
+    text = text_of("SECURITY.md")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    attacks = " / ".join(row[0] for row in rows if len(row) == 3 and "`test_" in row[2])
+    for attack in (
+        "arbitrary weights", "rollback", "freeze", "fork or equivocation", "mix and match", "wrong base", "endless data",
+        "slow retrieval", "truncated, extra or reordered chunks", "bombs", "key compromise below the threshold",
+        "another run's checkpoint", "other config or tokenizer",
+    ):  # fmt: skip
+        assert attack in attacks, attack
+    named = set(re.findall(r"`(test_[a-z_]+)`", text))
+    there = {path.stem for path in (ROOT / "tests").rglob("test_*")}
+    assert named <= there, named - there

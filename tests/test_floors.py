@@ -74,9 +74,12 @@ TENSORS = {"torch"}
 
 READS_ITS_OWN_SOURCE = {"prime_protocol.codec.kernels.base"}  # for the key of numba's cache of compiled code
 
+PICKS_ADAPTERS = {"prime_node.cli.wire", "prime_node.cli.wire_swarm", "prime_node.cli.wire_training"}
+
 READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
 PASSES_ENVIRONMENT = {
     "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
+    "prime_node.cli.launch",  # so does this one
     "prime_node.adapters.vllm_engine",  # vLLM can be set up through the environment alone
 }
 
@@ -86,8 +89,10 @@ def within(module: str, package: str) -> bool:
 
 
 def unit_of(module: str) -> str:
-    """`prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`."""
+    """`prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`; an entry point stands above all."""
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "__main__"
     return parts[1] if parts[0] == "prime_node" and len(parts) > 1 else parts[0]
 
 
@@ -121,7 +126,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
             target = name if unit_of(name) in HEIGHT else "prime_node"  # `from prime_node import __version__`
             if unit_of(target) != unit and HEIGHT[unit_of(target)] >= HEIGHT[unit]:
                 found.append((line, f"{unit} may not import {name}: that is not below it"))
-            if unit == "cli" and not module.startswith("prime_node.cli.wire") and within(name, "prime_node.adapters"):
+            if unit == "cli" and module not in PICKS_ADAPTERS and within(name, "prime_node.adapters"):
                 found.append((line, f"only prime_node.cli.wire picks adapters, not {name}"))
         elif top in sys.stdlib_module_names:
             if (

@@ -66,7 +66,7 @@ class Lease(WireModel):
     lease_id: Digest
     worker: KeyId
     step: Step
-    """The step that these rollouts will be trained at."""
+    """The step of these slots, slot // groups_per_step: the one that trains them, where batches are in order."""
     policy_version: Step
     """The policy to sample from: the one that the worker said it holds."""
     policy_digest: Digest

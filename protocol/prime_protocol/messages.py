@@ -11,7 +11,7 @@ signed envelopes themselves.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,16 @@ from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import EnvelopeText, Multiaddr
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.verdict import Verdict
+
+
+def _is_default(value: object) -> bool:
+    """Fields that came after the first release are left out where they say nothing: then old signed bytes stay as they are."""
+    return not value
+
+
+def _optional(*, max_length: int) -> Any:
+    return Field(default=(), max_length=max_length, exclude_if=_is_default)
+
 
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
@@ -127,6 +137,11 @@ class CheckResultRequest(WireModel):
     """Completion tokens of an accepted bundle, as the validator counted them: what the worker is credited with."""
     measured: dict[Name, float] = Field(default_factory=dict, max_length=64)
     """The numbers behind the verdict, for the operator and for calibration."""
+    versions: tuple[tuple[Step, Step], ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
+    """Of each group of an accepted bundle: the oldest policy of its tokens, and of its completions' last tokens. Empty where the
+    lease's own policy sampled them all."""
+    unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
+    """Indices of completions that could not be scored; their rewards are 0."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:
@@ -143,6 +158,8 @@ class BatchRequest(WireModel):
     durable_step: Step
     """The step that its own durable checkpoint would resume at; older batches need not be kept."""
     wait_s: WaitSeconds = 0.0
+    part: Count = Field(default=0, exclude_if=_is_default)
+    """Which batch of the step, below schedule.trigger_parameter_sync_step; they are asked for in order."""
 
 
 class BundleRequest(WireModel):
@@ -286,14 +303,20 @@ class BatchGroup(WireModel):
     """Index of the group's first completion in its bundle; the others follow."""
     rewards: Rewards
     """By a validator. Length G."""
+    unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
+    """Completions, counted inside the group, that could not be scored and are not trained on."""
 
 
 class TrainBatch(WireModel):
-    """The coordinator's signed list of what one step trains on (envelope type BATCH)."""
+    """The coordinator's signed list of what one step, or a part of it, trains on (envelope type BATCH)."""
 
     run: Digest
     step: Step
     groups: tuple[BatchGroup, ...] = Field(max_length=limits.STEP_GROUPS_MAX)
+    part: Count = Field(default=0, exclude_if=_is_default)
+    """Which batch of the step."""
+    previous: Digest | None = Field(default=None, exclude_if=_is_default)
+    """Digest of the batch before it in the same step, so that the last one's digest stands for all; null for the first."""
 
 
 class BlobHeader(ParcelHeader):

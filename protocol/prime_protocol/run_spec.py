@@ -20,6 +20,8 @@ from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json,
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
+from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
+from prime_protocol.step import Admission
 
 PROTOCOL_VERSION = 1
 """Raised with every change of the wire that an older peer cannot read."""
@@ -104,6 +106,8 @@ class RunSpec(WireModel):
     """How often a worker reports; after four missed ones its leases go to others."""
     limits: Limits = Field(default_factory=Limits)
     checks: CheckPolicy = Field(default_factory=CheckPolicy)
+    schedule: Schedule = Field(default_factory=Schedule, exclude_if=lambda schedule: schedule.is_default)
+    """The asynchronous mode. Left out where it is the default one."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
@@ -126,6 +130,32 @@ class RunSpec(WireModel):
         if any(token >= self.vocab_size for token in self.sampling.stop_token_ids):
             raise ValueError("a stop token is not in the vocabulary")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        schedule, eta = self.schedule, self.schedule.staleness_threshold
+        if eta is not None and self.async_level != lag_of(eta):
+            raise ValueError(f"async_level must be {lag_of(eta)}, for schedule.staleness_threshold is {eta:g}")
+        num_batches = schedule.trigger_parameter_sync_step * schedule.require_batches
+        if self.groups_per_step % num_batches:
+            raise ValueError(
+                f"groups_per_step = {self.groups_per_step} cannot be divided into {num_batches} mini-batches "
+                "(trigger_parameter_sync_step * require_batches)"
+            )
+        if (schedule.group_rollouts_min or 0) > self.rollouts_per_group:
+            raise ValueError("schedule.group_rollouts_min is above rollouts_per_group")
+        return self
+
+    @property
+    def admission(self) -> Admission:
+        """The rule that decides which policy may serve which slot."""
+        schedule, eta = self.schedule, self.schedule.staleness_threshold
+        return Admission(
+            groups_per_step=self.groups_per_step,
+            slots_ahead=slots_ahead(self.async_level if eta is None else eta, self.groups_per_step),
+            is_in_order=schedule.selection is Selection.IN_ORDER,
+            lag_max=schedule.max_off_policy_steps if schedule.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None,
+        )
 
     @property
     def model_config_digest(self) -> str | None:

@@ -41,7 +41,8 @@ from prime_node.adapters.folder_blobs import FolderBlobs
 from prime_node.broadcast.paths import Route
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.daemon import serve
-from prime_node.coordinator.records import Rules, State
+from prime_node.coordinator.records import State
+from prime_node.coordinator.rules import Rules
 from prime_node.coordinator.scheduler import Grant, choose_slots
 from prime_node.coordinator.state import tick
 from prime_protocol.assignment import Lease

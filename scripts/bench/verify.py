@@ -334,7 +334,7 @@ def main() -> int:
             "raw": f"raw: read and BLAKE3, {PARTS_AT_ONCE} threads",
             "hashing": "verify's reader: hashing alone",
             "decode": "chunks hashed and decoded, parts in memory",
-            "verify": "verify of the anchor, all eight checks",
+            "verify": "verify of the anchor, all checks",
             "delta": "verify of the delta, its anchor included",
             "compare": "--against, beyond the audit",
             "export": "--export, beyond the audit (SHA-256, fsync)",

@@ -65,6 +65,18 @@ def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     assert summary["rollouts"]["accepted"] == 24 * 6 * 4
 
 
+def test_a_trainer_of_two_ranks_survives_the_death_of_one(up: Up) -> None:
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=10", "trainer.ranks.nproc=2")
+    up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
+    ranks = up.ranks_of_trainer()
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert up.finish(timeout_s=240) == 0, up.everything()
+    assert up.summary()["verification"]["ok"]
+    assert up.summary()["rollouts"]["accepted"] == 10 * 6 * 4
+    assert up.processes() == []
+
+
 def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
     up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")

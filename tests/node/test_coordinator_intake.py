@@ -36,8 +36,9 @@ from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.limiter import Buckets
 from prime_node.coordinator.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.records import Publication, State, rules_of
+from prime_node.coordinator.records import Publication, State
 from prime_node.coordinator.retention import kept_encodings
+from prime_node.coordinator.rules import rules_of
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

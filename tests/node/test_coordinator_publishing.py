@@ -24,8 +24,9 @@ from prime_node.adapters.memory_blobs import MemoryBlobs
 from prime_node.broadcast.paths import Route, search
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import invariants
-from prime_node.coordinator.records import State, rules_of
+from prime_node.coordinator.records import State
 from prime_node.coordinator.retention import kept_encodings
+from prime_node.coordinator.rules import rules_of
 from prime_node.coordinator.state import tick
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
 from prime_protocol.chunk_index import pack_index

@@ -10,95 +10,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.node.scheduler_world import RULES, Run
 
-from prime_node.broadcast.paths import Route
 from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, records, scheduler
-from prime_node.coordinator.records import Banned, BundleForgotten, Effect, Rules, Settled, State, Topic, Woken
+from prime_node.coordinator import invariants, records, scheduler, snapshot
+from prime_node.coordinator.records import Banned, BundleForgotten, Settled, State, Topic, Woken
 from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
 from prime_node.coordinator.state import tick
+from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, lag_of, slots_ahead
 from prime_protocol.verdict import BundleStatus, RejectReason
-
-RULES = Rules(
-    run="r" * 64,
-    async_level=2,
-    groups_per_step=6,
-    rollouts_per_group=2,
-    max_steps=5,
-    lease_ms=1_000,
-    strikes_max=2,
-    workers_max=8,
-    leases_per_worker_max=3,
-    bundles_pending_per_worker_max=4,
-)
-
-
-class Run:
-    """A state with its log, driven by the decisions that the daemon's handlers take."""
-
-    def __init__(self, rules: Rules = RULES) -> None:
-        self.state = State(rules)
-        self.log: list[tuple[ev.Event, int]] = []
-        self.now_ms = 1_000
-        self.effects: list[Effect] = []
-        self.num_bundles = 0
-
-    def do(self, event: ev.Event) -> list[Effect]:
-        self.log.append((event, self.now_ms))
-        effects = tick(self.state, event, self.now_ms)
-        self.effects += effects
-        return effects
-
-    def join(self, *workers: str) -> None:
-        for worker in workers:
-            self.do(ev.WorkerJoined(worker, worker, "1", "engine", 64))
-
-    def publish(self) -> None:
-        version = self.state.head + 1
-        self.do(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 100),)))
-
-    def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | Refusal:
-        found = choose_slots(
-            self.state,
-            self.state.workers[worker],
-            policy_version=policy_version,
-            rollouts_max=rollouts_max,
-            now_ms=self.now_ms,
-        )
-        if isinstance(found, Refusal):
-            return found
-        lease_id = f"lease-{self.state.num_leases}"
-        expires = self.now_ms + self.state.rules.lease_ms
-        digest = self.state.published[policy_version].digest
-        self.do(ev.LeaseGranted(lease_id, worker, found.step, policy_version, digest, found.slots, expires))
-        return self.state.leases[lease_id]
-
-    def granted(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord:
-        lease = self.lease(worker, policy_version, rollouts_max)
-        assert isinstance(lease, records.LeaseRecord), lease
-        return lease
-
-    def upload(self, lease: records.LeaseRecord) -> str:
-        bundle = f"bundle-{self.num_bundles}"
-        self.num_bundles += 1
-        num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
-        self.do(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1_000))
-        return bundle
-
-    def accept(self, bundle: str) -> list[Effect]:
-        num_rollouts = self.state.bundles[bundle].num_rollouts
-        return self.do(ev.VerdictGiven(bundle, None, "", (0.5,) * num_rollouts, 10, "validator"))
-
-    def refuse(self, bundle: str, reason: RejectReason) -> list[Effect]:
-        return self.do(ev.VerdictGiven(bundle, reason, "", (), 0, "validator"))
-
-    def train(self, worker: str, policy_version: int) -> None:
-        """Fill the lowest step, hand it to the trainer and publish what follows from it."""
-        step = self.state.current_step
-        while not self.state.is_ready(step):
-            self.accept(self.upload(self.granted(worker, policy_version)))
-        self.do(ev.BatchFixed(step))
-        self.publish()
 
 
 @pytest.fixture
@@ -379,20 +299,65 @@ def test_an_event_and_a_snapshot_survive_json(run: Run) -> None:
     run.refuse(run.upload(run.granted("ben", 0)), RejectReason.STALE)
     for event, _ in run.log:
         assert ev.from_json(ev.to_json(event)) == event
-    assert records.from_json(records.to_json(run.state)) == run.state
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
 
 
 class AnyRun(RuleBasedStateMachine):
     """Random joins, crashes, expiries, refusals, bans and restarts. What must hold is checked after each of them."""
 
-    @initialize(k=st.integers(0, 3), groups=st.integers(1, 7), max_steps=st.integers(1, 6), strikes=st.integers(1, 3))
-    def begin(self, k: int, groups: int, max_steps: int, strikes: int) -> None:
+    @initialize(
+        k=st.integers(0, 3),
+        quarters=st.none() | st.integers(0, 10),
+        mini_batch=st.integers(1, 3),
+        num_batches=st.integers(1, 3),
+        max_steps=st.integers(1, 6),
+        strikes=st.integers(1, 3),
+        selection=st.sampled_from(Selection),
+        stale=st.sampled_from(StalePolicy),
+        staleness_from=st.sampled_from(StalenessFrom),
+        lag_slack=st.integers(0, 2),
+        copies=st.integers(1, 3),
+        slow_factor=st.none() | st.just(1.5),
+    )
+    def begin(
+        self,
+        k: int,
+        quarters: int | None,
+        mini_batch: int,
+        num_batches: int,
+        max_steps: int,
+        strikes: int,
+        selection: Selection,
+        stale: StalePolicy,
+        staleness_from: StalenessFrom,
+        lag_slack: int,
+        copies: int,
+        slow_factor: float | None,
+    ) -> None:
+        size = mini_batch * num_batches
+        eta = k if quarters is None else quarters / 4
+        k = lag_of(eta)
         self.run_ = Run(
-            dataclasses.replace(RULES, async_level=k, groups_per_step=groups, max_steps=max_steps, strikes_max=strikes)
+            dataclasses.replace(
+                RULES,
+                async_level=k,
+                slots_ahead=None if quarters is None else slots_ahead(eta, size),
+                groups_per_step=size,
+                batches_per_step=num_batches,
+                max_steps=max_steps,
+                strikes_max=strikes,
+                selection=selection,
+                window_groups=2 * size if selection is Selection.WINDOW else 0,
+                stale=stale,
+                lag_max=None if stale is StalePolicy.KEEP else k + lag_slack,
+                staleness_from=staleness_from,
+                leases_per_slot_max=copies,
+                slow_factor=slow_factor,
+            )
         )
         self.verdicts: dict[str, bool] = {}
-        self.batches: dict[int, dict[int, records.AcceptedGroup]] = {}
-        self.snapshot: tuple[int, str] = (0, records.to_json(self.run_.state))
+        self.batches: dict[int, list[tuple[int, ...]]] = {}
+        self.snapshot: tuple[int, str] = (0, snapshot.to_json(self.run_.state))
         self.run_.join("a", "b")
         self.run_.publish()
 
@@ -419,8 +384,10 @@ class AnyRun(RuleBasedStateMachine):
             now_ms = self.run_.now_ms
             found = choose_slots(self.state, worker, policy_version=version, rollouts_max=rollouts_max, now_ms=now_ms)
             if isinstance(found, Grant):
-                assert list(found.slots) == self.state.steps[found.step].open[: len(found.slots)]
-                assert 0 <= found.step - version <= self.state.rules.async_level
+                assert len(found.slots) * self.state.rules.rollouts_per_group <= max(rollouts_max, 2)
+                assert all(self.state.rules.admission.admits_slot(slot, version) for slot in found.slots)
+                if self.state.rules.selection is Selection.IN_ORDER:
+                    assert 0 <= found.step - version <= self.state.rules.async_level
                 self.run_.lease(name, version, rollouts_max)
 
     @rule(data=st.data())
@@ -435,7 +402,10 @@ class AnyRun(RuleBasedStateMachine):
         if self.state.bundles:
             bundle = data.draw(st.sampled_from(list(self.state.bundles)))
             assert bundle not in self.verdicts
-            effects = self.run_.refuse(bundle, reason) if reason else self.run_.accept(bundle)
+            lease = self.state.bundles[bundle].lease
+            swapped = data.draw(st.integers(lease.policy_version, self.state.head))  # a swap while it was generated
+            versions = ((lease.policy_version, swapped),) * len(lease.slots) if data.draw(st.booleans()) else ()
+            effects = self.run_.refuse(bundle, reason) if reason else self.run_.accept(bundle, versions)
             for effect in effects:
                 if isinstance(effect, Settled):
                     assert effect.bundle not in self.verdicts, "a bundle was settled twice"
@@ -456,15 +426,16 @@ class AnyRun(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         head = self.state.head
-        if head < self.state.rules.max_steps and self.state.is_ready(head):
-            self.run_.do(ev.BatchFixed(head))
-            self.batches[head] = copy.deepcopy(self.state.steps[head].accepted)
-            self.run_.publish()
+        if head < self.state.rules.max_steps and not self.state.is_given(head + 1) and self.run_.fix():
+            for number, batches in self.state.batches.items():
+                self.batches.setdefault(number, copy.deepcopy(batches))
+            if self.state.is_given(head):
+                self.run_.publish()
 
     @rule(back=st.integers(0, 2))
     def save_checkpoint(self, back: int) -> None:
         durable = scheduler.forgettable_step(self.state, self.state.head - back)
-        if durable > self.state.first_step:
+        if durable > self.state.durable_step:
             self.run_.do(ev.TrainerDurable(durable))
 
     @rule(name=st.sampled_from("abcd"), ban=st.booleans())
@@ -473,12 +444,12 @@ class AnyRun(RuleBasedStateMachine):
         if worker is not None and (worker.banned is None) == ban:
             self.run_.do(ev.WorkerBanned(name, "why") if ban else ev.WorkerUnbanned(name))
 
-    @rule(snapshot=st.booleans())
-    def restart(self, snapshot: bool) -> None:
-        if snapshot:
-            self.snapshot = (len(self.run_.log), records.to_json(self.state))
+    @rule(fresh=st.booleans())
+    def restart(self, fresh: bool) -> None:
+        if fresh:
+            self.snapshot = (len(self.run_.log), snapshot.to_json(self.state))
         number, payload = self.snapshot
-        restored = records.from_json(payload)
+        restored = snapshot.from_json(payload)
         for event, at_ms in self.run_.log[number:]:
             tick(restored, ev.from_json(ev.to_json(event)), at_ms)
         assert restored == self.state
@@ -487,11 +458,37 @@ class AnyRun(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         invariants.check(self.state)
-        for step, batch in self.batches.items():
-            assert step not in self.state.steps or self.state.steps[step].accepted == batch, "a batch changed"
+        for step, batches in self.batches.items():
+            if self.state.is_given(step):
+                assert self.state.batches[step] == batches, "a batch changed"
+        given = [slot for batches in self.batches.values() for batch in batches for slot in batch]
+        assert len(set(given)) == len(given), "a group was trained twice"
         for current in self.state.steps.values():
             for group in current.accepted.values():
                 assert self.verdicts.get(group.bundle, True), "a refused bundle is trained on"
+
+    def teardown(self) -> None:
+        """Whatever happened, one honest worker and one validator bring the run to its end."""
+        if not hasattr(self, "run_"):
+            return
+        run, rules = self.run_, self.state.rules
+        self.run_.now_ms += 100_000
+        run.join("zoe")
+        for _ in range(20 * (rules.max_steps + 1) * (rules.groups_per_step + 2) + 200):
+            if self.state.head >= rules.max_steps or self.state.draining:
+                break
+            if expired := scheduler.expired_leases(self.state, run.now_ms):
+                run.do(ev.LeasesExpired(expired))
+            for bundle in list(self.state.bundles):
+                run.accept(bundle)
+            if not self.state.is_given(self.state.head):
+                run.fix()
+            if self.state.is_given(self.state.head):
+                run.publish()
+            elif isinstance(lease := run.lease("zoe", self.state.head), records.LeaseRecord):
+                run.upload(lease)
+            run.now_ms += 1_000
+        assert scheduler.waits_for(self.state) == [], "the run is wedged"
 
 
 AnyRun.TestCase.settings = settings(

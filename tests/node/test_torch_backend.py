@@ -255,3 +255,18 @@ def test_sliding_windows_are_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(LocalError, match="sliding_attention"):
         TorchBackend(folder)
+
+
+def test_the_proximal_policy_is_the_one_that_was_kept_and_the_weights_at_hand_stay(folder: Path) -> None:
+    backend, batch = exact(folder), samples()
+    before = backend.logprobs(batch)
+    backend.keep_proximal()
+    backend.train_step(batch, AIPO, lr=1e-2)
+    trained = backend.logprobs(batch)
+    assert trained != before
+    assert backend.proximal_logprobs(batch) == before
+    assert backend.logprobs(batch) == trained
+    untouched = exact(folder)
+    untouched.train_step(batch, AIPO, lr=1e-2)
+    again = (each.train_step(batch, AIPO, lr=1e-2).grad_norm for each in (backend, untouched))
+    assert len(set(again)) == 1, "and it goes on training as if nobody had asked"

@@ -92,6 +92,12 @@ def test_the_default_filters_watch_for_gibberish_and_repetition_and_take_out_wha
     ]
 
 
+def test_nothing_is_learnt_from_what_is_too_old_though_it_counts_in_the_advantages() -> None:
+    found = prepared(replace(MIXED, masked=(True, False, False)))
+    assert [sample.advantage for sample in found.samples] == [-0.5, 0.0]
+    assert found.metrics["filtered_stale"] == 1
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")

@@ -7,16 +7,29 @@ from pathlib import Path
 
 import pytest
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import COORDINATOR, MODEL_FILES, ROOT, STRANGER, TRAINER, MemorySource, make_run, rows_of
+from tests.node.worker_world import (
+    COORDINATOR,
+    MODEL_FILES,
+    ROOT,
+    STRANGER,
+    TRAINER,
+    JumpClock,
+    MemorySource,
+    make_run,
+    next_ring,
+    rows_of,
+)
 
 from prime_node.adapters.folder_source import FolderSource
 from prime_node.broadcast.audit import Check, audit
+from prime_node.broadcast.paced import PacedSource
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.codec import encode_tensor
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, RoleKeys
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, WeightTensor
@@ -79,6 +92,36 @@ async def test_rollback_of_a_copy_without_a_timestamp_is_shown_by_the_heads_numb
     asked = await audit(FolderSource(tmp_path / "public"), RUN.digest, policy_version=2)
     assert asked.failure is not None
     assert "the head is 1" in asked.failure.detail
+
+
+class Slow(MemorySource):
+    """Answers everything truthfully, and each question a little too late."""
+
+    clock: JumpClock
+    seconds: float
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        await self.clock.sleep(self.seconds)
+        return await super().blob(digest, start=start, end=end)
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        await self.clock.sleep(self.seconds)
+        return await super().manifest(policy_version)
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(0.0, True), (0.4, True), (20.0, False), (1e9, False)])
+async def test_slow_retrieval(seconds: float, *, holds: bool) -> None:
+    """No single answer stalls for long, or one stalls for ever: the audit ends either way, and says why."""
+    source = Slow(RUN)
+    source.clock, source.seconds = JumpClock(), seconds
+    for version in range(8):
+        source.publish(table_weights(version))
+    report = await audit(PacedSource(source, clock=source.clock), RUN.digest, chain=True)
+    assert report.passed == holds, report.failure
+    if not holds:
+        assert report.failure is not None
+        assert "slow retrieval" in report.failure.detail
+        assert source.clock.monotonic_s() < 1_000_000 + 200
 
 
 @pytest.mark.parametrize(
@@ -234,6 +277,30 @@ async def test_key_compromise_below_the_threshold(tmp_path: Path) -> None:
     source.run = PinnedRun(both.digest, spec, both)
     source.save(tmp_path / "honest")
     assert (await audit(FolderSource(tmp_path / "honest"), both.digest)).passed
+
+
+async def test_key_compromise_of_a_trainer_that_the_root_has_revoked(tmp_path: Path) -> None:
+    """The thief of the old trainer's key goes on, rewrites what was, and hides the ring: none of it holds."""
+    new, source = SigningKey(b"\x50" * 32), MemorySource(make_run())
+    for version in range(3):
+        source.publish(table_weights(version))
+    source.key_rings.append(next_ring(source.run.keys, ROOT, trainer=(new,), published=source.signed(2).point))
+    source.publish(table_weights(3), key=new)
+    source.shown_timestamp = await source.timestamp()
+    assert (await audit(source, source.run.digest, chain=True)).passed
+    honest = dict(source.manifests)
+    source.publish(table_weights(66), previous=source.signed(2), key=TRAINER)
+    assert (await found(source, tmp_path / "goes on", run=source.run.digest)).number == 2
+    source.manifests = {0: honest[0]}
+    for version in (1, 2, 3):
+        source.publish(table_weights(60 + version), key=TRAINER if version < 3 else new)
+    rewritten = await found(source, tmp_path / "rewrites", run=source.run.digest)
+    assert (rewritten.number, "the run's root names" in rewritten.detail) == (2, True)
+    source.manifests = {version: honest[version] for version in range(3)}
+    source.publish(table_weights(66), previous=source.signed(2), key=TRAINER)
+    source.key_rings = []
+    hidden = await found(source, tmp_path / "hides", run=source.run.digest)
+    assert hidden.number == 9, "the coordinator names another head, and a ring that is not there"
 
 
 async def test_a_foreign_runs_checkpoint(tmp_path: Path) -> None:

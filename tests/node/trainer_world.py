@@ -21,7 +21,7 @@ from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.broadcast.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainSample
+from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainBackend, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.feed import Feed
 from prime_node.trainer.checkpointing import Checkpoints
@@ -43,6 +43,7 @@ from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, Not
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.schedule import Schedule
 from prime_protocol.weights import Weights, root_of
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([n]) * 32) for n in range(1, 7))
@@ -62,7 +63,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make_run(*, max_steps: int = 5, async_level: int = 2) -> PinnedRun:
+def make_run(*, max_steps: int = 5, async_level: int = 2, **schedule: object) -> PinnedRun:
     spec = RunSpec(
         name="test",
         created_at_ms=0,
@@ -79,6 +80,7 @@ def make_run(*, max_steps: int = 5, async_level: int = 2) -> PinnedRun:
         environments=(EnvironmentSpec(name="echo", id="echo"),),
         sampling=Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
         async_level=async_level,
+        schedule=Schedule.model_validate(schedule),
         max_steps=max_steps,
         groups_per_step=GROUPS,
         rollouts_per_group=ROLLOUTS,
@@ -184,7 +186,19 @@ class BatchCoordinator:
             return NotYet(reason=f"policy {policy_version} is not published", retry_after_s=0.1)
         bundle, groups = make_bundle(self.run, request.step, self.manifests[policy_version])
         self.bundles[digest_of(bundle)] = bundle
-        return seal(TrainBatch(run=self.run.digest, step=request.step, groups=groups), PayloadType.BATCH, COORDINATOR)
+        size = len(groups) // self.run.spec.schedule.batches_per_step
+        previous: Envelope | None = None
+        for part in range(request.part + 1):
+            batch = TrainBatch(
+                run=self.run.digest,
+                step=request.step,
+                groups=groups[part * size : (part + 1) * size],
+                part=part,
+                previous=None if previous is None else previous.digest,
+            )
+            previous = seal(batch, PayloadType.BATCH, COORDINATOR)
+        assert previous is not None
+        return previous
 
     async def bundle(self, request: BundleRequest) -> bytes:
         self._answer()
@@ -310,20 +324,29 @@ def _completion(rng: random.Random) -> Completion:
 
 
 class FusedBackend:
-    """A TorchBackend with places where a fuse may blow."""
+    """A backend with places where a fuse may blow."""
 
-    def __init__(self, backend: TorchBackend, fuse: Fuse) -> None:
+    def __init__(self, backend: TrainBackend, fuse: Fuse) -> None:
         self.inner, self._fuse = backend, fuse
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self.inner.new_optimizer(settings)
         self._fuse.passes("after new_optimizer")
 
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        self.inner.prepare(samples)
+
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         self._fuse.passes("before train_step")
         stats = self.inner.train_step(samples, loss, lr=lr)
         self._fuse.passes("after train_step")
         return stats
+
+    def keep_proximal(self) -> None:
+        self.inner.keep_proximal()
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        return self.inner.proximal_logprobs(samples)
 
     def snapshot(self) -> Weights:
         self._fuse.passes("snapshot")
@@ -392,7 +415,12 @@ CONFIG = TrainerConfig(
 
 
 def make_trainer(
-    folder: Path, coordinator: BatchCoordinator, *, fuse: Fuse | None = None, config: TrainerConfig = CONFIG
+    folder: Path,
+    coordinator: BatchCoordinator,
+    *,
+    fuse: Fuse | None = None,
+    config: TrainerConfig = CONFIG,
+    backend: TrainBackend | None = None,
 ) -> Trainer:
     """A trainer process, so to say: its parts live in `folder` and in `coordinator`, and nowhere else."""
     run, clock = coordinator.run, JumpClock()
@@ -408,7 +436,7 @@ def make_trainer(
         run=run,
         config=config,
         backend=FusedBackend(
-            TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
+            backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
         ),
         feed=Feed(coordinator, run, clock=clock),
         publisher=Publisher(

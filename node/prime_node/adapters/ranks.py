@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from prime_protocol.errors import LocalError
 
+_IDLE = timedelta(days=365)
+"""Rank 0 may wait long for rollouts, and the others for rank 0. If it dies, their wait ends at once."""
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 """Longer than any step's difference between ranks; after it, the job is restarted from its checkpoint."""
 
@@ -33,6 +36,8 @@ class Ranks:
     """A gloo group for what is not on the device: counts, errors, samples."""
     save_group: Any = None
     """Another, for the thread that writes checkpoints: collectives of one group must not cross."""
+    call_group: Any = None
+    """Another, without a deadline, for what rank 0 calls."""
 
     @classmethod
     def join(cls, *, device: str, replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
@@ -41,9 +46,19 @@ class Ranks:
         `replicas`: HSDP; the model is sharded over count / replicas ranks, and each shard has so many copies. Raises LocalError.
         """
         kind = torch.device(device).type
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+        if kind == "cuda":
+            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timeout)
         return cls.among(range(dist.get_world_size()), kind=kind, replicas=replicas, timeout=timeout)
+
+    @classmethod
+    def single(cls, *, device: str) -> Ranks:
+        """One process that computes as many do, for what sharding brings beside the sharding: bf16, offload."""
+        kind = torch.device(device).type
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return cls.among([0], kind=kind)
 
     @classmethod
     def among(
@@ -56,14 +71,14 @@ class Ranks:
                 f"trainer.replicas: {count} ranks cannot hold {replicas} copies of the model; it must divide them"
             )
         ranks = list(members)
-        host, save = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+        host, save, call = (dist.new_group(ranks, timeout=wait, backend="gloo") for wait in (timeout, timeout, _IDLE))
         if replicas > 1:
             placed = torch.tensor(ranks).reshape(replicas, -1)
             mesh = DeviceMesh(kind, placed, mesh_dim_names=("replicate", "shard"))
         else:
             mesh = DeviceMesh(kind, ranks, mesh_dim_names=("shard",))
         rank = dist.get_rank()
-        return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save)
+        return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save, call)
 
     @property
     def is_first(self) -> bool:
@@ -90,11 +105,20 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def raise_together(self, error: Exception | None) -> None:
-        """If any rank brings an error, all raise LocalError with its words, so that none goes on alone."""
-        for rank, reason in enumerate(self.gather(None if error is None else str(error))):
-            if reason is not None:
-                raise LocalError(reason if self.count == 1 else f"rank {rank}: {reason}") from error
+    def lead(self, calls: Sequence[Any]) -> None:
+        """Rank 0: give every rank its call; `next_call` takes it."""
+        dist.scatter_object_list([None], list(calls), group=self.call_group, group_src=0)
+
+    def next_call(self) -> Any:
+        """The others: wait for what rank 0 gives, as long as it lives."""
+        call: list[Any] = [None]
+        dist.scatter_object_list(call, None, group=self.call_group, group_src=0)
+        return call[0]
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_torchelastic_launched()
 
 
 ALONE = Ranks(0, 1, None)

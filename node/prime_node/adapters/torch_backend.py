@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ from prime_node.adapters import train_state
 from prime_node.adapters.lora import LoraSettings, merged
 from prime_node.adapters.packed_attention import Layout
 from prime_node.adapters.policy_build import build_policy
+from prime_node.adapters.pretrained_model import pretrained_weights
 from prime_node.adapters.ranks import ALONE, Ranks
 from prime_node.adapters.sequence_attention import SequenceLayout
 from prime_node.adapters.sharding import DTYPES, PLAIN, Placement, gathered, units
@@ -46,7 +49,8 @@ from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, T
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
-_SETTINGS_FILE = "optimizer.json"
+PREPARED_MAX = 2
+"""Batches that are packed ahead and not used yet."""
 _NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
 """What a rank computes, and forgets, while others have more passes than it."""
 
@@ -99,11 +103,9 @@ class TorchBackend:
             quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
         )
         self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
+        self._proximal: list[Tensor] = []
+        self._prepared: deque[tuple[Sequence[TrainSample], list[Share]]] = deque(maxlen=PREPARED_MAX)
         self.new_optimizer(OptimizerSettings())
-
-    @property
-    def num_ranks(self) -> int:
-        return self._ranks.count
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self._settings = settings
@@ -111,7 +113,10 @@ class TorchBackend:
         self._optimizer = make_optimizer(trained, settings)
 
     def shares(self, samples: Sequence[TrainSample]) -> list[Share]:
-        """What each rank will compute of a batch. Pure: it may run in another thread while a step is computed."""
+        """What each rank computes of a batch; at once where it was prepared. Raises LocalError."""
+        return next((made for prepared, made in self._prepared if prepared is samples), None) or self._cut(samples)
+
+    def _cut(self, samples: Sequence[TrainSample]) -> list[Share]:
         longest = max(
             (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
         )
@@ -122,10 +127,13 @@ class TorchBackend:
             )
         return shares(samples, self.packing, ranks=self._ranks.count)
 
-    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
-        return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr=lr)
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        self._prepared.append((samples, self._cut(samples)))
 
-    def train_share(self, share: Share, loss: Loss, *, lr: float) -> StepStats:
+    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
+
+    def train_share(self, share: Share, loss: Loss, lr: float) -> StepStats:
         """This rank's part of a step."""
         if share.num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
@@ -181,6 +189,31 @@ class TorchBackend:
         everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
         return [everywhere[place] for place in range(num_samples)]
 
+    def keep_proximal(self) -> None:
+        self._proximal = self._copied()
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        return self.share_proximal_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def share_proximal_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+        """Of the whole batch, on every rank."""
+        assert self._proximal, "no proximal policy has been kept"
+        present = self._copied()
+        try:
+            self._put(self._proximal)
+            return self.share_logprobs(share, num_samples)
+        finally:
+            self._put(present)
+
+    @torch.no_grad()
+    def _copied(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._policy.parameters()]
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._policy.parameters(), values, strict=True):
+            parameter.copy_(value)
+
     def snapshot(self) -> Weights:
         """Whole. On several ranks it is gathered tensor by tensor, and rank 0 alone has it: for models that one host can hold."""
         if self._ranks.mesh is None:
@@ -188,14 +221,12 @@ class TorchBackend:
         return gathered(self._published(), self._ranks, dtype=self._published_dtype)
 
     def save(self, folder: Path) -> Callable[[], None]:
-        state = train_state.copied(self._policy.model, self._optimizer, self._ranks)
-        write = train_state.writer(state, folder, self._ranks)
-        if self._ranks.is_first:
-            (folder / _SETTINGS_FILE).write_text(json.dumps(asdict(self._settings)), encoding="utf-8")
-        return write
+        settings = json.dumps(asdict(self._settings)).encode()
+        state = train_state.copied(self._policy.model, self._optimizer, self._ranks, note=settings)
+        return train_state.writer(state, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
-        settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+        settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         train_state.restore(self._policy.model, self._optimizer, folder, self._ranks)
 
@@ -260,3 +291,13 @@ class TorchBackend:
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def make_backend(ranks: Ranks, *, initial_weights: str | None, device: str, **settings: Any) -> TorchBackend:
+    """A rank's backend by TorchBackend's own settings; of several GPUs it takes the one that is this rank's.
+
+    `initial_weights`: a folder or a hub's model name, of which each rank reads its own rows. Raises LocalError.
+    """
+    here = f"{device}:{torch.cuda.current_device()}" if device == "cuda" else device
+    weights = None if initial_weights is None else pretrained_weights(initial_weights)
+    return TorchBackend(weights=weights, ranks=ranks, device=here, **settings)

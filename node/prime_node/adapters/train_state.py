@@ -3,6 +3,7 @@
     model.NAME                  parameters that are trained; frozen ones follow from how the model was built
     optimizer.NAME.KEY          what the optimizer remembers of each
     random.RANK                 torch's generator on each rank
+    note                        bytes of whoever saved it
 
 Names of what is one rank's own bear the rank: the same name on two ranks would silently keep one of them. A checkpoint of one
 process is read by many and the other way round; DCP cuts the tensors anew.
@@ -30,9 +31,9 @@ from prime_node.adapters.ranks import Ranks
 from prime_protocol.errors import LocalError
 
 
-def copied(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """The state at this moment, in the host's memory: later steps do not change it."""
-    state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state()}
+def copied(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
+    """The state at this moment, in the host's memory: later steps do not change it. `note` is the same on all ranks."""
+    state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
     for name, parameter in _trained(model):
         state[f"model.{name}"] = _copy(parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -60,6 +61,20 @@ def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], No
             raise LocalError(reason) from None
 
     return write
+
+
+def note_of(folder: Path, ranks: Ranks) -> bytes:
+    """What was noted. Raises LocalError where there is no checkpoint to be read."""
+    reader = FileSystemReader(folder)
+    try:
+        stored = reader.read_metadata().state_dict_metadata["note"]
+        assert isinstance(stored, TensorStorageMetadata)
+        state = {"note": torch.empty(stored.size, dtype=torch.uint8)}
+        with _without_advice():
+            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
+    except (CheckpointException, KeyError, OSError, RuntimeError) as error:
+        raise LocalError(f"checkpoint {folder} cannot be taken up: {_reason(error)}") from None
+    return state["note"].numpy().tobytes()
 
 
 def restore(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
@@ -99,6 +114,10 @@ def _without_advice() -> Iterator[None]:
 
 def _trained(model: Any) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _copy(tensor: Tensor) -> Tensor:

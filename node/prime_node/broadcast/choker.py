@@ -9,9 +9,12 @@ of the run have a larger one than strangers. At a seeder, which is given nothing
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
+COMPARED_MAX = 32
+"""Of the peers that wait, those whose turn was longest ago are compared: a full origin decides in microseconds."""
 ACCOUNTS_IDLE_MAX = 1_024
 """Above this, accounts of peers that have not been heard of for long are dropped."""
 
@@ -49,7 +52,6 @@ class _Account:
     received_bytes: float = 0.0
     settled_s: float = 0.0
     is_member: bool = True
-    waiting: deque[int] = field(default_factory=deque)
 
 
 class Choker:
@@ -59,6 +61,8 @@ class Choker:
         self.rules = rules or ChokerRules()
         self.serving = 0
         self._accounts: dict[str, _Account] = {}
+        self._waiting: dict[str, deque[int]] = {}
+        """Requests by peer; whose turn was longest ago comes first."""
         self._num_waiting = 0
 
     def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True) -> Turn:
@@ -68,9 +72,10 @@ class Choker:
         if self.serving < self.rules.slots:
             self.serving += 1
             return Turn.NOW
-        if self._num_waiting >= self.rules.waiting_max or len(account.waiting) >= self.rules.waiting_per_peer_max:
+        queue = self._waiting.get(peer, ())
+        if self._num_waiting >= self.rules.waiting_max or len(queue) >= self.rules.waiting_per_peer_max:
             return Turn.REFUSED
-        account.waiting.append(request)
+        self._waiting.setdefault(peer, deque()).append(request)
         self._num_waiting += 1
         return Turn.WAIT
 
@@ -78,15 +83,19 @@ class Choker:
         """An answer was sent, or has failed. Returns the waiting request that takes its slot."""
         self._account(peer, now_s).received_bytes += sent_bytes
         self.serving -= 1
-        waiting = [name for name, account in self._accounts.items() if account.waiting]
-        if not waiting:
+        if not self._waiting:
             if len(self._accounts) > ACCOUNTS_IDLE_MAX:
                 self._forget(now_s)
             return None
-        chosen = min(waiting, key=lambda name: self._received_for_given(name, now_s))
+        longest = islice(self._waiting, COMPARED_MAX)
+        chosen = min(longest, key=lambda name: self._received_for_given(name, now_s))
+        queue = self._waiting.pop(chosen)
+        request = queue.popleft()
+        if queue:
+            self._waiting[chosen] = queue
         self.serving += 1
         self._num_waiting -= 1
-        return self._accounts[chosen].waiting.popleft()
+        return request
 
     def gave(self, peer: str, num_bytes: int, now_s: float) -> None:
         """A peer has given us verified bytes."""
@@ -94,10 +103,12 @@ class Choker:
 
     def withdrawn(self, peer: str, request: int) -> None:
         """A request that waits is wanted no more."""
-        account = self._accounts.get(peer)
-        if account is not None and request in account.waiting:
-            account.waiting.remove(request)
+        queue = self._waiting.get(peer)
+        if queue is not None and request in queue:
+            queue.remove(request)
             self._num_waiting -= 1
+            if not queue:
+                del self._waiting[peer]
 
     def _received_for_given(self, peer: str, now_s: float) -> float:
         account = self._account(peer, now_s)
@@ -119,5 +130,5 @@ class Choker:
         """Drop the accounts in which nothing is left. The caller bounds the names: members, and one for all strangers."""
         for peer in list(self._accounts):
             account = self._account(peer, now_s)
-            if not account.waiting and account.given_bytes < 1.0 and account.received_bytes < 1.0:
+            if peer not in self._waiting and account.given_bytes < 1.0 and account.received_bytes < 1.0:
                 del self._accounts[peer]

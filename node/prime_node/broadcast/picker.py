@@ -28,6 +28,8 @@ class PickerRules:
 
     in_flight_max: int = 16
     """Requests open at one source."""
+    open_max: int = 64
+    """Pieces open at all sources together."""
     window_gain: float = 2.0
     """Bytes in flight, as a share of a source's rate times its shortest answer."""
     slow_piece_s: float = 1.0
@@ -36,6 +38,8 @@ class PickerRules:
     """A source below this share of the mean rate gives only what no other has."""
     steal_gain: float = 0.5
     """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
+    steal_look_s: float = 0.1
+    """A source with nothing else to give looks this often for a piece to take over."""
     copies_max: int = 2
     """Sources asked for one piece at the same time."""
     rate_memory_s: float = 2.0
@@ -61,6 +65,8 @@ class _Source:
     open_bytes: int = 0
     rate_bytes_s: float | None = None
     answer_s_min: float = math.inf
+    looked_s: float = -math.inf
+    """When it last looked for a piece to take over."""
     counted_s: float = 0.0
     """The rate has taken in everything until then."""
 
@@ -103,6 +109,11 @@ class Picker:
         return self._all & ~self.have
 
     @property
+    def unasked(self) -> PieceSet:
+        """Missing pieces that nobody was asked for: only these make a new announcement worth a `pick`."""
+        return self._all & ~self.have & ~self._open
+
+    @property
     def sources(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
@@ -132,6 +143,10 @@ class Picker:
             self._counts.remove(source.has)
         del self._sources[name]
 
+    def idle(self) -> list[str]:
+        """The sources that were asked for nothing."""
+        return [name for name, source in self._sources.items() if not source.open]
+
     def rate_bytes_s(self, name: str) -> float | None:
         """What a source gives, as measured; None before its first piece."""
         return self._sources[name].rate_bytes_s
@@ -145,7 +160,7 @@ class Picker:
     def pick(self, name: str, now_s: float) -> int | None:
         """The piece to ask of this source now, from here on open; None where it has nothing to do for the moment."""
         source = self._sources[name]
-        if len(source.open) >= self._window(source):  # (1)
+        if len(self._askers) >= self._rules.open_max or len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
         if source.is_fallback:
@@ -231,6 +246,9 @@ class Picker:
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Of the open pieces that this source has, the one that the others would bring last."""
+        if now_s - source.looked_s < self._rules.steal_look_s:
+            return None
+        source.looked_s = now_s
         waits: dict[int, float] = {}
         only_late = (
             source.is_fallback or source.rate_bytes_s is None

@@ -42,12 +42,17 @@ def main() -> None:
     try:
         app()
     except (PrimeError, BaseExceptionGroup) as error:
-        told = outcome_of(error)
-        if told is None:
-            raise
-        code, line = told
-        Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(code)
+        sys.exit(tell(error))
+
+
+def tell(error: BaseException) -> int:
+    """Say an error that was raised on purpose in one line; returns the exit code. Any other is raised again."""
+    told = outcome_of(error)
+    if told is None:
+        raise error
+    code, line = told
+    Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
+    return code
 
 
 def outcome_of(error: BaseException) -> tuple[int, str] | None:

@@ -1,17 +1,26 @@
-"""`prime-node trainer`: turns accepted rollouts into policies and publishes them."""
+"""`prime-node trainer`: turns accepted rollouts into policies and publishes them; on one process, or on those of torchrun."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from prime_node.cli.role import role_command
+import typer
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import Folder, Key, Place, Run, find_place
+from prime_node.cli.role import run_place
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.cli.options import Options
-    from prime_node.cli.place import Place
+    from prime_node.broadcast.trust import Trust
+    from prime_node.cli.wire_training import Ranks
     from prime_node.ports.transport import TrainerPort
+    from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
 
 GRACE_S = 50.0
@@ -19,15 +28,120 @@ GRACE_S = 50.0
 UNFINISHED = 5
 """Exit code where it was asked to stop before the run was over."""
 
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", min=1, help="Processes on this machine, one for each GPU, started by torchrun.", show_default=False
+    ),
+]
+OutcomeFile = Annotated[Path | None, typer.Option("--outcome-file", hidden=True)]
 
-async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.pinned import fetch_run
-    from prime_node.cli import wire, wire_swarm
-    from prime_node.patience import unless
+
+def trainer(
+    run: Run,
+    key: Key = None,
+    folder: Folder = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    stop_with_parent: StopWithParent = False,
+    nproc: NumProcesses = None,
+    outcome_file: OutcomeFile = None,
+) -> None:
+    """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped."""
+    from prime_node.cli import wire_training
+    from prime_node.observe import setup_logging
     from prime_node.trainer.config import TrainerConfig
+
+    setup_logging("trainer", level=log_level)
+    options = Options(config, assignments)
+    settings = options.load(TrainerConfig)
+    if wire_training.is_launched():
+        ranks = wire_training.trainer_ranks(settings)
+        if not ranks.is_first:
+            _follow(ranks)
+            return
+        code = _lead(ranks, run, key, folder, options, settings, stop_with_parent=stop_with_parent)
+        if outcome_file is not None:
+            outcome_file.write_text(str(code), encoding="utf-8")
+        raise typer.Exit(0 if outcome_file is not None else code)
+    nproc = nproc or settings.ranks.nproc
+    if nproc > 1:
+        arguments = [run, *_given("--key", key), *_given("--folder", folder), *_given("--config", config)]
+        arguments += [part for assignment in assignments for part in ("--set", assignment)]
+        raise typer.Exit(
+            _launch([*arguments, "--log-level", log_level], nproc, settings, stop_with_parent=stop_with_parent)
+        )
+    place = find_place(run, "trainer", key=key, folder=folder)
+    raise typer.Exit(_run(place, options, settings, None, stop_with_parent=stop_with_parent))
+
+
+def _run(
+    place: Place, options: Options, settings: TrainerConfig, ranks: Ranks | None, *, stop_with_parent: bool
+) -> int:
+    async def main(place: Place, options: Options, stop: asyncio.Event) -> int:
+        return await _train(place, settings, ranks, stop)
+
+    return run_place(main, place, options, stop_with_parent=stop_with_parent, grace_s=GRACE_S)
+
+
+def _lead(
+    ranks: Ranks,
+    run: str,
+    key: Path | None,
+    folder: Path | None,
+    options: Options,
+    settings: TrainerConfig,
+    *,
+    stop_with_parent: bool,
+) -> int:
+    """Rank 0. What it ends with on purpose dismisses the others; after a bug they end with it, and torchrun starts all again."""
+    from prime_node.cli import wire_training
+    from prime_node.cli.main import tell
+    from prime_protocol.errors import PrimeError
+
+    try:
+        place = find_place(run, "trainer", key=key, folder=folder)
+        code = _run(place, options, settings, ranks, stop_with_parent=stop_with_parent)
+    except (PrimeError, BaseExceptionGroup) as error:
+        code = tell(error)
+    wire_training.dismiss(ranks)
+    return code
+
+
+def _follow(ranks: Ranks) -> None:
+    """Any other rank. It ends when rank 0 says so, or has ended; requests to stop are rank 0's matter."""
+    from prime_node.cli import wire_training
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    wire_training.follow(ranks)
+
+
+def _launch(arguments: list[str], nproc: int, settings: TrainerConfig, *, stop_with_parent: bool) -> int:
+    from prime_node.cli.launch import SHUTDOWN_S, launch, torchrun_command
+    from prime_node.cli.lifetime import run_role
+
+    if nproc % settings.ranks.replicas:
+        raise LocalError(f"--nproc {nproc}: trainer.ranks.replicas = {settings.ranks.replicas} must divide it")
+    command = torchrun_command(nproc, restarts_max=settings.ranks.restarts_max, arguments=arguments)
+    return run_role(
+        lambda stop: launch(command, stop, unfinished=UNFINISHED),
+        stop_with_parent=stop_with_parent,
+        grace_s=SHUTDOWN_S + 10.0,
+    )
+
+
+def _given(option: str, path: Path | None) -> list[str]:
+    return [] if path is None else [option, str(path)]
+
+
+async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, stop: asyncio.Event) -> int:
+    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.cli import wire, wire_swarm, wire_training
+    from prime_node.patience import unless
     from prime_node.trainer.loop import run as run_trainer
 
-    settings = options.load(TrainerConfig)
     async with wire.client(place.link, place.key) as client, contextlib.AsyncExitStack() as seeding:
 
         async def set_up() -> Trainer:
@@ -40,18 +154,14 @@ async def _train(place: Place, options: Options, stop: asyncio.Event) -> int:
             if settings.swarm.enabled and not settings.swarm.private:
                 publish_to, peer = wire_swarm.trainer_seeding(run, place.key, client, settings.swarm, place.folder)
                 await seeding.enter_async_context(peer.running())
-            return await asyncio.to_thread(
-                wire.trainer_parts, run, client, place.key, settings,
+            return await asyncio.to_thread(parts_of, run, trust, publish_to, model)
+
+        def parts_of(run: PinnedRun, trust: Trust, publish_to: TrainerPort, model: Path) -> Trainer:
+            backend = wire_training.train_backend(settings, run.spec, ranks, model=model)
+            return wire.trainer_parts(
+                run, client, place.key, settings, backend,
                 trust=trust, publish_to=publish_to, model=model, folder=place.folder,
             )  # fmt: skip
 
         parts = await unless(stop.wait(), set_up())
         return 0 if parts is not None and await run_trainer(parts, stop) else UNFINISHED
-
-
-trainer = role_command(
-    "trainer",
-    _train,
-    grace_s=GRACE_S,
-    about="Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped.",
-)

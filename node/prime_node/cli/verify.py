@@ -80,6 +80,7 @@ def verify(
     Nine checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
     (8) model files, (9) freshness. The first one that does not hold ends it. --tensor leaves out (5) and (8).
     A URL must show a timestamp of its newest policy that has not expired; of a folder, its date is told.
+    A source that gives less than 32 KiB a second on the whole is given up.
 
     \b
     Exit codes:
@@ -141,6 +142,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
     from prime_node.broadcast.one_tensor import prove_tensor
     from prime_node.broadcast.safetensors_file import read_weights
     from prime_node.broadcast.verified_parts import bound_threads
+    from prime_node.cli import wire
     from prime_node.cli.verify_output import Found, about, as_line
 
     def show(check: Check) -> None:
@@ -163,7 +165,8 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
         def advance(num_bytes: int) -> None:
             progress.update(task, advance=num_bytes)
 
-        async with open_source(target) as source:
+        async with open_source(target) as opened:
+            source = wire.paced(opened)
             if wanted.tensor is not None:
                 report, proof = await prove_tensor(
                     source,

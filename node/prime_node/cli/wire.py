@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.teacher import Teacher
-    from prime_node.ports.transport import CheckpointSource, TrainerPort
+    from prime_node.ports.train_backend import TrainBackend
+    from prime_node.ports.transport import CheckpointSource, PublicSource, TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
-    from prime_protocol.weights import Weights
 
 
 def clock() -> SystemClock:
@@ -54,13 +54,20 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(url: str) -> AsyncIterator[HttpClient]:
-    """The public half of a coordinator or of a mirror."""
+    """The public half of a coordinator or of a mirror; whoever reads much from it wraps it in paced()."""
     from prime_node.adapters.http_client import HttpClient
 
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     async with HttpClient(base, run=parts.fragment, clock=clock()) as client:
         yield client
+
+
+def paced(source: PublicSource) -> PublicSource:
+    """The same source, given up where it is too slow on the whole."""
+    from prime_node.broadcast.paced import PacedSource
+
+    return PacedSource(source, clock=clock())
 
 
 def folder_source(folder: Path) -> FolderSource:
@@ -272,6 +279,7 @@ def trainer_parts(
     client: HttpClient,
     key: SigningKey,
     settings: TrainerConfig,
+    backend: TrainBackend,
     *,
     trust: Trust,
     publish_to: TrainerPort,
@@ -279,10 +287,6 @@ def trainer_parts(
     folder: Path,
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
-    try:
-        from prime_node.adapters.torch_backend import TorchBackend
-    except ImportError as error:
-        raise missing_extra("train", "the trainer", error) from None
     from prime_node.broadcast.publisher import Publisher
     from prime_node.observe import JsonLines
     from prime_node.replay.feed import Feed
@@ -298,16 +302,7 @@ def trainer_parts(
     return Trainer(
         run=run,
         config=settings,
-        backend=TorchBackend(
-            model,
-            _initial_weights(settings),
-            seed=settings.seed,
-            temperature=spec.sampling.temperature,
-            row_tokens=settings.row_tokens,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            device=settings.device,
-            threads=settings.threads,
-        ),
+        backend=backend,
         feed=Feed(
             client,
             run,
@@ -334,7 +329,12 @@ def trainer_parts(
             problems=settings.sft.problems,
             batch_size=settings.sft.batch_size,
         ),
-        checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=settings.checkpoints_kept),
+        checkpoints=Checkpoints(
+            folder / "checkpoints",
+            run=run.digest,
+            kept=settings.checkpoints_kept,
+            keep_every=settings.checkpoints_keep_every,
+        ),
         metrics=metrics,
         clock=clock(),
         teacher=_teacher(settings),
@@ -347,12 +347,3 @@ def _teacher(settings: TrainerConfig) -> Teacher | None:
     from prime_node.adapters.vllm_teacher import VllmTeacher
 
     return VllmTeacher(settings.teacher.url, model=settings.teacher.model)
-
-
-def _initial_weights(settings: TrainerConfig) -> Weights | None:
-    """What the run begins with: a published model's weights, or None, and the backend draws them by its seed."""
-    if settings.initial_weights is None:
-        return None
-    from prime_node.adapters.pretrained_model import pretrained_weights
-
-    return pretrained_weights(settings.initial_weights)

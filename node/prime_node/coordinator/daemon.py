@@ -25,10 +25,10 @@ from prime_node.coordinator.nonces import Nonces
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.publishing import restore_head
-from prime_node.coordinator.records import rules_of
 from prime_node.coordinator.requests import Gate
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.routes import make_routes
+from prime_node.coordinator.rules import rules_of
 from prime_node.coordinator.scheduler import expired_leases
 from prime_node.coordinator.statements import renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.status import METRICS

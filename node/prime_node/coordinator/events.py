@@ -126,15 +126,29 @@ class VerdictGiven:
     rewards: tuple[float, ...]
     num_tokens: int
     validator: str
+    versions: tuple[tuple[int, int], ...] = ()
+    """For each group of an accepted bundle the oldest policy of its tokens and of its last tokens; empty: the lease's own."""
+    unscored: tuple[int, ...] = ()
+    """Completions of an accepted bundle that could not be scored; their rewards are 0."""
     type: Literal["verdict_given"] = "verdict_given"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFixed:
-    """The trainer was given the batch of a step. It never changes from now on."""
+    """The trainer was given a batch of a step, its next one. It never changes from now on."""
 
     step: int
+    slots: tuple[int, ...] = ()
+    """What is in it. Empty in older logs: all slots of the step."""
     type: Literal["batch_fixed"] = "batch_fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsDropped:
+    """Accepted groups became too old before a batch took them: their slots are leased again."""
+
+    slots: tuple[int, ...]
+    type: Literal["groups_dropped"] = "groups_dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +199,7 @@ Event = (
     | BundleTurnedAway
     | VerdictGiven
     | BatchFixed
+    | GroupsDropped
     | TrainerDurable
     | ManifestPublished
     | EncodingsForgotten

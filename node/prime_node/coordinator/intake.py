@@ -23,7 +23,6 @@ from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
 from prime_node.ports.store import StoredReceipt
-from prime_protocol import step
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -116,19 +115,22 @@ def decide(
 
 
 def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[RejectReason | None, str]:
-    fault = step.check(
-        header.step,
-        header.policy_version,
-        async_level=state.rules.async_level,
-        current_step=state.current_step,
-    )
+    fault = state.rules.admission.check(header.step, header.policy_version, current_step=state.current_step)
     if fault is not None:
         detail = f"step {header.step} by policy {header.policy_version} while step {state.current_step} is trained"
         return RejectReason(fault.value), detail
     if not state.is_redeemable(lease):
-        how = "was handed back" if lease.end is LeaseEnd.RETURNED else "ended, and others took its groups over"
-        return RejectReason.LEASE_EXPIRED, f"the lease {how}"
+        return (
+            RejectReason.LEASE_EXPIRED,
+            f"the lease {_ENDED.get(lease.end, 'ended, and others took its groups over')}",
+        )
     return None, ""
+
+
+_ENDED: dict[LeaseEnd | None, str] = {
+    LeaseEnd.RETURNED: "was handed back",
+    LeaseEnd.OVERTAKEN: "ended: another worker was given the same groups, and was faster",
+}
 
 
 async def _store(

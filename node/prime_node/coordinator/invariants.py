@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from prime_node.broadcast.paths import search
-from prime_node.coordinator.records import LeaseEnd, LeaseRecord, State
-from prime_node.coordinator.scheduler import waits_for
-from prime_protocol import step
+from prime_node.coordinator.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
+from prime_node.coordinator.scheduler import oldest_policy_needed, waits_for
 
 
 def check(state: State) -> None:
@@ -20,23 +17,51 @@ def check(state: State) -> None:
 
 
 def _check_slots(state: State) -> None:
-    """No slot is lost and none is in two places."""
+    """No slot is lost, and each is open, held or accepted."""
     size = state.rules.groups_per_step
-    assert list(state.steps) == list(range(state.first_step, state.first_step + len(state.steps))), "steps leave a gap"
-    assert not state.steps or max(state.steps) == state.last_step, "the window does not end where leasing does"
-    held: dict[int, list[int]] = {number: [] for number in state.steps}
-    for lease in state.leases.values():
-        held[lease.step] += lease.slots
-    for pending in state.bundles.values():
-        held[pending.lease.step] += pending.lease.slots
+    window = range(state.first_step, state.last_step + 1)
+    assert list(state.steps) == sorted(state.steps), "steps out of order"
+    assert all(number in window for number in state.steps), "a step outside the window"
+    held: dict[int, list[str]] = {}
+    for lease in [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]:
+        for slot in lease.slots if lease.step in state.steps else ():
+            held.setdefault(slot, []).append(lease.lease_id)
     for number, current in state.steps.items():
-        assert current.open == sorted(current.open), f"step {number}: open slots out of order"
-        places = Counter([*current.open, *held[number], *current.accepted])
-        assert places == Counter(range(number * size, (number + 1) * size)), f"step {number}: slots lost or doubled"
-        assert not current.fixed or state.is_ready(number), f"step {number}: fixed before it was full"
+        assert current.open == sorted(current.open, reverse=True), f"step {number}: open slots out of order"
+        assert current.taken.keys() <= current.accepted.keys(), f"step {number}: a slot was trained that is not there"
+        assert current.fixed == (len(current.taken) == size), f"step {number}: fixed before all was given"
+        for slot in range(number * size, (number + 1) * size):
+            holders = sorted(held.get(slot, ()))
+            assert sorted(current.held.get(slot, ())) == holders, f"slot {slot}: held by others than it says"
+            assert len(holders) <= state.rules.leases_per_slot_max, f"slot {slot}: leased too often at once"
+            is_open = not holders and slot not in current.accepted
+            assert current.open.count(slot) == is_open, f"slot {slot} lost or doubled"
         for group in current.accepted.values():
-            _check_admitted(state, number, group.policy_version)
+            _check_admitted(state, number * size, group.policy_version)
             assert len(group.rewards) == state.rules.rollouts_per_group, f"step {number}: a reward is missing"
+    _check_batches(state)
+
+
+def _check_batches(state: State) -> None:
+    rules = state.rules
+    assert all(number >= state.durable_step for number in state.batches), "a batch was not forgotten"
+    given = {slot: number for number, batches in state.batches.items() for batch in batches for slot in batch}
+    for number, batches in state.batches.items():
+        assert len(batches) <= rules.batches_per_step, f"step {number} has too many batches"
+        assert all(len(batch) == rules.batch_groups for batch in batches), f"a batch of step {number} is not full"
+    assert len(given) == sum(len(batch) for batches in state.batches.values() for batch in batches), "trained twice"
+    for current in state.steps.values():
+        for slot, number in current.taken.items():
+            assert number < state.durable_step or given.get(slot) == number, f"slot {slot}: in another batch"
+            _check_trained(state, number, current.accepted[slot])
+    assert all(slot // rules.groups_per_step in state.steps for slot in given), "a batch's slots are forgotten"
+    num_ready = sum(len(current.accepted) - len(current.taken) for current in state.steps.values())
+    assert state.num_ready == num_ready, "ready groups miscounted"
+
+
+def _check_trained(state: State, number: int, group: AcceptedGroup) -> None:
+    fault = state.rules.admission.check_trained(number, group.counted_from(state.rules.staleness_from))
+    assert fault is None, f"policy {group.policy_version} is {fault} for step {number}"
 
 
 def _check_leases(state: State) -> None:
@@ -57,13 +82,13 @@ def _check_leases(state: State) -> None:
 def _check_lease(state: State, lease: LeaseRecord) -> None:
     assert lease.slots
     assert all(slot // state.rules.groups_per_step == lease.step for slot in lease.slots)
-    _check_admitted(state, lease.step, lease.policy_version)
+    _check_admitted(state, max(lease.slots), lease.policy_version)
 
 
-def _check_admitted(state: State, number: int, policy_version: int) -> None:
-    assert step.admits(number, policy_version, state.rules.async_level), f"policy {policy_version} at step {number}"
+def _check_admitted(state: State, slot: int, policy_version: int) -> None:
+    assert state.rules.admission.admits_slot(slot, policy_version), f"policy {policy_version} at slot {slot}"
     assert policy_version <= state.head, "a policy from the future"
-    assert number < state.rules.max_steps, "a step after the run's end"
+    assert slot < state.rules.max_steps * state.rules.groups_per_step, "a slot after the run's end"
 
 
 def _check_workers(state: State) -> None:
@@ -80,7 +105,7 @@ def _check_workers(state: State) -> None:
 def check_ways(state: State) -> None:
     """A newcomer always finds a way to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
-    for version in range(max(0, state.head - state.rules.async_level), state.head + 1):
+    for version in range(oldest_policy_needed(state), state.head + 1):
         assert search(version, routes).path is not None, f"no way leads to policy {version}"
 
 

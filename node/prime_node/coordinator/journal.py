@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pydantic import ValidationError
 
 from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, records
-from prime_node.coordinator.records import BundleForgotten, Effect, Rules, Settled, State
+from prime_node.coordinator import invariants, snapshot
+from prime_node.coordinator.records import BundleForgotten, Effect, Settled, State
+from prime_node.coordinator.rules import Rules
 from prime_node.coordinator.state import tick
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
@@ -120,7 +121,7 @@ class Journal:
         self._events, self._receipts, self._forgotten = [], [], []
         number = self._number
         is_due = number - self._snapshot >= self._snapshot_events or (self._closing and number > self._snapshot)
-        snapshot = records.to_json(self.state) if is_due else None
+        payload = snapshot.to_json(self.state) if is_due else None
         if written:
             await self._store.append(written, _latest(receipts))
         self._durable = number
@@ -128,8 +129,8 @@ class Journal:
             _, future = self._waiting.pop(0)
             if not future.done():
                 future.set_result(None)
-        if snapshot is not None:
-            await self._store.save_snapshot(number, snapshot)
+        if payload is not None:
+            await self._store.save_snapshot(number, payload)
             self._snapshot = number
         if forgotten:
             forget(forgotten)
@@ -156,8 +157,8 @@ async def open_journal(
 
 
 async def _load(store: Store, rules: Rules) -> tuple[int, State]:
-    snapshot = await store.latest_snapshot()
-    number, state = (0, State(rules)) if snapshot is None else (snapshot[0], records.from_json(snapshot[1]))
+    latest = await store.latest_snapshot()
+    number, state = (0, State(rules)) if latest is None else (latest[0], snapshot.from_json(latest[1]))
     async for logged in store.events(after=number):
         assert logged.number == number + 1, f"event {number + 1} is missing in the log"
         tick(state, ev.from_json(logged.payload), logged.at_ms)

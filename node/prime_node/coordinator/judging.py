@@ -41,6 +41,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             ErrorCode.WRONG_TYPE,
             f"an accepted bundle of {pending.num_rollouts} has as many rewards, a refused one none",
         )
+    if request.versions and len(request.versions) != len(pending.lease.slots):
+        raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
     core.decide(
         ev.VerdictGiven(
             bundle=request.bundle,
@@ -49,6 +51,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             rewards=request.rewards,
             num_tokens=request.num_tokens,
             validator=signer,
+            versions=request.versions,
+            unscored=request.unscored,
         )
     )
     for name, value in request.measured.items():

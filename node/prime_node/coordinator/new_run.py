@@ -20,6 +20,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.schedule import Schedule, lag_of
 
 ROLES = ("root", "coordinator", "trainer", "validator")
 """One key each is made for a new run."""
@@ -83,6 +84,9 @@ class RunConfig(Settings):
     """Bounds on everything that a peer may send."""
     checks: CheckPolicy = CheckPolicy()
     """When a validator refuses."""
+    schedule: Schedule = Schedule()
+    """The asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
+    staleness_threshold replaces async_level."""
 
 
 def build_run_spec(
@@ -95,6 +99,7 @@ def build_run_spec(
     now_ms: int,
 ) -> PinnedRun:
     """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together."""
+    eta = config.schedule.staleness_threshold
     try:
         spec = RunSpec(
             name=config.name,
@@ -116,7 +121,7 @@ def build_run_spec(
                 completion_tokens_max=config.completion_tokens_max,
                 stop_token_ids=stop_token_ids,
             ),
-            async_level=config.async_level,
+            async_level=config.async_level if eta is None else lag_of(eta),
             max_steps=config.max_steps,
             groups_per_step=config.groups_per_step,
             rollouts_per_group=config.rollouts_per_group,
@@ -124,6 +129,7 @@ def build_run_spec(
             heartbeat_seconds=config.heartbeat_seconds,
             limits=config.limits,
             checks=config.checks,
+            schedule=config.schedule,
         )
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]

@@ -123,12 +123,12 @@ async def _check_bases(core: Core, manifest: Manifest) -> None:
 def _check_batch(core: Core, manifest: Manifest) -> None:
     """A policy comes from the batch that was handed out for its step. Raises PeerError(CHAIN_BROKEN)."""
     number = manifest.policy_version - 1
-    step = core.state.steps.get(number)
-    if step is None:  # policy 0, or the trainer is durable past this step already
+    if number < core.state.durable_step:  # policy 0, or the trainer is durable past this step already
         return
-    if not step.fixed:
+    if not core.state.is_given(number):
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} comes before the batch of step {number}")
-    batch = seal(make_batch(core, number), PayloadType.BATCH, core.key).digest
+    last = make_batch(core, number, core.state.rules.batches_per_step - 1)
+    batch = seal(last, PayloadType.BATCH, core.key).digest
     if manifest.produced_by.batch != batch:
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} names another batch than step {number} was given")
 

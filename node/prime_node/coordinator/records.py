@@ -7,48 +7,13 @@ in exactly one place: a lease is open (`State.leases`), waits with its bundle (`
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import TypeAdapter
-
 from prime_node.broadcast.paths import Route
-from prime_protocol.run_spec import PinnedRun
+from prime_node.coordinator.rules import Rules
+from prime_protocol.schedule import StalenessFrom
 from prime_protocol.verdict import BundleStatus, RejectReason
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the state machine needs of the RunSpec."""
-
-    run: str
-    async_level: int
-    groups_per_step: int
-    rollouts_per_group: int
-    max_steps: int
-    lease_ms: int
-    strikes_max: int
-    workers_max: int
-    leases_per_worker_max: int
-    bundles_pending_per_worker_max: int
-
-
-def rules_of(run: PinnedRun) -> Rules:
-    spec = run.spec
-    return Rules(
-        run=run.digest,
-        async_level=spec.async_level,
-        groups_per_step=spec.groups_per_step,
-        rollouts_per_group=spec.rollouts_per_group,
-        max_steps=spec.max_steps,
-        lease_ms=round(spec.lease_seconds * 1_000),
-        strikes_max=spec.checks.strikes_max,
-        workers_max=spec.limits.workers_max,
-        leases_per_worker_max=spec.limits.leases_per_worker_max,
-        bundles_pending_per_worker_max=spec.limits.bundles_pending_per_worker_max,
-    )
-
 
 WASTED_MAX = 2
 """A worker that wasted this many leases in a row is leased little, and slowly."""
@@ -62,6 +27,8 @@ class LeaseEnd(StrEnum):
     RETURNED = "returned"
     REDEEMED = "redeemed"
     """A bundle came for it."""
+    OVERTAKEN = "overtaken"
+    """Another worker's bundle for the same groups was accepted first."""
 
 
 @dataclass(slots=True)
@@ -108,21 +75,38 @@ class AcceptedGroup:
     first: int
     """Index of its first completion in the bundle."""
     rewards: tuple[float, ...]
+    oldest_version: int | None = None
+    """The oldest policy that sampled a token; None: policy_version, the one leased, sampled them all."""
+    end_version: int | None = None
+    """The oldest policy that sampled a last token; None likewise."""
+    order: int = 0
+    """How many groups had been accepted before."""
+    unscored: tuple[int, ...] = ()
+    """Completions, counted inside the group, that could not be scored: they are not trained on."""
+
+    def counted_from(self, staleness_from: StalenessFrom) -> int:
+        """The policy that its staleness is counted from."""
+        chosen = {StalenessFrom.OLDEST: self.oldest_version, StalenessFrom.END: self.end_version}.get(staleness_from)
+        return self.policy_version if chosen is None else chosen
 
 
 @dataclass(slots=True)
 class Step:
-    """The R slots of one step."""
+    """The R slots of one step. Each is open, held (by leases and bundles without a verdict), or accepted."""
 
     open: list[int]
-    """Slots that wait to be leased, ascending."""
+    """Slots that wait to be leased, descending: the lowest, which is leased first, is the last."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Slot -> times leased."""
+    held: dict[int, list[str]] = field(default_factory=dict)
+    """Slot -> the leases that hold it: open ones and those whose bundle waits for a verdict."""
     accepted: dict[int, AcceptedGroup] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)
+    """Slot -> the step that it was given to the trainer for."""
     bundles: list[str] = field(default_factory=list)
     """Bundles whose bytes are deleted with the step."""
     fixed: bool = False
-    """The trainer has been given this batch."""
+    """All its slots have been given to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +137,10 @@ class Worker:
     """Leases that lapsed or were handed back since its last accepted bundle."""
     pause_until_ms: int = 0
     """It is leased nothing before this time."""
+    rollout_ms: float = 0.0
+    """How long one rollout takes it, a mean that forgets; 0 before the first bundle."""
+    arrived_at_ms: int = 0
+    """When its last bundle came."""
     accepted: int = 0
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
@@ -190,10 +178,16 @@ class State:
     rules: Rules
     head: int = -1
     """Newest published policy."""
+    durable_step: int = 0
+    """The trainer would resume here: the batches of earlier steps are forgotten."""
     first_step: int = 0
-    """Earlier steps are trained and durable, and forgotten."""
+    """The slots of earlier steps are trained, durable and forgotten."""
     steps: dict[int, Step] = field(default_factory=dict)
-    """first_step, first_step + 1, ... in order."""
+    """From first_step to last_step, ascending, without those that are forgotten already."""
+    batches: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    """Step -> the slots of each batch that the trainer was given for it."""
+    num_ready: int = 0
+    """Accepted groups that no batch has taken."""
     workers: dict[str, Worker] = field(default_factory=dict)
     num_active: int = 0
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
@@ -212,6 +206,18 @@ class State:
     refused: dict[RejectReason, int] = field(default_factory=dict)
     """Rollouts of the whole run, by reason."""
     bytes_published: int = 0
+    num_accepted_groups: int = 0
+    """Groups ever accepted; those that were dropped again too."""
+    num_dropped_groups: int = 0
+    """Accepted groups that were thrown away because they had become stale."""
+    rollout_ms: float = 0.0
+    """How long a rollout takes on average, a mean over bundles that forgets; 0 before the first one."""
+    step_ms: float = 0.0
+    """Between two publications, likewise."""
+    published_at_ms: int = 0
+    unverifiable: int = 0
+    """Bundles in a row that no validator could judge."""
+    unverifiable_detail: str = ""
 
     @property
     def current_step(self) -> int:
@@ -221,16 +227,28 @@ class State:
     @property
     def last_step(self) -> int:
         """The last step that anybody may be leased now; -1 before the first policy."""
-        return min(self.head + self.rules.async_level, self.rules.max_steps - 1) if self.head >= 0 else -1
+        return self.last_step_at(self.head)
+
+    def last_step_at(self, head: int) -> int:
+        """The same while `head` is the newest policy."""
+        return min(self.rules.admission.last_step(head), self.rules.max_steps - 1) if head >= 0 else -1
 
     @property
     def is_complete(self) -> bool:
-        """Every rollout of the run has been accepted: nothing will be leased any more."""
-        return all(self.is_ready(step) for step in range(self.first_step, self.rules.max_steps))
+        """Every rollout of the run is in: nothing will be leased any more."""
+        if self.last_step < self.rules.max_steps - 1:
+            return False
+        if self.rules.admission.lag_max is not None:  # until it is trained, a group may be dropped and wanted again
+            return all(step.fixed for step in self.steps.values())
+        return all(self.is_ready(step) for step in self.steps)
 
     def is_ready(self, step: int) -> bool:
         """All slots of a step of the window are accepted."""
         return step in self.steps and len(self.steps[step].accepted) == self.rules.groups_per_step
+
+    def is_given(self, step: int) -> bool:
+        """The trainer has been given all batches of a step."""
+        return len(self.batches.get(step, ())) == self.rules.batches_per_step
 
     def lease_of(self, lease_id: str, worker: str) -> LeaseRecord | None:
         """An open lease of anybody, or one of this worker's own that waits for a verdict or has ended lately."""
@@ -247,7 +265,7 @@ class State:
             return lease.end is None
         step = self.steps.get(lease.step)
         return step is not None and all(
-            step.attempts[slot] == attempt + 1 and contains(step.open, slot)
+            step.attempts[slot] == attempt + 1 and slot not in step.held and slot not in step.accepted
             for slot, attempt in zip(lease.slots, lease.attempts, strict=True)
         )
 
@@ -297,20 +315,3 @@ class Banned:
 
 
 Effect = Woken | Settled | BundleForgotten | Banned
-
-_STATE: TypeAdapter[State] = TypeAdapter(State)
-
-
-def to_json(state: State) -> str:
-    return _STATE.dump_json(state).decode()
-
-
-def from_json(payload: str) -> State:
-    """A snapshot of our own. A pydantic ValidationError means that another release wrote it."""
-    return _STATE.validate_json(payload)
-
-
-def contains(ascending: list[int], value: int) -> bool:
-    """Membership in a sorted list."""
-    place = bisect_left(ascending, value)
-    return place < len(ascending) and ascending[place] == value

@@ -17,6 +17,7 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import read_manifest
 from prime_node.coordinator.records import State
+from prime_node.coordinator.scheduler import oldest_policy_needed
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import Manifest
 
@@ -28,7 +29,7 @@ Name = tuple[int, int | None]
 
 def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
     """Encodings whose bytes must stay."""
-    newest = max(checkpoints_kept, state.rules.async_level + 2)
+    newest = max(checkpoints_kept, state.rules.async_level + 2, state.head + 1 - oldest_policy_needed(state))
     routes = {version: publication.routes for version, publication in state.published.items()}
     kept: set[Name] = {(0, None)}
     for version in state.published:

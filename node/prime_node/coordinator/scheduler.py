@@ -1,9 +1,8 @@
 """Who may be leased what, as functions of the state. They decide; `state.tick` carries out.
 
-The rule (docs of step.py): slot m belongs to step m // R and may start on policy v if the step admits it, 0 <= step - v <= k.
-So the slots open to a worker are those of steps v to v + k, and the lowest ones are taken first: they are what the trainer waits
-for. A slot that failed, expired, was handed back or refused is among the lowest, so it is the next to be leased, by whoever holds
-a policy that is fresh enough. No slot can be skipped and forgotten.
+The rule (docs of step.py): slot m may be begun on policy v if m < v R + floor(R (1 + eta)). The lowest open slots are taken
+first: they are what the trainer waits for. A slot that failed, expired, was handed back, refused or dropped is among the lowest,
+so it is the next to be leased, by whoever holds a policy that is fresh enough. No slot can be skipped and forgotten.
 
 Fair share: while others take part, one worker holds at most ceil(R / workers) slots of one step at once. Who is faster comes
 back sooner and gets more; who is alone gets everything.
@@ -11,14 +10,28 @@ back sooner and gets more; who is alone gets everything.
 Wasted leases: from the second lease in a row on that a worker let lapse or handed back, it holds one group at most and waits
 between leases, longer each time, so that others take first what it gave back. An accepted bundle makes it like any other.
 Joining again or leaving is no way around: a lease that ends without a bundle counts however it ends.
+
+Slow workers (`slow_factor`): one that is so many times slower than the average takes groups of the first step that it can finish
+in time for, and no more of them than it can. Where it can for none, or the later steps have nothing open, it takes one group like
+anybody else: nothing stays open for want of a faster worker.
+
+Stragglers (`leases_per_slot_max`): whoever finds nothing open is leased the groups of the oldest lease that takes far longer than
+usual. The first accepted bundle fills the slot; the other lease ends then, at nobody's cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from prime_node.coordinator.records import State, Worker
-from prime_protocol import limits, step
+from prime_node.coordinator.batching import choose_batch
+from prime_node.coordinator.records import LeaseRecord, State, Worker
+from prime_node.coordinator.slots import lowest_open
+from prime_protocol import limits
+from prime_protocol.schedule import Selection
+
+STRAGGLERS_LOOKED_AT_MAX = 64
+"""Oldest open leases that are looked through for a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +76,83 @@ def choose_slots(
         return Refusal(f"{waiting} of your bundles wait for a validator", is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
     count_max = 1 if worker.is_wasteful else max(1, groups_max)
-    for number in range(max(policy_version, state.first_step), state.last_step + 1):
-        if not step.admits(number, policy_version, rules.async_level):
-            break
-        room = fair_share(state) - slots_held(state, worker, number)
-        open_slots = state.steps[number].open
-        if open_slots and room > 0:
-            return Grant(number, tuple(open_slots[: min(room, count_max)]))
+    found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
+    if found is None and rules.leases_per_slot_max > 1:
+        found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
+    if found is not None:
+        return found
     if policy_version < state.head:
         reason = f"policy {policy_version} can serve nothing that is open; fetch policy {state.head}"
         return Refusal(reason, is_worth_waiting=False)
     return Refusal(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
+
+
+def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
+    admission = state.rules.admission
+    if state.head - policy_version > admission.lag_leased:  # fresher work is always to be had by fetching
+        return None
+    slots_end, share = admission.slots_end(policy_version), fair_share(state)
+    is_slow = _is_slow(state, worker)
+    last: Grant | None = None
+    for number, step in state.steps.items():
+        if not step.open or step.open[-1] >= slots_end:
+            continue
+        room = min(share - slots_held(state, worker, number), count_max)
+        if room <= 0:
+            continue
+        fitting = _fitting(state, worker, number) if is_slow else room
+        slots = tuple(slot for slot in lowest_open(step, max(1, min(room, fitting))) if slot < slots_end)
+        if fitting >= 1:
+            return Grant(number, slots)
+        last = Grant(number, slots)
+    return last
+
+
+def _is_slow(state: State, worker: Worker) -> bool:
+    factor = state.rules.slow_factor
+    return (
+        factor is not None
+        and state.num_active > 1
+        and state.step_ms > 0
+        and worker.rollout_ms > factor * state.rollout_ms > 0
+    )
+
+
+def _fitting(state: State, worker: Worker, number: int) -> int:
+    """Groups that a worker can finish before the trainer wants them, by what was measured, beside those that it holds."""
+    group_ms = worker.rollout_ms * state.rules.rollouts_per_group
+    held = sum(len(state.leases[lease_id].slots) for lease_id in worker.leases)
+    return int((number - state.head + 1) * state.step_ms / group_ms) - held
+
+
+def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_max: int, now_ms: int) -> Grant | None:
+    rules, slots_end = state.rules, state.rules.admission.slots_end(policy_version)
+    if state.rollout_ms == 0:
+        return None
+    for lease in islice(state.leases.values(), STRAGGLERS_LOOKED_AT_MAX):
+        step = state.steps.get(lease.step)
+        if lease.worker == worker.worker or step is None or not _is_straggler(state, lease, now_ms):
+            continue
+        slots = tuple(
+            slot
+            for slot in lease.slots
+            if slot < slots_end
+            and slot not in step.accepted
+            and len(step.held[slot]) < rules.leases_per_slot_max
+            and not any(lease_id in worker.leases or lease_id in worker.pending for lease_id in step.held[slot])
+        )
+        if slots:
+            return Grant(lease.step, slots[:count_max])
+    return None
+
+
+def _is_straggler(state: State, lease: LeaseRecord, now_ms: int) -> bool:
+    """A worker does its leases in turn: the time of each counts from the end of those before it."""
+    worker = state.workers[lease.worker]
+    before = worker.leases[: worker.leases.index(lease.lease_id) + 1]
+    num_rollouts = sum(len(state.leases[each].slots) for each in before) * state.rules.rollouts_per_group
+    begun_ms = max(state.leases[before[0]].issued_at_ms, worker.arrived_at_ms)
+    return now_ms - begun_ms > state.rules.straggler_factor * state.rollout_ms * num_rollouts
 
 
 def _make_wait(worker: Worker, now_ms: int) -> Refusal | None:
@@ -109,11 +188,25 @@ def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:
 
 
 def forgettable_step(state: State, durable_step: int) -> int:
-    """How far the window may be closed behind a trainer that would resume at `durable_step`."""
-    number = state.first_step
-    while number < durable_step and number in state.steps and state.steps[number].fixed:
+    """How far batches may be forgotten behind a trainer that would resume at `durable_step`."""
+    number = state.durable_step
+    while number < durable_step and state.is_given(number):
         number += 1
     return number
+
+
+def oldest_policy_needed(state: State) -> int:
+    """The oldest policy that a lease may name, or does, or that a validator needs."""
+    oldest = max(0, state.head - state.rules.admission.lag_leased)
+    if state.rules.selection is Selection.IN_ORDER:  # nothing older is in the window
+        return oldest
+    versions = [lease.policy_version for lease in state.leases.values()]
+    versions += [pending.lease.policy_version for pending in state.bundles.values()]
+    return min([oldest, *versions])
+
+
+UNVERIFIABLE_TOLD = 3
+"""So many bundles in a row that could not be judged are no accident: the watchdog tells the operator."""
 
 
 def waits_for(state: State) -> list[str]:
@@ -123,19 +216,27 @@ def waits_for(state: State) -> list[str]:
         return ["the trainer: policy 0 is not published"]
     if state.head >= rules.max_steps:
         return []
-    number = state.head
-    if number not in state.steps or state.is_ready(number):
-        return [f"the trainer: step {number} has all its rollouts"]
-    current = state.steps[number]
-    leased = {lease.worker for lease in state.leases.values() if lease.step == number}
-    pending = sum(bundle.lease.step == number for bundle in state.bundles.values())
     waits = []
-    if current.open:
+    if state.unverifiable >= UNVERIFIABLE_TOLD:
+        waits.append(f"the operator: {state.unverifiable} bundles in a row: {state.unverifiable_detail}")
+    if state.is_given(state.head) or choose_batch(state) is not None:
+        return [*waits, f"the trainer: step {state.head} has its rollouts"]
+    if state.draining:
+        waits.append("nobody: the operator drains the run, and no new work is given out")
+    # In order only the step at hand holds the trainer up; otherwise any group helps, and the oldest are named.
+    wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
+    steps = {number: state.steps[number] for number in wanted if number in state.steps}
+    num_open = sum(len(step.open) for step in steps.values())
+    leased = [lease for lease in state.leases.values() if lease.step in steps]
+    pending = sum(bundle.lease.step in steps for bundle in state.bundles.values())
+    what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
+    if num_open:
         who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"
-        waits.append(f"{who}; {len(current.open)} groups of step {number} are open")
+        waits.append(f"{who}; {num_open} groups of {what} are open")
     if leased:
-        names = ", ".join(sorted(state.workers[worker].name for worker in leased)[:5])
-        waits.append(f"rollouts of step {number} from {names}")
+        # The oldest leases first: whoever holds one of them for long is whom everything waits for.
+        names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))
+        waits.append(f"rollouts of {what} from {names}")
     if pending:
-        waits.append(f"validators: {pending} bundles of step {number}")
+        waits.append(f"validators: {pending} bundles of {what}")
     return waits

@@ -4,22 +4,21 @@ Rule 1: everything that decides what is leased, accepted, trained or banned is i
 events give the same state on every machine: `tick` reads no clock, draws no random number and does no I/O. Who was last
 heard of when, and which validator looks at which bundle, decide nothing that outlives a restart and are kept elsewhere.
 
-Rule 2: each slot of a step in the window is in exactly one place: open, in one open lease, in one pending bundle, or
-accepted. A slot that comes back keeps its number, so a step can always become full (invariants.py says it in code).
+Rule 2: each slot of a step in the window is open, held by leases and pending bundles, or accepted (slots.py). A slot that comes
+back keeps its number, so a step can always become full (invariants.py says it in code).
 
-Rule 3: memory is bounded by the window (steps from the trainer's durable one to head + async_level) and by the number of
-workers. What became of a bundle for ever is in its receipt, in the store.
+Rule 3: memory is bounded by the window (steps with a slot that is not trained and durable, up to the last that may be leased)
+and by the number of workers. What became of a bundle for ever is in its receipt, in the store.
 
 Whoever decides on an event (scheduler.py, intake.py, ...) has checked that it is possible; here that is asserted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+from prime_node.coordinator import batches, slots
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.records import (
     WASTED_MAX,
@@ -31,10 +30,8 @@ from prime_node.coordinator.records import (
     LeaseEnd,
     LeaseRecord,
     PendingBundle,
-    Publication,
     Settled,
     State,
-    Step,
     Topic,
     Woken,
     Worker,
@@ -100,11 +97,9 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
     step, worker = state.steps[event.step], state.workers[event.worker]
     assert worker.active
     assert worker.banned is None
-    for slot in event.slots:
-        _remove(step.open, slot)
     attempts = tuple(step.attempts.get(slot, 0) for slot in event.slots)
     step.attempts.update((slot, attempt + 1) for slot, attempt in zip(event.slots, attempts, strict=True))
-    state.leases[event.lease_id] = LeaseRecord(
+    lease = LeaseRecord(
         lease_id=event.lease_id,
         worker=event.worker,
         step=event.step,
@@ -115,6 +110,8 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         issued_at_ms=at_ms,
         expires_at_ms=event.expires_at_ms,
     )
+    state.leases[event.lease_id] = lease
+    slots.hold(state, lease)
     worker.leases.append(event.lease_id)
     state.num_leases += 1
     return []
@@ -143,12 +140,12 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
         worker.leases.remove(lease.lease_id)
     else:  # lapsed, but nobody took over
         del worker.ended[lease.lease_id]
-        for slot in lease.slots:
-            _remove(step.open, slot)
+        slots.hold(state, lease)
     lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
     step.bundles.append(event.bundle)
     worker.pending[lease.lease_id] = event.bundle
     state.bundles[event.bundle] = PendingBundle(event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms)
+    _measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
     return [settled, Woken(Topic.CHECK), *_room(state)]
 
@@ -165,62 +162,18 @@ def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) ->
 def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
     pending = state.bundles[event.bundle]
     worker = state.workers[pending.lease.worker]
+    unverifiable = event.reason is RejectReason.UNVERIFIABLE
+    state.unverifiable = state.unverifiable + 1 if unverifiable else 0
+    state.unverifiable_detail = event.detail if unverifiable else ""
     if event.reason is None:
         return _accept(state, pending, event)
     effects = _refuse(state, pending, event.reason, event.detail)
     worker.strikes += event.reason.is_dishonest
     if event.reason.is_dishonest and worker.strikes >= state.rules.strikes_max and worker.banned is None:
         reason = f"{worker.strikes} bundles refused, the last one as {event.reason}"
-        effects += _ban(state, worker, Ban(at_ms, state.current_step, reason, event.bundle))
+        effects.extend(_ban(state, worker, Ban(at_ms, state.current_step, reason, event.bundle)))
+        return [effect for effect in effects if effect != BundleForgotten(event.bundle)]
     return effects
-
-
-# Training
-
-
-def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:
-    assert state.is_ready(event.step)
-    state.steps[event.step].fixed = True
-    return []
-
-
-def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
-    evidence = set(state.evidence)
-    effects: list[Effect] = []
-    for number in range(state.first_step, event.step):
-        step = state.steps.pop(number)
-        assert step.fixed
-        effects += [BundleForgotten(bundle) for bundle in step.bundles if bundle not in evidence]
-    state.first_step = event.step
-    return effects
-
-
-def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -> list[Effect]:
-    assert event.policy_version == state.head + 1
-    state.head = event.policy_version
-    state.published[event.policy_version] = Publication(event.digest, event.routes)
-    state.bytes_published += sum(route.sent_bytes for route in event.routes)
-    size = state.rules.groups_per_step
-    for step in range(state.first_step + len(state.steps), state.last_step + 1):
-        state.steps[step] = Step(open=list(range(step * size, (step + 1) * size)))
-    return [Woken(Topic.LEASE)]
-
-
-def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
-    forgotten = set(event.encodings)
-    for version in {version for version, _ in forgotten}:
-        known = state.published[version]
-        routes = tuple(route for route in known.routes if (version, route.base_version) not in forgotten)
-        if routes:
-            state.published[version] = replace(known, routes=routes)
-        else:
-            del state.published[version]
-    return []
-
-
-def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
-    state.draining = True
-    return [Woken(Topic.LEASE)]
 
 
 _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
@@ -235,11 +188,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BundleArrived: _bundle_arrived,
     ev.BundleTurnedAway: _bundle_turned_away,
     ev.VerdictGiven: _verdict_given,
-    ev.BatchFixed: _batch_fixed,
-    ev.TrainerDurable: _trainer_durable,
-    ev.ManifestPublished: _manifest_published,
-    ev.EncodingsForgotten: _encodings_forgotten,
-    ev.DrainSet: _drain_set,
+    **batches.HANDLERS,
 }
 
 
@@ -249,26 +198,52 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
 def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> list[Effect]:
     lease, size = pending.lease, state.rules.rollouts_per_group
     assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
-    step = state.steps[lease.step]
+    forgotten = _stop_waiting(state, pending)
     for index, slot in enumerate(lease.slots):
-        assert slot not in step.accepted
-        rewards = event.rewards[index * size : (index + 1) * size]
-        step.accepted[slot] = AcceptedGroup(lease.worker, lease.policy_version, event.bundle, index * size, rewards)
-    worker = _stop_waiting(state, pending)
+        first = index * size
+        oldest, end = event.versions[index] if event.versions else (None, None)
+        group = AcceptedGroup(
+            worker=lease.worker,
+            policy_version=lease.policy_version,
+            bundle=event.bundle,
+            first=first,
+            rewards=event.rewards[first : first + size],
+            oldest_version=oldest,
+            end_version=end,
+            order=state.num_accepted_groups,
+            unscored=tuple(place - first for place in event.unscored if first <= place < first + size),
+        )
+        slots.fill(state, slot, group)
+    effects = [*forgotten, *slots.let_go(state, lease), *_end_overtaken(state, lease)]
+    worker = state.workers[lease.worker]
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
     settled = Settled(event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED)
-    if not state.is_ready(lease.step):
-        return [settled, *_room(state)]
+    if not batches.may_be_ready(state, lease.step):
+        return [settled, *effects, *_room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
-    return [settled, Woken(Topic.BATCH), *([Woken(Topic.LEASE)] if state.is_complete else _room(state))]
+    return [settled, Woken(Topic.BATCH), *effects, *([Woken(Topic.LEASE)] if state.is_complete else _room(state))]
+
+
+def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
+    """Other workers' leases of the same slots end once everything in them is there. That is nobody's fault."""
+    step = state.steps.get(lease.step)
+    if step is None or state.rules.leases_per_slot_max == 1:
+        return []
+    others = {other for slot in lease.slots for other in step.held.get(slot, ())}
+    effects: list[Effect] = []
+    for other in (state.leases[lease_id] for lease_id in sorted(others) if lease_id in state.leases):
+        if all(slot in step.accepted for slot in other.slots):
+            _end(state, other, LeaseEnd.OVERTAKEN)
+            effects += slots.let_go(state, other)
+    return effects
 
 
 def _refuse(state: State, pending: PendingBundle, reason: RejectReason, detail: str) -> list[Effect]:
-    _stop_waiting(state, pending)
+    forgotten = _stop_waiting(state, pending)
     settled = _refused(state, pending.lease, pending.num_rollouts, reason, detail)
-    return [settled, *_reopen(state, pending.lease)]
+    return [settled, *forgotten, *slots.let_go(state, pending.lease)]
 
 
 def _refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
@@ -281,34 +256,43 @@ def _refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: Reject
     return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
 
 
-def _stop_waiting(state: State, pending: PendingBundle) -> Worker:
+def _stop_waiting(state: State, pending: PendingBundle) -> list[Effect]:
     worker = state.workers[pending.lease.worker]
     del state.bundles[pending.bundle]
     del worker.pending[pending.lease.lease_id]
     _remember_ended(worker, pending.lease)
-    return worker
+    # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
+    is_late = pending.lease.step not in state.steps and pending.bundle not in state.evidence
+    return [BundleForgotten(pending.bundle)] if is_late else []
 
 
 def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Effect]:
     """End an open lease without a bundle. Whoever does so again and again is made to wait (scheduler.py)."""
-    lease = state.leases.pop(lease_id)
-    worker = state.workers[lease.worker]
-    worker.leases.remove(lease_id)
-    lease.end = end
+    lease = state.leases[lease_id]
+    worker = _end(state, lease, end)
     worker.wasted += 1
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
+    return slots.let_go(state, lease)
+
+
+def _end(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
+    """An open lease is open no longer. Its slots are the caller's."""
+    del state.leases[lease.lease_id]
+    worker = state.workers[lease.worker]
+    worker.leases.remove(lease.lease_id)
+    lease.end = end
     _remember_ended(worker, lease)
-    return _reopen(state, lease)
+    return worker
 
 
-def _reopen(state: State, lease: LeaseRecord) -> list[Effect]:
-    """The slots keep their numbers and wait for another lease."""
-    open_slots = state.steps[lease.step].open
-    for slot in lease.slots:
-        insort(open_slots, slot)
-    return [Woken(Topic.LEASE)]
+def _measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
+    """How fast a worker is, from when it could begin a lease to when its bundle came."""
+    took_ms = max(1, at_ms - max(lease.issued_at_ms, worker.arrived_at_ms)) / num_rollouts
+    worker.rollout_ms = batches.mean(worker.rollout_ms, took_ms, weight=0.3)
+    state.rollout_ms = batches.mean(state.rollout_ms, took_ms, weight=0.05)
+    worker.arrived_at_ms = at_ms
 
 
 def _room(state: State) -> list[Effect]:
@@ -353,9 +337,3 @@ def _ban(state: State, worker: Worker, ban: Ban) -> list[Effect]:
     for bundle in list(worker.pending.values()):
         effects += _refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
     return effects
-
-
-def _remove(ascending: list[int], value: int) -> None:
-    place = bisect_left(ascending, value)
-    assert ascending[place] == value
-    del ascending[place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from prime_node.coordinator.core import Core
@@ -70,8 +71,8 @@ def set_gauges(core: Core) -> None:
 
 
 def _steps(state: State) -> list[dict[str, Any]]:
-    leased = dict.fromkeys(state.steps, 0)
-    pending = dict.fromkeys(state.steps, 0)
+    leased: Counter[int] = Counter()
+    pending: Counter[int] = Counter()
     for lease in state.leases.values():
         leased[lease.step] += len(lease.slots)
     for bundle in state.bundles.values():
@@ -83,6 +84,7 @@ def _steps(state: State) -> list[dict[str, Any]]:
             "leased": leased[number],
             "pending": pending[number],
             "accepted": len(step.accepted),
+            "trained": len(step.taken),
             "fixed": step.fixed,
         }
         for number, step in state.steps.items()

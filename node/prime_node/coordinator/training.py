@@ -2,47 +2,71 @@
 
 from __future__ import annotations
 
+import logging
+
 from prime_node.coordinator import events as ev
+from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.scheduler import forgettable_step, waits_for
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """How soon the trainer may ask again after it waited in vain."""
 
 
 async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | NotYet:
-    """All groups of one step in slot order, once the last one is accepted. The same step gives the same batch for ever."""
+    """A batch of a step, its groups in slot order, once they are there. The same question gives the same batch for ever."""
     state = core.state
     if request.step >= state.rules.max_steps:
         raise PeerError(ErrorCode.NOT_FOUND, f"the run ends with step {state.rules.max_steps - 1}")
-    if request.step < state.first_step:
+    if request.part >= state.rules.batches_per_step:
+        raise PeerError(ErrorCode.NOT_FOUND, f"a step has {state.rules.batches_per_step} batches")
+    if request.step < state.durable_step:
         raise PeerError(
-            ErrorCode.NOT_FOUND, f"step {request.step} is forgotten: the trainer was durable at {state.first_step}"
+            ErrorCode.NOT_FOUND, f"step {request.step} is forgotten: the trainer was durable at {state.durable_step}"
         )
     durable = forgettable_step(state, min(request.durable_step, request.step))
-    if durable > state.first_step:
+    if durable > state.durable_step:
         core.decide(ev.TrainerDurable(durable))
-    is_ready = await core.news.until(
+    is_fixed = await core.news.until(
         Topic.BATCH,
-        lambda: state.is_ready(request.step),
-        is_worth_waiting=lambda ready: not ready,
+        lambda: _fix(core, request),
+        is_worth_waiting=lambda fixed: not fixed,
         wait_s=request.wait_s,
     )
-    if not is_ready:
+    if not is_fixed:
         return NotYet(reason="; ".join(waits_for(state))[:500], retry_after_s=RETRY_S)
-    if not state.steps[request.step].fixed:
-        core.decide(ev.BatchFixed(request.step))
-    return seal(make_batch(core, request.step), PayloadType.BATCH, core.key)
+    return seal(make_batch(core, request.step, request.part), PayloadType.BATCH, core.key)
 
 
-def make_batch(core: Core, step: int) -> TrainBatch:
+def _fix(core: Core, request: BatchRequest) -> bool:
+    """Whether the batch has been fixed, now or before."""
+    state = core.state
+    if request.part < len(state.batches.get(request.step, ())):
+        return True
+    if request.step != next_step(state):
+        return False
+    if old := stale_slots(state, request.step):
+        core.decide(ev.GroupsDropped(old))
+        log.info("step %d: %d groups had become too old; their slots are leased again", request.step, len(old))
+    chosen = choose_batch(state)
+    if chosen is None or request.part != len(state.batches.get(request.step, ())):
+        return False
+    core.decide(ev.BatchFixed(request.step, chosen))
+    return True
+
+
+def make_batch(core: Core, step: int, part: int) -> TrainBatch:
     """The signed list; the same bytes each time, because it holds nothing but what was settled."""
-    groups = []
-    for slot, group in sorted(core.state.steps[step].accepted.items()):
+    state, groups = core.state, []
+    for slot in state.batches[step][part]:
+        group = state.steps[slot // state.rules.groups_per_step].accepted[slot]
         problem, prompt = core.assigner.problem(slot)
         groups.append(
             BatchGroup.model_construct(
@@ -54,6 +78,14 @@ def make_batch(core: Core, step: int) -> TrainBatch:
                 bundle=group.bundle,
                 first=group.first,
                 rewards=group.rewards,
+                unscored=group.unscored,
             )
         )
-    return TrainBatch.model_construct(run=core.run.digest, step=step, groups=tuple(groups))
+    previous = make_batch(core, step, part - 1) if part else None
+    return TrainBatch.model_construct(
+        run=core.run.digest,
+        step=step,
+        groups=tuple(groups),
+        part=part,
+        previous=None if previous is None else digest_of(previous.model_dump_json().encode()),
+    )

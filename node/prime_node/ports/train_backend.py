@@ -29,11 +29,13 @@ class Group:
     rewards: tuple[float, ...]
     """One for each completion."""
     policy_versions: tuple[int, ...]
-    """The oldest policy that sampled a token of each completion."""
+    """The policy that the staleness of each completion is counted from: the one leased, unless the schedule says otherwise."""
     worker: str
     """Key id of whoever sampled them."""
     environment: str = ""
     """The name, in the RunSpec, of what the prompt is a problem of."""
+    masked: tuple[bool, ...] = ()
+    """Completions that are too old to learn from; empty where none is. They count in the advantages."""
 
 
 class TrainingMode(StrEnum):
@@ -144,10 +146,17 @@ class Loss(Protocol):
 
 
 class TrainBackend(Protocol):
-    """Synchronous: it is called from the trainer's own thread. Deterministic for a fixed seed, machine and number of threads."""
+    """Synchronous: it is called from the trainer's own thread, but for what says otherwise.
+
+    Deterministic for a fixed seed, machine and number of threads and ranks.
+    """
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Forget the optimizer's state and begin with a fresh one: a new phase of training."""
+        ...
+
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        """Pack ahead what `train_step` or `logprobs` will be called with: the same object. May be called from another thread."""
         ...
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
@@ -160,6 +169,14 @@ class TrainBackend(Protocol):
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         """Nats of every completion token of every sample, as `train_step` sees them."""
+        ...
+
+    def keep_proximal(self) -> None:
+        """Remember the weights at hand as those of the proximal policy, instead of any before."""
+        ...
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        """Nats of every completion token of every sample under the weights that were kept. The weights at hand stay."""
         ...
 
     def snapshot(self) -> Weights:

@@ -4,7 +4,7 @@
 (2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
 (3) header and batch agree on run, worker, step and policy;
 (4) the group is in the bundle: its slot, its number of completions, one reward each, finite;
-(5) every policy that sampled a token is admitted at this step, by step.check.
+(5) every policy that sampled a token is admitted at this step, by step.py.
 
 Intake has checked all of it, so a fault here is a bug or an intruder on the trusted side: it ends the trainer with its name.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from prime_node.ports.train_backend import Group
-from prime_protocol import step as step_rule
+from prime_node.replay.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
@@ -25,6 +25,7 @@ from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.schedule import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Bundle:
     rollouts: Rollouts
 
 
-def open_batch(envelope: Envelope, run: PinnedRun, *, step: int) -> TrainBatch:
+def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) -> TrainBatch:
     """(1). Raises PeerError."""
     batch = parse_json(run.keys.verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
     if batch.run != run.digest:
@@ -43,7 +44,13 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int) -> TrainBatch:
             ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}"
         )
     slots = [group.slot for group in batch.groups]
-    if batch.step != step or any(run.spec.step_of(slot) != step for slot in slots) or len(set(slots)) != len(slots):
+    in_order = run.spec.schedule.selection is Selection.IN_ORDER
+    if (
+        (batch.step, batch.part) != (step, part)
+        or (in_order and any(run.spec.step_of(slot) != step for slot in slots))
+        or any(run.spec.step_of(slot) >= run.spec.max_steps for slot in slots)
+        or len(set(slots)) != len(slots)
+    ):
         raise PeerError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
     return batch
 
@@ -66,7 +73,7 @@ def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) 
 def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group:
     header, rollouts = bundle.header, bundle.rollouts
     said = (header.run, header.worker, header.step, header.policy_version)
-    if said != (run.digest, entry.worker, step, entry.policy_version):  # (3)
+    if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
         raise _fault(entry, "its header names another run, worker, step or policy than the batch")
     members = range(entry.first, entry.first + len(entry.rewards))
     if (
@@ -77,28 +84,30 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         raise _fault(entry, f"completions {members.start} to {members.stop} are not all of this slot")  # (4)
     if not all(isfinite(reward) for reward in entry.rewards):
         raise _fault(entry, "a reward is not finite")
-    versions = _oldest_versions(rollouts, members)
-    for version in versions:  # (5)
-        fault = step_rule.check(step, version, async_level=run.spec.async_level, current_step=step)
-        if fault is not None:
-            raise _fault(entry, f"policy {version} is {fault} for step {step}")
+    if any(place >= len(entry.rewards) for place in entry.unscored):
+        raise _fault(entry, "a completion that was not scored is not in the group")
+    unscored = {members[place] for place in entry.unscored}
+    chosen = [index for index in members if index not in unscored]
+    if not chosen:
+        raise _fault(entry, "none of its completions was scored")
+    schedule, admission = run.spec.schedule, run.spec.admission
+    of_bundle = versions_of(rollouts, start=entry.policy_version)
+    versions = [of_bundle[index] for index in chosen]
+    for each in versions:  # (5)
+        for version in (each.end, each.counted_from(schedule.staleness_from)):
+            fault = admission.check_trained(step, version)
+            if fault is not None:
+                raise _fault(entry, f"policy {version} is {fault} for step {step}")
     return Group(
         slot=entry.slot,
         prompt_token_ids=entry.prompt_token_ids,
-        completions=tuple(rollouts.completion(index) for index in members),
-        rewards=entry.rewards,
-        policy_versions=versions,
+        completions=tuple(rollouts.completion(index) for index in chosen),
+        rewards=tuple(entry.rewards[index - entry.first] for index in chosen),
+        policy_versions=tuple(each.counted_from(schedule.staleness_from) for each in versions),
         worker=entry.worker,
         environment=entry.problem.environment,
+        masked=masked(versions, schedule, step=step),
     )
-
-
-def _oldest_versions(rollouts: Rollouts, members: range) -> tuple[int, ...]:
-    oldest: dict[int, int] = {}
-    for index, version, _ in rollouts.spans_S3.tolist():
-        if index in members:
-            oldest[index] = min(version, oldest.get(index, version))
-    return tuple(oldest[index] for index in members)
 
 
 def _fault(entry: BatchGroup, what: str) -> PeerError:

@@ -1,7 +1,7 @@
-"""The trainer's feed: the groups of step n, and behind its back those of step n + 1.
+"""The trainer's feed: a batch of step n, and behind its back the one that follows.
 
-Who waits for whom: `take(n)` waits for the coordinator, which holds the request open until batch n is complete (workers and
-validators complete it). While n trains, the next batch and its bundles are fetched. An absent coordinator is waited for without
+Who waits for whom: `take` waits for the coordinator, which holds the request open until the batch is complete (workers and
+validators complete it). While it trains, the next batch and its bundles are fetched. An absent coordinator is waited for without
 a deadline, the reason in the log; `close` or cancelling `take` ends every wait.
 """
 
@@ -18,6 +18,7 @@ from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
 from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
 from prime_protocol.envelope import Envelope
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
 from prime_protocol.run_spec import PinnedRun
 
@@ -26,9 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step trains on."""
+    """What one step, or a part of it, trains on."""
 
     step: int
+    part: int
     digest: str
     """Of the signed batch, for the manifest's provenance."""
     groups: tuple[Group, ...]
@@ -58,25 +60,26 @@ class Feed:
         self._clock = clock
         self._wait_seconds = wait_seconds
         self._fetches = asyncio.Semaphore(fetches_max)
-        self._ahead: dict[int, asyncio.Task[StepBatch]] = {}
+        self._ahead: dict[tuple[int, int], asyncio.Task[StepBatch]] = {}
         self._verified = verified or _at_once
         self._durable_step = 0
 
-    async def take(self, step: int, *, durable_step: int = 0) -> StepBatch:
-        """The batch of `step`. Asking again for the same step gives the same batch. Raises PeerError.
+    async def take(self, step: int, part: int = 0, *, durable_step: int = 0) -> StepBatch:
+        """A batch of `step`, of whose batches this is number `part`. Asking again gives the same batch. Raises PeerError.
 
         `durable_step`: where the trainer would resume if it were killed now; the coordinator may forget older batches.
         """
         self._durable_step = durable_step
-        fetching = self._ahead.pop(step, None) or asyncio.create_task(self._fetch(step))
+        fetching = self._ahead.pop((step, part), None) or asyncio.create_task(self._fetch(step, part))
         try:
             batch = await fetching
         except asyncio.CancelledError:
             fetching.cancel()
             raise
-        following = step + 1
-        if following < self._run.spec.max_steps and following not in self._ahead:
-            self._ahead[following] = asyncio.create_task(self._fetch(following))
+        spec = self._run.spec
+        following = (step, part + 1) if part + 1 < spec.schedule.batches_per_step else (step + 1, 0)
+        if following[0] < spec.max_steps and following not in self._ahead:
+            self._ahead[following] = asyncio.create_task(self._fetch(*following, previous=batch))
         return batch
 
     async def close(self) -> None:
@@ -87,16 +90,20 @@ class Feed:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fetch(self, step: int) -> StepBatch:
-        envelope = await self._batch(step)
-        batch = await self._verified(lambda: open_batch(envelope, self._run, step=step))
+    async def _fetch(self, step: int, part: int, *, previous: StepBatch | None = None) -> StepBatch:
+        envelope = await self._batch(step, part)
+        batch = await self._verified(lambda: open_batch(envelope, self._run, step=step, part=part))
+        if previous is not None and batch.previous != (previous.digest if part else None):
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
         bundles = await self._bundles(batch.groups)
-        return StepBatch(step, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
+        return StepBatch(step, part, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
 
-    async def _batch(self, step: int) -> Envelope:
+    async def _batch(self, step: int, part: int) -> Envelope:
         said_s = -SAY_AGAIN_S
         while True:
-            answer = await ask_until_answered(lambda: self._ask_for(step), what=f"batch {step}", clock=self._clock)
+            answer = await ask_until_answered(
+                lambda: self._ask_for(step, part), what=f"batch {step}", clock=self._clock
+            )
             if isinstance(answer, Envelope):
                 return answer
             now_s = self._clock.monotonic_s()
@@ -105,8 +112,8 @@ class Feed:
                 said_s = now_s
             await self._clock.sleep(answer.retry_after_s)
 
-    def _ask_for(self, step: int) -> Awaitable[Envelope | NotYet]:
-        request = BatchRequest(step=step, durable_step=self._durable_step, wait_s=self._wait_seconds)
+    def _ask_for(self, step: int, part: int) -> Awaitable[Envelope | NotYet]:
+        request = BatchRequest(step=step, part=part, durable_step=self._durable_step, wait_s=self._wait_seconds)
         return self._coordinator.batch(request)
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:

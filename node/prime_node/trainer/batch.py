@@ -33,7 +33,11 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
         # Only mode rl learns from rewards; to the others every rollout counts the same.
         advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
         found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
-        for completion, value, flag in zip(group.completions, advantages, found, strict=True):
+        is_masked = group.masked or (False,) * len(group.completions)
+        for completion, value, flag, masked in zip(group.completions, advantages, found, is_masked, strict=True):
+            if masked:
+                counts["filtered_stale"] += 1
+                continue
             if flag is not None:
                 counts[_count_name(flag.name, flag.enforce)] += 1
             if flag is None or not flag.enforce:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_node.algo.advantages.length_penalty import LengthCost
+from prime_node.algo.shares import Packing
 from prime_node.broadcast.spans import SpanRules
 from prime_node.broadcast.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
@@ -158,6 +159,31 @@ class PublishConfig(BaseModel):
         return SpanRules(spans=self.spans, root_every=self.root_every, anchor_pays=self.anchor_pays)
 
 
+class RanksConfig(BaseModel):
+    """Training on several processes, which `--nproc` or torchrun start; the device's own memory is what they share out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    nproc: int = Field(default=1, ge=1)
+    """Processes on this machine, one for each GPU; the option `--nproc` overrides it. torchrun has its own."""
+    replicas: int = Field(default=1, ge=1)
+    """HSDP: so many copies of the sharded model; gradients are added up between them. 1 shards over all ranks."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of forward and backward. Master weights, reductions and the optimizer are fp32 always."""
+    recompute: bool = False
+    """Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
+    compile_backend: str | None = None
+    """torch.compile's backend for each layer, such as "inductor"; none computes eagerly."""
+    offload: bool = False
+    """Master weights, gradients and optimizer in the host's memory."""
+    reduce_each_pass: bool = True
+    """Reduce gradients after each pass (less memory) or once a step (less traffic)."""
+    timeout_seconds: float = Field(default=300.0, gt=0.0)
+    """A rank that does not answer the others for so long has failed, and all are started again."""
+    restarts_max: int = Field(default=100, ge=0)
+    """How often `--nproc` starts all ranks again after one of them has died."""
+
+
 class TrainerConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_TRAINER_")
     section: ClassVar[str] = "trainer"
@@ -178,6 +204,11 @@ class TrainerConfig(Settings):
     """The learning rate is damped while the mean |log ratio| of trainer and (validated) inference is above this."""
     loss: LossConfig = LossConfig()
     """What is minimised."""
+    compute_prox_log_prob: bool = False
+    """The proximal policy (rho = pi / pi_prox) is the first one of the step (AReaL, verl). It costs a forward pass a batch and
+    matters where a step takes several optimizer steps. Without it, it is the policy that each optimizer step begins with."""
+    use_rollout_log_probs: bool = False
+    """The proximal policy is the one that sampled the token (verl): rho = pi / mu, and no correction beside it."""
     mode: TrainingMode = TrainingMode.RL
     """What rollouts teach: rl by their rewards, opd by a teacher's logprobs, sft as they are."""
     environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)
@@ -193,10 +224,14 @@ class TrainerConfig(Settings):
     )
     """Rollouts that any of these flags are not trained on; the first that matches is counted. A list of one's own takes the place
     of this one."""
+    packing: Packing = Packing.TREE
+    """tree: prefixes that completions share are computed once, for short rows. sequences: one after another, for long ones."""
     row_tokens: int = Field(default=128, ge=1)
-    """Tokens of a packed row. Attention costs its square; short rows waste more on padding."""
+    """Tokens of a tree's row. Attention costs its square; short rows waste more on padding."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of one forward pass; bounds the memory."""
+    """Tokens of one forward pass of one rank; bounds the memory."""
+    ranks: RanksConfig = RanksConfig()
+    """How the model lies on several processes and devices."""
     sft: SftConfig = SftConfig()
     """The supervised phase."""
     publish: PublishConfig = PublishConfig()
@@ -213,6 +248,8 @@ class TrainerConfig(Settings):
     """Steps between the trainer's own checkpoints; after a crash the steps since the last one are computed again."""
     checkpoints_kept: int = Field(default=2, ge=1)
     """Older ones are deleted."""
+    checkpoints_keep_every: int = Field(default=0, ge=0)
+    """Those at steps that this divides are never deleted; 0 keeps none of them."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """How long the coordinator may hold a request for a batch."""
     fetches_max: int = Field(default=8, ge=1)

@@ -14,17 +14,16 @@ it has announced already.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from prime_node.patience import unless
 from prime_node.replay.feed import StepBatch
-from prime_node.trainer.batch import prepare
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
-from prime_node.trainer.teaching import taught
+from prime_node.trainer.step import train_step
 from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -60,21 +59,13 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
     while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
-        step, multiplier = trainer.state.step, trainer.state.lr_multiplier
-        began_s = now_s()
-        batch = await _next_batch(trainer, stop)
-        if batch is None:
+        step, done, began_s = trainer.state.step, trainer.state.optimizer_steps, now_s()
+        trained = await train_step(trainer, recipe, functools.partial(_next_batch, trainer, stop), stop)
+        if trained is None:
+            if trainer.state.optimizer_steps > done:  # the weights are those of half a step: not to be saved
+                return
             break
-        fed_s = now_s()
-        prepared = prepare(batch.groups, recipe, step=step)
-        samples = await unless(stop.wait(), taught(prepared.samples, trainer.teacher, clock=trainer.clock))
-        if samples is None:
-            break
-        lr = recipe.schedule.at(step) * multiplier
-        stats = await trainer.train(samples, recipe.loss, lr=lr)
-        if stats.num_tokens:
-            multiplier = recipe.next_multiplier(multiplier, stats.log_ratio_abs)
-        trainer.state = trainer.state.updated(step=step + 1, batch=batch.digest, lr_multiplier=multiplier)
+        trainer.state = trainer.state.updated(step=step + 1, batch=trained.batch, lr_multiplier=trained.lr_multiplier)
         trained_s = now_s()
         await trainer.save_if_due()
         saved_s = now_s()
@@ -82,27 +73,21 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         ended_s = now_s()
         trainer.metrics.record(
             step=step,
-            **prepared.metrics,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            lr=lr,
-            num_tokens=stats.num_tokens,
-            log_ratio_abs=stats.log_ratio_abs,
-            **stats.metrics,
-            idle_seconds=fed_s - began_s,
-            train_seconds=trained_s - fed_s,
+            **trained.metrics,
+            idle_seconds=trained.idle_seconds,
+            train_seconds=trained_s - began_s - trained.idle_seconds,
             save_seconds=saved_s - trained_s,
             submit_seconds=ended_s - saved_s,
             step_seconds=ended_s - began_s,
-            idle_share=(fed_s - began_s) / max(ended_s - began_s, 1e-9),
+            idle_share=trained.idle_seconds / max(ended_s - began_s, 1e-9),
         )
         await trainer.evaluate_if_due()
     await trainer.save()
 
 
-async def _next_batch(trainer: Trainer, stop: asyncio.Event) -> StepBatch | None:
-    """The next step's batch, or None where `stop` came first. Raises what ended the publisher: then no batch would ever come."""
-    taking = asyncio.create_task(trainer.next_batch())
+async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:
+    """The step's next batch, or None where `stop` came first. Raises what ended the publisher: then no batch would ever come."""
+    taking = asyncio.create_task(trainer.next_batch(part))
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(trainer.publisher.failed())
     tasks = (taking, stopping, failing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from prime_node.algo.advantages import Advantage, find_advantage
 from prime_node.algo.filters import Filter, find_filter
@@ -12,6 +13,28 @@ from prime_node.algo.schedule import Damping, LinearSchedule
 from prime_node.ports.train_backend import Loss, TrainingMode
 from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
 from prime_protocol.errors import LocalError
+
+
+class ProximalPolicy(StrEnum):
+    """Which policy a loss keeps close to (rho = pi / pi_prox), where a step takes several optimizer steps."""
+
+    CURRENT = "current"
+    """The one that the optimizer step begins with: rho is 1."""
+    CYCLE = "cycle"
+    """The first weights of the step: `compute_prox_log_prob` of AReaL and verl."""
+    ROLLOUT = "rollout"
+    """Whichever sampled the token: `use_rollout_log_probs` of verl. Then rho = pi / mu, and w = 1."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> ProximalPolicy:
+        """Raises LocalError where the settings name two."""
+        if config.compute_prox_log_prob and config.use_rollout_log_probs:
+            raise LocalError(
+                "compute_prox_log_prob and use_rollout_log_probs name two proximal policies; set one of them"
+            )
+        if config.compute_prox_log_prob:
+            return cls.CYCLE
+        return cls.ROLLOUT if config.use_rollout_log_probs else cls.CURRENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +49,7 @@ class Recipe:
     mode: TrainingMode
     environment_modes: Mapping[str, TrainingMode]
     vocab_size: int
+    proximal: ProximalPolicy
 
     @classmethod
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
@@ -42,6 +66,7 @@ class Recipe:
             mode=config.mode,
             environment_modes=config.environment_modes,
             vocab_size=vocab_size,
+            proximal=ProximalPolicy.of(config),
         )
 
     def mode_of(self, environment: str) -> TrainingMode:

@@ -63,9 +63,9 @@ class Trainer:
             self.state = TrainerState(run=self.run.digest)
             await self.in_thread(self.backend.new_optimizer, self.config.sft.optimizer.settings())
 
-    async def next_batch(self) -> StepBatch:
+    async def next_batch(self, part: int) -> StepBatch:
         durable_step = self.checkpoints.durable_step(self.publisher.head)
-        return await self.feed.take(self.state.step, durable_step=durable_step)
+        return await self.feed.take(self.state.step, part, durable_step=durable_step)
 
     async def train(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)

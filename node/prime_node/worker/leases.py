@@ -13,7 +13,6 @@ from prime_protocol.messages import LeaseRequest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.step import admits
 
 SHARE_OF_LEASE = 0.4
 """A lease is asked for that takes at most this share of its time: the rest is for waiting its turn and for
@@ -26,15 +25,18 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     """A lease that answers our question. Raises PeerError.
 
     (1) a coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy
-    that we said we hold, and a step that the policy may serve; (4) it asks for no more than we offered and
+    that we said we hold, and groups that the policy may serve; (4) it asks for no more than we offered and
     than the run allows; (5) prompts are within the limits and the vocabulary.
     """
     payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
     lease = parse_json(payload, Lease)
     if lease.run != run.digest or lease.worker != worker:  # (2)
         raise PeerError(ErrorCode.LEASE_FOREIGN, f"lease {lease.lease_id[:12]} is for another worker or run")
-    if (lease.policy_version, lease.policy_digest) != (asked.policy_version, asked.policy_digest) or not admits(
-        lease.step, lease.policy_version, run.spec.async_level
+    names_ours = (lease.policy_version, lease.policy_digest) == (asked.policy_version, asked.policy_digest)
+    admits = run.spec.admission.admits_slot
+    if not names_ours or not all(
+        run.spec.step_of(group.slot) == lease.step and admits(group.slot, lease.policy_version)
+        for group in lease.groups
     ):  # (3)
         raise PeerError(
             ErrorCode.MALFORMED,

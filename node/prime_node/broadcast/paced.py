@@ -1,0 +1,97 @@
+"""A source that must keep up a rate on the whole: the defence against slow retrieval, as The Update Framework calls it.
+
+The HTTP client gives a single answer up when it stalls or drips. A source may still answer each of many questions just fast
+enough, and hold a verification up for days. So the time in which at least one question is open is added up, and what came in it:
+
+    waited <= PATIENCE_S + questions x REQUEST_S + bytes / bytes_per_second_min
+
+What is done with the bytes between questions does not count against the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import PublicSource, Unreachable
+from prime_protocol.envelope import Envelope
+
+PATIENCE_S = 60.0
+"""Lent to every source once: to connect, and for a bad moment."""
+REQUEST_S = 0.5
+"""For each question: a line around the world, and a disk that has to look for it."""
+BYTES_PER_SECOND_MIN = 32 * 2**10
+"""A quarter of a megabit a second. Below this nobody waits for a checkpoint of today."""
+
+T = TypeVar("T")
+
+
+class PacedSource:
+    """Implements ports.transport.PublicSource over another one. Raises Unreachable in the middle of a wait that is too long."""
+
+    def __init__(
+        self, source: PublicSource, *, clock: Clock, bytes_per_second_min: float = BYTES_PER_SECOND_MIN
+    ) -> None:
+        self._source = source
+        self._clock = clock
+        self._rate_min = bytes_per_second_min
+        self._open = 0
+        self._since_s = 0.0
+        """When the first of the open questions was asked."""
+        self._waited_s = 0.0
+        self._allowed_s = PATIENCE_S
+
+    async def run_spec(self) -> Envelope:
+        return await self._ask(self._source.run_spec, _size_of)
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        return await self._ask(lambda: self._source.head(wait_s=wait_s), _size_of)
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        return await self._ask(lambda: self._source.manifest(policy_version), _size_of)
+
+    async def key_ring(self, version: int) -> Envelope:
+        return await self._ask(lambda: self._source.key_ring(version), _size_of)
+
+    async def timestamp(self) -> Envelope:
+        return await self._ask(self._source.timestamp, _size_of)
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return await self._ask(lambda: self._source.blob(digest, start=start, end=end), len)
+
+    async def _ask(self, call: Callable[[], Awaitable[T]], size_of: Callable[[T], int]) -> T:
+        """The answer, or Unreachable as soon as the allowance is used up."""
+        if self._open == 0:
+            self._since_s = self._clock.monotonic_s()
+        self._open += 1
+        self._allowed_s += REQUEST_S
+        answering = asyncio.ensure_future(call())
+        try:
+            while not answering.done():
+                left_s = self._allowed_s - self._so_far_s()
+                if left_s <= 0:
+                    raise Unreachable(
+                        f"slow retrieval: {self._so_far_s():,.0f} s of waiting for it, less than "
+                        f"{self._rate_min:,.0f} bytes a second on the whole"
+                    )
+                waiting = asyncio.ensure_future(self._clock.sleep(left_s))
+                await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+            answer = answering.result()
+            self._allowed_s += size_of(answer) / self._rate_min
+            return answer
+        finally:
+            answering.cancel()
+            self._open -= 1
+            if self._open == 0:
+                self._waited_s += self._clock.monotonic_s() - self._since_s
+
+    def _so_far_s(self) -> float:
+        """Seconds in which a question was open."""
+        return self._waited_s + (self._clock.monotonic_s() - self._since_s if self._open else 0.0)
+
+
+def _size_of(answer: Envelope | None) -> int:
+    return 0 if answer is None else len(answer.payload)

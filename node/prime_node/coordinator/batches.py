@@ -1,0 +1,96 @@
+"""The trainer's and the operator's part of the state machine: batches, durable steps, publications, draining.
+
+A batch is fixed when the trainer is given it. Which groups it takes was decided before (batching.py) and is in the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator import slots
+from prime_node.coordinator.records import BundleForgotten, Effect, Publication, State, Step, Topic, Woken
+
+
+def may_be_ready(state: State, step: int) -> bool:
+    """Whether a group accepted for `step` may have made the next batch possible. Cheap; batching.py decides."""
+    if state.rules.admission.is_in_order and state.rules.batches_per_step == 1:
+        return state.is_ready(step)
+    return state.num_ready >= state.rules.batch_groups
+
+
+def mean(before: float, value: float, *, weight: float) -> float:
+    """A mean that forgets; 0 stands for no value yet."""
+    return before + weight * (value - before) if before else value
+
+
+def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:
+    chosen = event.slots or tuple(sorted(state.steps[event.step].accepted))
+    assert len(chosen) == state.rules.batch_groups
+    assert not state.is_given(event.step)
+    slots.take(state, chosen, event.step)
+    state.batches.setdefault(event.step, []).append(chosen)
+    return []
+
+
+def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[Effect]:
+    for slot in event.slots:
+        slots.drop(state, slot)
+    return [Woken(Topic.LEASE)]
+
+
+def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
+    assert all(state.is_given(number) for number in range(state.durable_step, event.step))
+    for number in range(state.durable_step, event.step):
+        del state.batches[number]
+    state.durable_step = event.step
+    done = [number for number, step in state.steps.items() if step.fixed and max(step.taken.values()) < event.step]
+    effects: list[Effect] = []
+    for number in done:
+        kept = state.bundles.keys() | set(state.evidence)
+        effects += [BundleForgotten(bundle) for bundle in state.steps.pop(number).bundles if bundle not in kept]
+    state.first_step = next(iter(state.steps), state.last_step + 1)
+    return effects
+
+
+def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -> list[Effect]:
+    assert event.policy_version == state.head + 1
+    if state.head >= 0:
+        state.step_ms = mean(state.step_ms, max(1, at_ms - state.published_at_ms), weight=0.3)
+    first = state.last_step + 1
+    state.head, state.published_at_ms = event.policy_version, at_ms
+    state.published[event.policy_version] = Publication(event.digest, event.routes)
+    state.bytes_published += sum(route.sent_bytes for route in event.routes)
+    size = state.rules.groups_per_step
+    for number in range(first, state.last_step + 1):
+        state.steps[number] = Step(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
+    return [Woken(Topic.LEASE)]
+
+
+def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
+    forgotten = set(event.encodings)
+    for version in {version for version, _ in forgotten}:
+        known = state.published[version]
+        routes = tuple(route for route in known.routes if (version, route.base_version) not in forgotten)
+        if routes:
+            state.published[version] = replace(known, routes=routes)
+        else:
+            del state.published[version]
+    return []
+
+
+def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
+    state.draining = True
+    return [Woken(Topic.LEASE)]
+
+
+HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {
+    ev.BatchFixed: _batch_fixed,
+    ev.GroupsDropped: _groups_dropped,
+    ev.TrainerDurable: _trainer_durable,
+    ev.ManifestPublished: _manifest_published,
+    ev.EncodingsForgotten: _encodings_forgotten,
+    ev.DrainSet: _drain_set,
+}

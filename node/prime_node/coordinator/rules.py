@@ -1,0 +1,79 @@
+"""What the state machine needs of the RunSpec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy
+from prime_protocol.step import Admission
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The run's numbers and choices. Those with defaults came later: an older snapshot lacks them."""
+
+    run: str
+    async_level: int
+    groups_per_step: int
+    rollouts_per_group: int
+    max_steps: int
+    lease_ms: int
+    strikes_max: int
+    workers_max: int
+    leases_per_worker_max: int
+    bundles_pending_per_worker_max: int
+    slots_ahead: int | None = None
+    """floor(R (1 + eta)) where the schedule names eta; None: eta is async_level."""
+    selection: Selection = Selection.IN_ORDER
+    window_groups: int = 0
+    """Slots that Selection.WINDOW chooses from."""
+    batches_per_step: int = 1
+    """K."""
+    lag_max: int | None = None
+    """A group further behind its step than this is stale."""
+    staleness_from: StalenessFrom = StalenessFrom.START
+    stale: StalePolicy = StalePolicy.KEEP
+    leases_per_slot_max: int = 1
+    straggler_factor: float = 2.0
+    slow_factor: float | None = None
+
+    @cached_property
+    def admission(self) -> Admission:
+        """The rule of step.py."""
+        size = self.groups_per_step
+        ahead = (1 + self.async_level) * size if self.slots_ahead is None else self.slots_ahead
+        lag_max = self.lag_max if self.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None
+        return Admission(size, ahead, self.selection is Selection.IN_ORDER, lag_max)
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups of one batch; `batches_per_step` batches are a step."""
+        return self.groups_per_step // self.batches_per_step
+
+
+def rules_of(run: PinnedRun) -> Rules:
+    spec, schedule = run.spec, run.spec.schedule
+    return Rules(
+        run=run.digest,
+        async_level=spec.async_level,
+        groups_per_step=spec.groups_per_step,
+        rollouts_per_group=spec.rollouts_per_group,
+        max_steps=spec.max_steps,
+        lease_ms=round(spec.lease_seconds * 1_000),
+        strikes_max=spec.checks.strikes_max,
+        workers_max=spec.limits.workers_max,
+        leases_per_worker_max=spec.limits.leases_per_worker_max,
+        bundles_pending_per_worker_max=spec.limits.bundles_pending_per_worker_max,
+        slots_ahead=None if schedule.staleness_threshold is None else spec.admission.slots_ahead,
+        selection=schedule.selection,
+        window_groups=schedule.window_steps * spec.groups_per_step if schedule.selection is Selection.WINDOW else 0,
+        batches_per_step=schedule.batches_per_step,
+        lag_max=schedule.max_off_policy_steps,
+        staleness_from=schedule.staleness_from,
+        stale=schedule.stale,
+        leases_per_slot_max=schedule.leases_per_slot_max,
+        straggler_factor=schedule.straggler_factor,
+        slow_factor=schedule.slow_factor,
+    )

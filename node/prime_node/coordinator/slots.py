@@ -1,0 +1,91 @@
+"""Where the slots are: each of the window is open, held, or accepted, and moves only by these functions.
+
+A slot is open exactly if no lease holds it and no accepted group fills it. It is held by an open lease or by the bundle that
+came for one; a straggler's slots may be held by several, and the first accepted bundle fills them. An accepted group that is
+dropped leaves its slot open again, under its old number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import neg
+
+from prime_node.coordinator.records import AcceptedGroup, Effect, LeaseRecord, State, Step, Topic, Woken
+
+
+def hold(state: State, lease: LeaseRecord) -> None:
+    """A lease holds its slots, which are open or held by others."""
+    step = state.steps[lease.step]
+    for slot in lease.slots:
+        holders = step.held.get(slot)
+        if holders is None:
+            _close(step.open, slot)
+            step.held[slot] = [lease.lease_id]
+        else:
+            holders.append(lease.lease_id)
+
+
+def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
+    """A lease, or its bundle, holds its slots no longer. Those that nobody holds and nothing fills are open again."""
+    step = state.steps.get(lease.step)
+    if step is None:  # others filled its slots, and they are trained and forgotten
+        return []
+    reopened = False
+    for slot in lease.slots:
+        holders = step.held[slot]
+        holders.remove(lease.lease_id)
+        if not holders:
+            del step.held[slot]
+            if slot not in step.accepted:
+                insort(step.open, slot, key=neg)
+                reopened = True
+    return [Woken(Topic.LEASE)] if reopened else []
+
+
+def fill(state: State, slot: int, group: AcceptedGroup) -> bool:
+    """An accepted group takes its slot, which somebody holds. False where another group did so before."""
+    step = state.steps.get(slot // state.rules.groups_per_step)
+    if step is None or slot in step.accepted:
+        return False
+    assert slot in step.held
+    step.accepted[slot] = group
+    state.num_ready += 1
+    state.num_accepted_groups += 1
+    return True
+
+
+def take(state: State, slots: tuple[int, ...], for_step: int) -> None:
+    """Accepted groups become part of a batch."""
+    size = state.rules.groups_per_step
+    for slot in slots:
+        step = state.steps[slot // size]
+        assert slot in step.accepted
+        assert slot not in step.taken
+        step.taken[slot] = for_step
+        step.fixed = len(step.taken) == size
+    state.num_ready -= len(slots)
+
+
+def drop(state: State, slot: int) -> None:
+    """An accepted group that no batch has taken is thrown away."""
+    step = state.steps[slot // state.rules.groups_per_step]
+    assert slot not in step.taken
+    del step.accepted[slot]
+    state.num_ready -= 1
+    state.num_dropped_groups += 1
+    if slot not in step.held:
+        insort(step.open, slot, key=neg)
+
+
+def lowest_open(step: Step, count: int) -> tuple[int, ...]:
+    """At most `count` open slots, ascending."""
+    return tuple(step.open[: -count - 1 : -1])
+
+
+def _close(descending: list[int], slot: int) -> None:
+    if descending[-1] == slot:  # nearly always: the lowest slot is leased first
+        descending.pop()
+        return
+    place = bisect_left(descending, -slot, key=neg)
+    assert descending[place] == slot
+    del descending[place]

@@ -1,0 +1,83 @@
+"""Which of the accepted groups the next batch takes, and which are too old for it. Pure: the coordinator and any planner ask it.
+
+A group's *deadline* is the last step that may train it: the policy that its staleness is counted from, plus max_off_policy_steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+
+from prime_protocol.schedule import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An accepted group that no batch has taken."""
+
+    slot: int
+    policy_version: int
+    """The policy that its staleness is counted from."""
+    order: int
+    """Its place among all groups in the order of acceptance."""
+
+
+def stale(ready: Iterable[Ready], *, step: int, lag_max: int) -> tuple[int, ...]:
+    """Slots of groups that are too old for `step`, ascending."""
+    return tuple(sorted(group.slot for group in ready if step - group.policy_version > lag_max))
+
+
+def choose(ready: Sequence[Ready], count: int, *, selection: Selection, slots_end: int) -> tuple[int, ...] | None:
+    """The slots of a batch of `count` groups, ascending; None where it has to wait. `slots_end` bounds Selection.WINDOW."""
+    if selection is Selection.WINDOW:
+        ready = [group for group in ready if group.slot < slots_end]
+    if len(ready) < count:
+        return None
+    return tuple(sorted(group.slot for group in nsmallest(count, ready, key=lambda group: _rank(group, selection))))
+
+
+def choose_in_time(
+    ready: Sequence[Ready],
+    begun_versions: Iterable[int],
+    count: int,
+    *,
+    step: int,
+    capacity_left: int,
+    groups_per_step: int,
+    lag_max: int,
+    selection: Selection,
+) -> tuple[int, ...] | None:
+    """The same under StalePolicy.WAIT: what would be too old for the next batch is in this one, or waited for.
+
+    For each deadline d, the steps up to d can still train `capacity_left` (of this step, after this batch) plus a whole
+    step for each later one. What exceeds that has to be in this batch, and is waited for where it is not ready yet.
+    """
+    due = Counter(max(step, group.policy_version + lag_max) for group in ready)
+    due.update(max(step, version + lag_max) for version in begun_versions)
+    by_rank = sorted(ready, key=lambda group: _rank(group, selection))
+    chosen: dict[int, Ready] = {}
+    num_due = 0
+    for deadline in sorted(due):
+        num_due += due[deadline]
+        needed = num_due - capacity_left - groups_per_step * (deadline - step)
+        in_time = [group for group in by_rank if group.policy_version + lag_max <= deadline]
+        have = sum(group.slot in chosen for group in in_time)
+        for group in in_time:
+            if have >= min(needed, count):
+                break
+            if group.slot not in chosen:
+                chosen[group.slot] = group
+                have += 1
+        if have < min(needed, count):
+            return None
+    assert len(chosen) <= count
+    if len(ready) < count:
+        return None
+    rest = (group for group in by_rank if group.slot not in chosen)
+    return tuple(sorted([*chosen, *(group.slot for group, _ in zip(rest, range(count - len(chosen)), strict=False))]))
+
+
+def _rank(group: Ready, selection: Selection) -> tuple[int, int]:
+    return (group.policy_version if selection is Selection.LOWEST_VERSION_FIRST else 0, group.order)

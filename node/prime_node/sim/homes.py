@@ -1,0 +1,67 @@
+"""Home links: what the contributors of a simulated run have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BYTES_PER_MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One machine's way to the others. Example: Home(up_mbit=20, down_mbit=100, delay_ms=20, is_nat=True)."""
+
+    up_mbit: float
+    down_mbit: float
+    delay_ms: float = 10.0
+    """From here to the middle of the internet, one way: a round trip takes twice the sum of both ends'."""
+    is_nat: bool = False
+    """Two of these reach each other only where a hole can be punched."""
+    joins_s: float = 0.0
+    leaves_s: float = float("inf")
+
+
+PLANS: tuple[tuple[float, float, float], ...] = (
+    (0.10, 5, 25),
+    (0.20, 10, 50),
+    (0.25, 20, 100),
+    (0.20, 40, 250),
+    (0.10, 50, 500),
+    (0.05, 100, 100),
+    (0.10, 500, 1_000),
+)
+"""(share of homes, Mbit/s up, Mbit/s down): DSL, three cables, VDSL, small fibre, fibre. An assumption, made of what providers in
+Europe and North America sell; nobody below 25 Mbit/s down, since the bound would then be that one home's."""
+
+
+def draw_homes(
+    count: int, rng: random.Random, *, nat_share: float = 0.7, churn: float = 0.0, churn_s: float = 0.0
+) -> list[Home]:
+    """`count` homes by PLANS. The share `churn` of them leaves at a random moment of the first `churn_s` seconds, and for each
+    of these another one joins at a random moment of the same time."""
+    homes = [_draw(rng, nat_share) for _ in range(count)]
+    leavers = rng.sample(range(count), round(churn * count))
+    for index in leavers:
+        home = homes[index]
+        homes[index] = Home(
+            home.up_mbit, home.down_mbit, home.delay_ms, home.is_nat, leaves_s=rng.uniform(0.0, churn_s)
+        )
+        late = _draw(rng, nat_share)
+        homes.append(Home(late.up_mbit, late.down_mbit, late.delay_ms, late.is_nat, joins_s=rng.uniform(0.0, churn_s)))
+    return homes
+
+
+def _draw(rng: random.Random, nat_share: float) -> Home:
+    _, up, down = rng.choices(PLANS, [share for share, _, _ in PLANS])[0]
+    delay_ms = min(150.0, rng.lognormvariate(3.0, 0.6))  # median 20 ms, so 80 ms from home to home and back
+    return Home(up, down, delay_ms, rng.random() < nat_share)
+
+
+def fluid_bound_s(num_bytes: float, origin_mbit: float, homes: Sequence[Home]) -> float:
+    """The least time in which all of them can hold the file (Kumar & Ross 2006): the origin's uplink, the slowest downlink,
+    all uplinks together."""
+    uplinks = origin_mbit + sum(home.up_mbit for home in homes)
+    rate_mbit = min(origin_mbit, min(home.down_mbit for home in homes), uplinks / len(homes))
+    return num_bytes / (rate_mbit * BYTES_PER_MBIT)

@@ -1,0 +1,364 @@
+"""A swarm of any size on a virtual clock: the product's picker, choker and topology over a fluid network.
+
+Who waits for whom: nobody. Time goes in strides; in each, transfers advance (fluid.py), and then everything that is due
+happens in the order of its time: requests and answers after their way through both access links, announcements gathered for
+a moment, peers that come and go. What a peer decides (which piece from whom, whom to serve, whom to connect to) it decides by
+`broadcast/picker.py`, `choker.py` and `topology.py`, unchanged. The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prime_node.broadcast.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.picker import Picker, PickerRules
+from prime_node.broadcast.topology import TopologyRules, neighbours, share_of, topology_for
+from prime_node.sim.fluid import Fluid
+from prime_node.sim.homes import BYTES_PER_MBIT, Home, fluid_bound_s
+
+ORIGIN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What is simulated."""
+
+    homes: Sequence[Home]
+    origin: Home
+    file_bytes: int
+    piece_bytes: int
+    seed: int = 0
+    peer_list_max: int = 64
+    """Peers that the coordinator names to each."""
+    punched_share: float = 0.7
+    """Of pairs behind NAT (Trautwein et al., "Decentralized Hole Punching", 2022)."""
+    announce_s: float = 0.05
+    """Announcements to a neighbour are gathered this long."""
+    tick_s: float = 0.1
+    """A peer that downloads looks this often whether an idle source has something to do."""
+    overhead: float = 0.0
+    """Bytes on the wire for each byte of the file, beyond it: headers."""
+    stride_s: float = 0.02
+    time_s_max: float = 3_600.0
+    picker: PickerRules = field(default_factory=PickerRules)
+    choker: ChokerRules = field(default_factory=ChokerRules)
+    origin_choker: ChokerRules = field(default_factory=ChokerRules)
+    topology: TopologyRules = field(default_factory=TopologyRules)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came out. Times in seconds since a peer joined, by peer, for those who stayed."""
+
+    done_s: tuple[float, ...]
+    unfinished: int
+    """Peers that stayed and did not finish in time."""
+    bound_s: float
+    origin_copies: float
+    """Bytes that the origin sent, in files."""
+    wasted_share: float
+    """Bytes sent and not needed, of all."""
+    simulated_s: float
+
+    @property
+    def last_ratio(self) -> float:
+        return math.inf if self.unfinished else max(self.done_s) / self.bound_s
+
+    def ratio(self, percentile: float) -> float:
+        """Time until this share of the peers was done, over the bound."""
+        times = sorted(self.done_s) + [math.inf] * self.unfinished
+        return times[max(0, math.ceil(percentile / 100 * len(times)) - 1)] / self.bound_s
+
+
+@dataclass(slots=True)
+class _Request:
+    asker: int
+    server: int
+    piece: int
+    transfer: int = -1
+
+
+@dataclass(slots=True)
+class _Node:
+    index: int
+    home: Home
+    name: str
+    picker: Picker
+    choker: Choker
+    known: list[str] = field(default_factory=list)
+    """Peers on its list."""
+    neighbours: set[int] = field(default_factory=set)
+    """Both ways: links carry requests in both directions."""
+    asked: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(server, piece) -> request."""
+    news: int = 0
+    """Pieces not announced yet."""
+    done_at_s: float = math.inf
+    is_here: bool = False
+
+
+class Simulation:
+    """One broadcast. Make it, `run` it once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = random.Random(world.seed)
+        num_pieces = max(1, math.ceil(world.file_bytes / world.piece_bytes))
+        self._sizes = [min(world.piece_bytes, world.file_bytes - n * world.piece_bytes) for n in range(num_pieces)]
+        homes = [world.origin, *world.homes]
+        self._fluid = Fluid(
+            np.array([home.up_mbit * BYTES_PER_MBIT / (1 + world.overhead) for home in homes]),
+            np.array([home.down_mbit * BYTES_PER_MBIT / (1 + world.overhead) for home in homes]),
+        )
+        self._topology = topology_for(world.file_bytes, len(world.homes), world.topology)
+        self._names = [f"peer-{index}" for index in range(len(homes))]
+        self._numbers = {name: index for index, name in enumerate(self._names)}
+        self._nodes: list[_Node] = []
+        self._stride = 0
+        self._now_s = 0.0
+        self._due: dict[int, list[tuple[float, int, Callable[[], None]]]] = {}
+        self._turn = 0
+        self._requests: dict[int, _Request] = {}
+        self._by_transfer: dict[int, int] = {}
+        self._next_request = 0
+        self._missing = 0
+        self._present: list[int] = []
+        for index, home in enumerate(homes):
+            picker = Picker(self._sizes, rng=self._rng)  # until it joins
+            choker = Choker(world.choker if index else world.origin_choker)
+            self._nodes.append(_Node(index, home, self._names[index], picker, choker))
+        self._present = [node.index for node in self._nodes[1:] if node.home.joins_s == 0.0]
+        for node in self._nodes[1:]:
+            self._missing += node.home.leaves_s == math.inf
+            if node.home.joins_s == 0.0:
+                self._get_peer_list(node)
+            self._at(node.home.joins_s, lambda node=node: self._join(node))  # type: ignore[misc]
+            if node.home.leaves_s < math.inf:
+                self._at(node.home.leaves_s, lambda node=node: self._leave(node))  # type: ignore[misc]
+
+    def run(self) -> Result:
+        world = self._world
+        self._happen()
+        while self._missing and self._now_s < world.time_s_max:
+            began_s = self._now_s
+            ended = self._fluid.advance(world.stride_s)
+            for number, into_s in [(self._by_transfer.pop(transfer), into_s) for into_s, transfer in ended]:
+                self._sent(number, began_s + into_s)
+            self._stride += 1
+            self._now_s = self._stride * world.stride_s
+            self._happen()
+        stayed = [node for node in self._nodes[1:] if node.home.leaves_s == math.inf]
+        done_s = tuple(node.done_at_s - node.home.joins_s for node in stayed if node.done_at_s < math.inf)
+        sent = float(self._fluid.sent.sum())
+        needed = sum(node.picker.have.bit_count() * world.piece_bytes for node in self._nodes[1:])
+        on_time = [node.home for node in stayed if not node.home.joins_s]
+        return Result(
+            done_s,
+            self._missing,
+            fluid_bound_s(world.file_bytes, world.origin.up_mbit, on_time),
+            float(self._fluid.sent[ORIGIN]) / world.file_bytes,
+            max(0.0, 1 - needed / max(1.0, sent)),
+            self._now_s,
+        )
+
+    # Time
+
+    def _at(self, time_s: float, happens: Callable[[], None]) -> None:
+        stride = max(self._stride, math.ceil(time_s / self._world.stride_s))
+        self._turn += 1
+        self._due.setdefault(stride, []).append((time_s, self._turn, happens))
+
+    def _happen(self) -> None:
+        """Everything that is due, and what it leads to at once."""
+        while due := self._due.pop(self._stride, None):
+            due.sort()
+            for _, _, happens in due:
+                happens()
+
+    def _way_s(self, one: int, other: int) -> float:
+        return (self._nodes[one].home.delay_ms + self._nodes[other].home.delay_ms) / 1e3
+
+    # Peers come and go
+
+    def _get_peer_list(self, node: _Node) -> None:
+        """The coordinator's answer, and with it the peer's share of the file."""
+        world = self._world
+        known = self._rng.sample(self._present, min(world.peer_list_max, len(self._present)))
+        node.known = [self._names[one] for one in known if one != node.index]
+        rng = random.Random(self._rng.getrandbits(64))
+        node.picker = Picker(self._sizes, rng=rng, rules=world.picker, share=share_of(node.name, node.known, "file"))
+        node.picker.add(self._names[ORIGIN], is_fallback=True)
+        node.picker.has_all(self._names[ORIGIN])
+        node.is_here = True
+
+    def _join(self, node: _Node) -> None:
+        if not node.is_here:
+            self._get_peer_list(node)
+            self._present.append(node.index)
+        rules = self._world.topology
+        for name in neighbours(node.name, node.known, "run", topology=self._topology, rules=rules, rng=self._rng):
+            other = self._nodes[self._numbers[name]]
+            if self._can_link(node, other):
+                self._link(node, other)
+        self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), lambda: self._tick(node))
+
+    def _can_link(self, one: _Node, other: _Node) -> bool:
+        is_hard = one.home.is_nat and other.home.is_nat
+        return other.is_here and not (is_hard and self._rng.random() >= self._world.punched_share)
+
+    def _link(self, one: _Node, other: _Node) -> None:
+        if other.index in one.neighbours:
+            return
+        for node, source in ((one, other), (other, one)):
+            node.neighbours.add(source.index)
+            node.picker.add(source.name, has=source.picker.have)
+        self._at(self._now_s + 2 * self._way_s(one.index, other.index), lambda: self._ask_each_other(one, other))
+
+    def _ask_each_other(self, one: _Node, other: _Node) -> None:
+        self._ask(one, other.index)
+        self._ask(other, one.index)
+
+    def _leave(self, node: _Node) -> None:
+        index = node.index
+        node.is_here = False
+        self._present.remove(index)
+        for number in [number for number, one in self._requests.items() if index in (one.asker, one.server)]:
+            self._drop(number)
+        for other in node.neighbours:
+            neighbour = self._nodes[other]
+            neighbour.neighbours.discard(index)
+            neighbour.picker.remove(node.name)
+            self._ask_idle(neighbour)
+        node.neighbours.clear()
+
+    # Requests
+
+    def _ask(self, node: _Node, server: int) -> None:
+        """As many requests as the picker wants."""
+        if not node.is_here or node.done_at_s < math.inf or (server != ORIGIN and server not in node.neighbours):
+            return
+        name = self._names[server]
+        while (piece := node.picker.pick(name, self._now_s)) is not None:
+            number = self._next_request
+            self._next_request += 1
+            self._requests[number] = _Request(node.index, server, piece)
+            node.asked[server, piece] = number
+            self._at(self._now_s + self._way_s(node.index, server), lambda number=number: self._asked(number))  # type: ignore[misc]
+
+    def _ask_idle(self, node: _Node) -> None:
+        for name in node.picker.idle():
+            self._ask(node, self._numbers[name])
+
+    def _tick(self, node: _Node) -> None:
+        if node.is_here and node.done_at_s == math.inf:
+            self._ask_idle(node)
+            self._at(self._now_s + self._world.tick_s, lambda: self._tick(node))
+
+    def _asked(self, number: int) -> None:
+        """A request has reached its server."""
+        request = self._requests.get(number)
+        if request is None:
+            return
+        server = self._nodes[request.server]
+        turn = server.choker.asked(self._names[request.asker], number, self._now_s)
+        if turn is Turn.NOW:
+            self._serve(number, request)
+        elif turn is Turn.REFUSED:
+            way_s = self._way_s(request.asker, request.server)
+            self._at(self._now_s + way_s, lambda: self._refused(number))
+
+    def _refused(self, number: int) -> None:
+        request = self._take(number)
+        if request is not None and self._nodes[request.asker].is_here:
+            asker = self._nodes[request.asker]
+            asker.picker.missed(self._names[request.server], request.piece)
+            self._at(self._now_s + 0.25, lambda: self._ask(asker, request.server))
+
+    def _serve(self, number: int, request: _Request) -> None:
+        request.transfer = self._fluid.open(request.server, request.asker, self._sizes[request.piece])
+        self._by_transfer[request.transfer] = number
+
+    def _sent(self, number: int, at_s: float) -> None:
+        """The last byte has left the server."""
+        request = self._requests[number]
+        request.transfer = -1
+        self._free_slot(request, self._sizes[request.piece], at_s)
+        way_s = self._way_s(request.asker, request.server)
+        self._at(at_s + way_s, lambda: self._arrived(number, at_s + way_s))
+
+    def _free_slot(self, request: _Request, num_bytes: int, at_s: float) -> None:
+        choker = self._nodes[request.server].choker
+        following = choker.done(self._names[request.asker], num_bytes, at_s)
+        while following is not None:
+            waiting = self._requests.get(following)
+            if waiting is not None:
+                self._serve(following, waiting)
+                return
+            following = choker.done(self._names[request.asker], 0, at_s)
+
+    def _arrived(self, number: int, at_s: float) -> None:
+        request = self._take(number)
+        if request is None:
+            return
+        node, server, piece = self._nodes[request.asker], self._nodes[request.server], request.piece
+        if node.done_at_s < math.inf:
+            return
+        others = node.picker.arrived(server.name, piece, at_s)
+        node.choker.gave(server.name, self._sizes[piece], at_s)
+        if others:
+            self._cancel(node, piece, others)
+        if not node.news:
+            self._at(at_s + self._world.announce_s + 2 * node.home.delay_ms / 1e3, lambda: self._announce(node))
+        node.news |= 1 << piece
+        if node.picker.is_done:
+            node.done_at_s = at_s
+            self._missing -= node.home.leaves_s == math.inf
+        else:
+            self._ask(node, request.server)
+
+    def _cancel(self, node: _Node, piece: int, others: tuple[str, ...]) -> None:
+        for name in others:
+            server = self._numbers[name]
+            number = node.asked[server, piece]
+            self._at(self._now_s + self._way_s(node.index, server), lambda number=number: self._drop(number))  # type: ignore[misc]
+            self._at(self._now_s, lambda server=server: self._ask(node, server))  # type: ignore[misc]
+
+    def _take(self, number: int) -> _Request | None:
+        """A request that is over; None where it was over before."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            key = request.server, request.piece
+            if self._nodes[request.asker].asked.get(key) == number:
+                del self._nodes[request.asker].asked[key]
+        return request
+
+    def _drop(self, number: int) -> None:
+        """A request ends without its answer: cancelled, or one side is gone."""
+        request = self._take(number)
+        if request is None:
+            return
+        server = self._nodes[request.server]
+        if request.transfer >= 0:
+            del self._by_transfer[request.transfer]
+            left = self._fluid.cut(request.transfer)
+            self._free_slot(request, int(self._sizes[request.piece] - left), self._now_s)
+        else:
+            server.choker.withdrawn(self._names[request.asker], number)
+
+    def _announce(self, node: _Node) -> None:
+        """The neighbours hear what has arrived here: all at one time, which saves more than it falsifies."""
+        news, node.news = node.news, 0
+        if not node.is_here:
+            return
+        for index in node.neighbours:
+            other = self._nodes[index]
+            if other.done_at_s < math.inf:
+                continue
+            other.picker.has(node.name, news)
+            if news & other.picker.unasked:
+                self._ask(other, node.index)

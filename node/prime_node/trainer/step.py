@@ -1,0 +1,103 @@
+"""One step of training: its batches in turn, each split into mini-batches of one optimizer step.
+
+Who waits for whom: for the feed, before each batch, and for a teacher, where there is one; `stop` ends both waits. What has been
+trained of a step is in the backend alone: whoever is stopped between two batches of a step goes on from the checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from prime_node.patience import unless
+from prime_node.ports.train_backend import TrainSample
+from prime_node.replay.feed import StepBatch
+from prime_node.trainer.batch import prepare
+from prime_node.trainer.recipe import ProximalPolicy, Recipe
+from prime_node.trainer.teaching import taught
+from prime_node.trainer.trainer import Trainer
+
+
+@dataclass
+class Trained:
+    """What a step did."""
+
+    batch: str
+    """Digest of its last batch, which stands for those before it."""
+    lr_multiplier: float
+    idle_seconds: float = 0.0
+    rows: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    """Numbers of each mini-batch, with their weight in a mean."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Over the step: counts are added up, maxima kept, everything else is a mean."""
+        if len(self.rows) == 1:
+            return self.rows[0][1]
+        merged: dict[str, float] = {}
+        for name in dict.fromkeys(name for _, row in self.rows for name in row):
+            found = [(weight, row[name]) for weight, row in self.rows if name in row]
+            if name.startswith(("num_", "filtered_", "flagged_")):
+                merged[name] = sum(value for _, value in found)
+            elif name.endswith("_max"):
+                merged[name] = max(value for _, value in found)
+            else:
+                total = sum(weight for weight, _ in found)
+                merged[name] = sum(weight * value for weight, value in found) / max(total, 1e-9)
+        return merged
+
+
+async def train_step(
+    trainer: Trainer, recipe: Recipe, next_batch: Callable[[int], Awaitable[StepBatch | None]], stop: asyncio.Event
+) -> Trained | None:
+    """All batches of the step at hand; None where `stop` came before the last one."""
+    schedule, step = trainer.run.spec.schedule, trainer.state.step
+    trained = Trained("", trainer.state.lr_multiplier)
+    for part in range(schedule.batches_per_step):
+        began_s = trainer.clock.monotonic_s()
+        batch = await next_batch(part)
+        if batch is None:
+            return None
+        trained.idle_seconds += trainer.clock.monotonic_s() - began_s
+        trained.batch = batch.digest
+        is_first = part == 0
+        size = len(batch.groups) // schedule.require_batches
+        for start in range(0, len(batch.groups), size):
+            groups = batch.groups[start : start + size]
+            prepared = prepare(groups, recipe, step=step)
+            known = await unless(stop.wait(), taught(prepared.samples, trainer.teacher, clock=trainer.clock))
+            if known is None:
+                return None
+            lr = recipe.schedule.at(step) * trained.lr_multiplier
+            samples = await _with_proximal(trainer, recipe, known, is_first=is_first)
+            is_first = False
+            stats = await trainer.train(samples, recipe.loss, lr=lr)
+            if stats.num_tokens:
+                trained.lr_multiplier = recipe.next_multiplier(trained.lr_multiplier, stats.log_ratio_abs)
+            numbers = {
+                **prepared.metrics,
+                "loss": stats.loss,
+                "grad_norm": stats.grad_norm,
+                "lr": lr,
+                "num_tokens": stats.num_tokens,
+                "log_ratio_abs": stats.log_ratio_abs,
+                **stats.metrics,
+            }
+            trained.rows.append((float(len(groups)), numbers))
+    return trained
+
+
+async def _with_proximal(
+    trainer: Trainer, recipe: Recipe, samples: Sequence[TrainSample], *, is_first: bool
+) -> Sequence[TrainSample]:
+    """The samples with the proximal policy's logprobs, where that is not the policy that the optimizer step begins with."""
+    if recipe.proximal is ProximalPolicy.ROLLOUT:
+        return [replace(sample, prox_logprobs=sample.inference_logprobs) for sample in samples]
+    schedule = trainer.run.spec.schedule
+    if recipe.proximal is ProximalPolicy.CURRENT or schedule.batches_per_step * schedule.require_batches == 1:
+        return samples
+    if is_first:
+        await trainer.in_thread(trainer.backend.keep_proximal)
+    logprobs = await trainer.in_thread(trainer.backend.proximal_logprobs, samples)
+    return [replace(sample, prox_logprobs=tuple(found)) for sample, found in zip(samples, logprobs, strict=True)]

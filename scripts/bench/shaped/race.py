@@ -1,0 +1,262 @@
+"""One broadcast between shaped hosts, timed: who held the whole file when, verified, beside what physics asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .network import BYTES_PER_MBIT, Host, Link, Network, Process
+
+PORT = 9_000
+POLL_S = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A program that can be origin and receiver. `python` has what it imports."""
+
+    name: str
+    python: Path
+    script: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, at seconds after the start, by receiver (1 to N)."""
+
+    killed: Mapping[int, float] = field(default_factory=dict)
+    late: Mapping[int, float] = field(default_factory=dict)
+    poisoned: frozenset[int] = frozenset()
+    """These answer every request with a flipped byte."""
+    origin_dies_at_copies: float | None = None
+    """The origin is killed once it has sent this many files' worth of bytes."""
+    partition: tuple[frozenset[int], float, float] | None = None
+    """These are cut off from all others, from when until when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One broadcast to run. `links[0]` is the origin's."""
+
+    name: str
+    size_mb: float
+    links: tuple[Link, ...]
+    delay_ms: float = 0.0
+    faults: Faults = Faults()
+    timeout_s: float = 180.0
+    excused: frozenset[int] = frozenset()
+    """Receivers whose time does not count, though they must finish too unless they are killed."""
+
+    @property
+    def num_receivers(self) -> int:
+        return len(self.links) - 1
+
+    @property
+    def bound_s(self) -> float:
+        """The fluid lower bound of Kumar & Ross (2006) for those who count."""
+        size = self.size_mb * 1e6
+        origin, receivers = self.links[0], self.links[1:]
+        counted = [link for index, link in enumerate(receivers, 1) if index not in self.excused]
+        uplinks = origin.up_mbit + sum(link.up_mbit for link in receivers)
+        slowest = min(link.down_mbit for link in counted)
+        rates = (origin.up_mbit, slowest, uplinks / len(counted))
+        return max(size / (rate * BYTES_PER_MBIT) for rate in rates)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was seen. Times in seconds after the start, or after the own start of a late joiner."""
+
+    system: str
+    row: Row
+    done_s: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    origin_copies: float = 0.0
+    """Bytes that the origin sent over its link, in files."""
+    received_copies: float = 0.0
+    """Bytes that a receiver got over its link, in files, the mean."""
+    cpu_origin_s: float = 0.0
+    cpu_receiver_s: float = 0.0
+    rss_receiver_mb: float = 0.0
+
+    @property
+    def last_s(self) -> float:
+        counted = [seconds for index, seconds in self.done_s.items() if index not in self.row.excused]
+        return max(counted) if counted and not self.failed else float("inf")
+
+    @property
+    def ratio(self) -> float:
+        return self.last_s / self.row.bound_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "row": self.row.name,
+            "system": self.system,
+            "bound_s": round(self.row.bound_s, 2),
+            "last_s": round(self.last_s, 2) if self.done_s and not self.failed else None,
+            "ratio": round(self.ratio, 3) if not self.failed else None,
+            "done_s": {index: round(seconds, 2) for index, seconds in sorted(self.done_s.items())},
+            "failed": self.failed,
+            "origin_copies": round(self.origin_copies, 2),
+            "received_copies": round(self.received_copies, 3),
+            "cpu_origin_s": round(self.cpu_origin_s, 2),
+            "cpu_receiver_s": round(self.cpu_receiver_s, 2),
+            "rss_receiver_mb": round(self.rss_receiver_mb),
+        }
+
+
+def make_payload(folder: Path, size_mb: float) -> tuple[Path, str]:
+    """A file of random bytes, the same ones each time, and its SHA-256."""
+    path = folder / f"payload-{size_mb:g}.bin"
+    size = int(size_mb * 1e6)
+    if not path.exists() or path.stat().st_size != size:
+        dice = random.Random(7)
+        with path.open("wb") as file:
+            for begin in range(0, size, 2**20):
+                file.write(dice.randbytes(min(2**20, size - begin)))
+    return path, sha256_of(path)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def run(system: System, row: Row, folder: Path, *, keep: bool = False) -> Outcome:
+    """Run it once. Failures are in the outcome; an exception is the harness's own."""
+    payload, digest = make_payload(folder, row.size_mb)
+    work = folder / "race"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    with Network(row.links, delay_ms=row.delay_ms) as network:
+        race = _Race(system, row, network, work, payload, digest)
+        outcome = race.run()
+    race.check_what_they_hold()
+    if not keep and not outcome.failed:
+        shutil.rmtree(work)
+    return outcome
+
+
+class _Race:
+    def __init__(self, system: System, row: Row, network: Network, work: Path, payload: Path, digest: str) -> None:
+        self._system, self._row, self._network, self._work = system, row, network, work
+        self._payload, self._digest = payload, digest
+        self._processes: dict[int, Process] = {}
+        self._outcome = Outcome(system.name, row)
+        (work / "shared").mkdir()
+
+    def run(self) -> Outcome:
+        origin, *receivers = self._network.hosts
+        faults = self._row.faults
+        self._start(origin)
+        self._wait_until_ready([origin])
+        on_time = [host for host in receivers if host.index not in faults.late]
+        for host in on_time:
+            self._start(host)
+        self._wait_until_ready(on_time)
+        before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        (self._work / "go").touch()
+        self._watch(time.monotonic(), before[0][0])
+        after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        for process in self._processes.values():
+            process.stop()
+        size = self._row.size_mb * 1e6
+        received = [now[1] - then[1] for now, then in zip(after[1:], before[1:], strict=True)]
+        out = self._outcome
+        out.origin_copies = (after[0][0] - before[0][0]) / size
+        out.received_copies = sum(received) / len(received) / size
+        out.cpu_origin_s = self._processes[0].cpu_s
+        others = [process for index, process in self._processes.items() if index]
+        out.cpu_receiver_s = sum(process.cpu_s for process in others) / len(others)
+        out.rss_receiver_mb = max(process.rss_mb for process in others)
+        return out
+
+    def check_what_they_hold(self) -> None:
+        """A wrong byte is a failure, whatever the system said."""
+        for index in list(self._outcome.done_s):
+            path = self._folder(index) / "out.bin"
+            if not path.exists() or sha256_of(path) != self._digest:
+                self._outcome.failed[index] = "wrong bytes"
+
+    def _folder(self, index: int) -> Path:
+        return self._work / f"host{index}"
+
+    def _start(self, host: Host) -> None:
+        folder = self._folder(host.index)
+        folder.mkdir(exist_ok=True)
+        described = {
+            "role": "receiver" if host.index else "origin",
+            "index": host.index,
+            "address": host.address,
+            "own_address": host.own_address,
+            "port": PORT,
+            "file": str(self._payload),
+            "size": self._payload.stat().st_size,
+            "digest": self._digest,
+            "out": str(folder / "out.bin"),
+            "shared": str(self._work / "shared"),
+            "go": str(self._work / "go"),
+            "origin": self._network.hosts[0].address,
+            "receivers": [other.address for other in self._network.hosts[1:]],
+            "reachable": [other.address for other in self._network.hosts[1:] if not other.link.is_nat],
+            "is_nat": host.link.is_nat,
+            "poisoned": host.index in self._row.faults.poisoned,
+            "options": dict(self._system.options),
+        }
+        (folder / "node.json").write_text(json.dumps(described))
+        command = [str(self._system.python), str(self._system.script), "node.json"]
+        self._processes[host.index] = self._network.start(host, command, folder, self._system.environment)
+
+    def _wait_until_ready(self, hosts: Sequence[Host]) -> None:
+        end_s = time.monotonic() + 60
+        for host in hosts:
+            while not (self._folder(host.index) / "ready").exists():
+                if self._processes[host.index].poll() is not None or time.monotonic() > end_s:
+                    log = (self._folder(host.index) / "log").read_text()[-2_000:]
+                    raise RuntimeError(f"{self._system.name}, host {host.index} does not become ready:\n{log}")
+                time.sleep(0.01)
+
+    def _watch(self, began_s: float, sent_before: int) -> None:
+        """Until everybody who is still expected is done or has failed, while the faults take their course."""
+        faults, out = self._row.faults, self._outcome
+        hosts = self._network.hosts
+        events: list[tuple[float, int, Callable[[], None]]] = []
+        for index, at_s in faults.killed.items():
+            events.append((at_s, index, self._processes[index].kill))
+        for index, at_s in faults.late.items():
+            events.append((at_s, index, partial(self._start, hosts[index])))
+        if faults.partition:
+            apart, from_s, until_s = faults.partition
+            events.append((from_s, 0, partial(self._network.cut_off, [hosts[index] for index in apart])))
+            events.append((until_s, 0, self._network.heal))
+        events.sort(key=lambda event: event[:2], reverse=True)
+        dies_at_bytes = (faults.origin_dies_at_copies or 0) * self._row.size_mb * 1e6
+        expected = {host.index for host in hosts[1:]} - faults.killed.keys()
+        next_count_s = 0.0
+        while not out.done_s.keys() | out.failed.keys() >= expected:
+            now_s = time.monotonic() - began_s
+            while events and events[-1][0] <= now_s:
+                events.pop()[2]()
+            if dies_at_bytes and next_count_s <= now_s:
+                next_count_s = now_s + 0.05
+                if self._network.bytes_sent_and_received(hosts[0])[0] - sent_before >= dies_at_bytes:
+                    self._processes[0].kill()
+                    dies_at_bytes = 0
+            for index in (expected & self._processes.keys()) - out.done_s.keys() - out.failed.keys():
+                if (self._folder(index) / "done").exists():
+                    out.done_s[index] = now_s - faults.late.get(index, 0.0)
+                elif self._processes[index].poll() is not None:
+                    out.failed[index] = f"ended with {self._processes[index].exit_code}"
+            if now_s > self._row.timeout_s:
+                out.failed |= dict.fromkeys(expected - out.done_s.keys() - out.failed.keys(), "timeout")
+            time.sleep(POLL_S)

@@ -1,0 +1,86 @@
+"""One rank of a trainer under torchrun, in the world of trainer_world.py: `-m tests.node.cluster_process FOLDER STEPS`.
+
+The coordinator's state lies in files, so it survives whatever happens to the ranks. Each rank leaves its process id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+from tests.node.trainer_world import CONFIG, BatchCoordinator, Fuse, make_run, make_trainer, write_model
+
+from prime_node.adapters.leading_backend import LeadingBackend, dismiss, follow
+from prime_node.adapters.ranks import Ranks
+from prime_node.adapters.torch_backend import make_backend
+from prime_node.files import write_durably
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.loop import run
+from prime_protocol.envelope import Envelope, open_envelope
+from prime_protocol.manifest import open_manifest
+
+CLUSTER: TrainerConfig = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0})
+
+
+class FolderCoordinator(BatchCoordinator):
+    """Remembers in a folder what was published."""
+
+    def __init__(self, folder: Path, *, max_steps: int) -> None:
+        super().__init__(make_run(max_steps=max_steps))
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.blob"):
+            self.blobs[path.stem] = path.read_bytes()
+        for path in sorted(folder.glob("*.manifest")):
+            self.manifests.append(open_manifest(open_envelope(path.read_bytes()), self.run))
+
+    async def put_blob(self, data: bytes) -> str:
+        digest = await super().put_blob(data)
+        write_durably(self._folder / f"{digest}.blob", data)
+        return digest
+
+    async def publish(self, manifest: Envelope) -> None:
+        await super().publish(manifest)
+        write_durably(self._folder / f"{self.manifests[-1].manifest.policy_version:08d}.manifest", manifest.to_bytes())
+
+
+def main() -> None:
+    folder, max_steps = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    ranks = Ranks.join(device="cpu", timeout=timedelta(seconds=20))
+    (folder / f"rank-{ranks.rank}.pid").write_text(str(os.getpid()))
+    if not ranks.is_first:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        follow(ranks)
+        return
+    logging.basicConfig(level=logging.INFO, filename=folder / "log")
+    build = partial(
+        make_backend,
+        model_folder=write_model(folder / "model"),
+        initial_weights=None,
+        device="cpu",
+        seed=CLUSTER.seed,
+        row_tokens=CLUSTER.row_tokens,
+        threads=1,
+    )
+    coordinator = FolderCoordinator(folder / "coordinator", max_steps=max_steps)
+    backend = LeadingBackend(build, ranks)
+
+    async def train() -> None:
+        assert await run(
+            make_trainer(folder, coordinator, config=CLUSTER, backend=backend, fuse=Fuse()), asyncio.Event()
+        )
+
+    asyncio.run(train())
+    dismiss(ranks)
+
+
+if __name__ == "__main__":
+    main()

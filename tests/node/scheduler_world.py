@@ -1,0 +1,101 @@
+"""The state machine with its log, driven by the decisions that the daemon's handlers take."""
+
+from __future__ import annotations
+
+from prime_node.broadcast.paths import Route
+from prime_node.coordinator import batching, records
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.records import Effect, State
+from prime_node.coordinator.rules import Rules
+from prime_node.coordinator.scheduler import Refusal, choose_slots
+from prime_node.coordinator.state import tick
+from prime_protocol.verdict import RejectReason
+
+RULES = Rules(
+    run="r" * 64,
+    async_level=2,
+    groups_per_step=6,
+    rollouts_per_group=2,
+    max_steps=5,
+    lease_ms=1_000,
+    strikes_max=2,
+    workers_max=8,
+    leases_per_worker_max=3,
+    bundles_pending_per_worker_max=4,
+)
+
+
+class Run:
+    """A state with its log, driven by the decisions that the daemon's handlers take."""
+
+    def __init__(self, rules: Rules = RULES) -> None:
+        self.state = State(rules)
+        self.log: list[tuple[ev.Event, int]] = []
+        self.now_ms = 1_000
+        self.effects: list[Effect] = []
+        self.num_bundles = 0
+
+    def do(self, event: ev.Event) -> list[Effect]:
+        self.log.append((event, self.now_ms))
+        effects = tick(self.state, event, self.now_ms)
+        self.effects += effects
+        return effects
+
+    def join(self, *workers: str) -> None:
+        for worker in workers:
+            self.do(ev.WorkerJoined(worker, worker, "1", "engine", 64))
+
+    def publish(self) -> None:
+        version = self.state.head + 1
+        self.do(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 100),)))
+
+    def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | Refusal:
+        found = choose_slots(
+            self.state,
+            self.state.workers[worker],
+            policy_version=policy_version,
+            rollouts_max=rollouts_max,
+            now_ms=self.now_ms,
+        )
+        if isinstance(found, Refusal):
+            return found
+        lease_id = f"lease-{self.state.num_leases}"
+        expires = self.now_ms + self.state.rules.lease_ms
+        digest = self.state.published[policy_version].digest
+        self.do(ev.LeaseGranted(lease_id, worker, found.step, policy_version, digest, found.slots, expires))
+        return self.state.leases[lease_id]
+
+    def granted(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord:
+        lease = self.lease(worker, policy_version, rollouts_max)
+        assert isinstance(lease, records.LeaseRecord), lease
+        return lease
+
+    def upload(self, lease: records.LeaseRecord) -> str:
+        bundle = f"bundle-{self.num_bundles}"
+        self.num_bundles += 1
+        num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
+        self.do(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1_000))
+        return bundle
+
+    def accept(self, bundle: str, versions: tuple[tuple[int, int], ...] = ()) -> list[Effect]:
+        num_rollouts = self.state.bundles[bundle].num_rollouts
+        return self.do(ev.VerdictGiven(bundle, None, "", (0.5,) * num_rollouts, 10, "validator", versions))
+
+    def refuse(self, bundle: str, reason: RejectReason) -> list[Effect]:
+        return self.do(ev.VerdictGiven(bundle, reason, "", (), 0, "validator"))
+
+    def train(self, worker: str, policy_version: int) -> None:
+        """Fill the lowest step, hand it to the trainer and publish what follows from it."""
+        while not self.fix():
+            self.accept(self.upload(self.granted(worker, policy_version)))
+        self.publish()
+
+    def fix(self) -> bool:
+        """What the daemon does when the trainer asks for the next batch. True if that was the last one of a step."""
+        step = batching.next_step(self.state)
+        if old := batching.stale_slots(self.state, step):
+            self.do(ev.GroupsDropped(old))
+        chosen = batching.choose_batch(self.state)
+        if chosen is not None:
+            self.do(ev.BatchFixed(step, chosen))
+        return self.state.is_given(step)
