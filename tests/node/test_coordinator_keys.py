@@ -28,8 +28,9 @@ from tests.node.worker_world import next_ring
 from prime_node.adapters.folder_source import FolderSource
 from prime_node.broadcast.audit import audit
 from prime_node.coordinator.daemon import Parts, serve
-from prime_node.coordinator.records import State, rules_of
+from prime_node.coordinator.records import State
 from prime_node.coordinator.requests import Caller, require_role
+from prime_node.coordinator.rules import rules_of
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -142,6 +143,23 @@ async def test_a_revoked_trainer_publishes_nothing_and_the_new_one_goes_on_in_a_
     (tmp_path / "public" / "keys" / "0001.json").unlink()
     hidden = await audit(FolderSource(tmp_path / "public"), run.digest, chain=True)
     assert hidden.failure is not None
+
+
+async def test_where_two_trainers_must_sign_one_alone_publishes_nothing(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        both = next_ring(world.run.keys, ROOT, trainer=(TRAINER, NEW), trainer_threshold=2)
+        assert (await world.post("/v1/keys", both.to_bytes()))[0] == 204
+        alone, blobs = make_manifest(world.run, None)
+        for blob in blobs:
+            await world.client(TRAINER).put_blob(blob)
+        await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/manifests", alone.envelope.to_bytes())
+        with_a_stranger = sign_manifest(alone.manifest, ANNA, TRAINER)
+        await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/manifests", with_a_stranger.envelope.to_bytes())
+        await refused(
+            world, ErrorCode.WRONG_ROLE, "/v1/manifests", sign_manifest(alone.manifest, ANNA).envelope.to_bytes()
+        )
+        together = sign_manifest(alone.manifest, ANNA, TRAINER, NEW)
+        assert (await world.post("/v1/manifests", together.envelope.to_bytes()))[0] == 204
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,16 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
     await forger.close()
 
 
+async def test_every_key_that_it_is_given_signs(coordinator: BatchCoordinator) -> None:
+    publisher = Publisher(coordinator, coordinator.run, TRAINER, cosigners=[STRANGER], clock=JumpClock(), pending_max=0)
+    await publisher.start()
+    await publisher.submit(0, weights(0), provenance(0))
+    await publisher.flush()
+    await publisher.close()
+    signers = [signature.key_id for signature in coordinator.manifests[0].envelope.signatures]
+    assert signers == [TRAINER.key_id, STRANGER.key_id]
+
+
 async def test_closing_drops_what_is_pending(coordinator: BatchCoordinator, publisher: Publisher) -> None:
     coordinator.gate.clear()
     await publisher.submit(0, weights(0), provenance(0))

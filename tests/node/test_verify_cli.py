@@ -23,7 +23,8 @@ from prime_node.keyfile import create_key
 from prime_protocol.checkpoint import tensor_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
-from prime_protocol.manifest import SignedManifest
+from prime_protocol.envelope import open_envelope
+from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
 
 RUN = make_run()
@@ -366,3 +367,18 @@ def test_verify_compare_and_export_run_without_torch(world: World, tmp_path: Pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "imported: []" in done.stdout
+
+
+def test_two_manifests_of_one_policy_are_kept_as_evidence(world: World, tmp_path: Path) -> None:
+    other = world.source.publish(weights_of(9), previous=world.source.signed(2))
+    for blob in other.manifest.blobs:
+        path = world.folder / "blobs" / blob.digest[:2] / blob.digest
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(world.source.blobs[blob.digest])
+    (world.folder / "head.json").write_bytes(other.envelope.to_bytes())
+    said = world.verify("--evidence", tmp_path / "kept", code=1)
+    assert "FAIL (4) chain: two signed manifests for policy 3" in said
+    kept = [open_envelope(path.read_bytes()) for path in (tmp_path / "kept").iterdir()]
+    assert len({envelope.digest for envelope in kept}) == 2
+    for envelope in kept:
+        assert open_manifest(envelope, RUN).manifest.policy_version == 3

@@ -115,7 +115,11 @@ def make_run(**changes: object) -> PinnedRun:
 
 
 def next_ring(
-    chain: KeyChain, *signers: SigningKey, published: ChainPoint | None = None, **keys: tuple[SigningKey, ...]
+    chain: KeyChain,
+    *signers: SigningKey,
+    published: ChainPoint | None = None,
+    trainer_threshold: int = 1,
+    **keys: tuple[SigningKey, ...],
 ) -> Envelope:
     """The key ring after the chain's newest, with other keys for the roles that are given."""
     named = {role: tuple(key.key_id for key in held) for role, held in keys.items()}
@@ -123,7 +127,7 @@ def next_ring(
         run=chain.run,
         version=chain.version + 1,
         previous=chain.digest,
-        keys=chain.current.model_copy(update=named),
+        keys=chain.current.model_copy(update=named | {"trainer_threshold": trainer_threshold}),
         published=published or chain.published,
         created_at_ms=0,
     )

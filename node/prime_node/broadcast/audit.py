@@ -253,4 +253,5 @@ class Audit(ManifestAudit):
             due=self.due,
             key_ring=0 if self.pinned is None else self.pinned.keys.version,
             timestamp=self.timestamp,
+            evidence=self.evidence,
         )

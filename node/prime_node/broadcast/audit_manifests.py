@@ -13,7 +13,7 @@ from prime_node.broadcast.paths import Route, routes_of, search
 from prime_node.broadcast.pinned import fetch_key_rings
 from prime_node.ports.transport import PublicSource
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
-from prime_protocol.envelope import parse_json
+from prime_protocol.envelope import Envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
@@ -40,11 +40,15 @@ class ManifestAudit:
     """Number of the check under way."""
     pinned: PinnedRun | None = None
     timestamp: Timestamp | None = None
+    stamped: Envelope | None = None
+    """The timestamp as it came."""
     timestamp_fault: PeerError | None = None
     """Why there is no timestamp; told when its turn has come."""
     head: SignedManifest | None = None
     wanted: SignedManifest | None = None
     """The policy that was asked for: the head, or an earlier one."""
+    evidence: tuple[Envelope, ...] = ()
+    """Signed statements that contradict each other."""
     digests: dict[int, str] = field(default_factory=dict)
     """Of the manifests that were opened."""
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)
@@ -127,6 +131,7 @@ class ManifestAudit:
         version = signed.manifest.policy_version
         if self.digests.get(version, signed.digest) != signed.digest:
             self.at = 4
+            self.evidence = (signed.envelope,)
             raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
         self.digests[version] = signed.digest
         self.routes[version] = routes_of(signed.manifest)
@@ -194,7 +199,9 @@ class ManifestAudit:
         """The head as such and the manifest under its number are one: else the source shows a fork."""
         numbered = await self._manifest(head.manifest.policy_version)
         self.at = 4
+        self.evidence = (numbered.envelope, head.envelope)
         check_not_a_fork(numbered, head)
+        self.evidence = ()
 
     def _about_manifests(self, *, chain: bool, walked: bool) -> None:
         assert self.head is not None
@@ -221,7 +228,8 @@ class ManifestAudit:
     async def _timestamp(self, pinned: PinnedRun) -> Timestamp | None:
         """The coordinator's word on what is newest, if there is one. Its age is check (9), which comes last."""
         try:
-            stamp = open_timestamp(await self.source.timestamp(), pinned)
+            self.stamped = await self.source.timestamp()
+            stamp = open_timestamp(self.stamped, pinned)
         except PeerError as error:
             self.timestamp_fault = error
             return None
@@ -260,6 +268,7 @@ class ManifestAudit:
                 ErrorCode.EXPIRED, f"freeze: the head is policy {version}, and policy {stamp.policy_version} is out"
             )
         if stamp.policy_version == version and stamp.head != head.point:
+            self.evidence = (head.envelope,) if self.stamped is None else (head.envelope, self.stamped)
             raise PeerError(ErrorCode.FORK, f"the coordinator says that policy {version} is another one than the head")
         if stamp.key_ring > pinned.keys.version:
             raise PeerError(ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force and is not shown")

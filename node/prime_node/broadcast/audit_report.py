@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from prime_protocol.envelope import Envelope
 from prime_protocol.timestamp import Timestamp
 
 TITLES = {
@@ -55,6 +56,8 @@ class AuditReport:
     """Version of the newest key ring that was verified; 0 is the RunSpec."""
     timestamp: Timestamp | None = None
     """The coordinator's word on what is newest, if there is one."""
+    evidence: tuple[Envelope, ...] = ()
+    """Signed statements that contradict each other, where that is why it does not hold."""
 
     @property
     def passed(self) -> bool:

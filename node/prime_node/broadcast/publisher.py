@@ -93,13 +93,14 @@ class Publisher:
         *,
         clock: Clock,
         pending_max: int,
+        cosigners: Sequence[SigningKey] = (),
         rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
     ) -> None:
-        """`on_published` is told of each announced policy, from the event loop."""
+        """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop."""
         self._coordinator = coordinator
         self._run = run
-        self._key = key
+        self._keys = (key, *cosigners)
         self._clock = clock
         self._pending_max = pending_max
         self._encoder = SpanEncoder(rules or SpanRules())
@@ -187,7 +188,7 @@ class Publisher:
         began_s = self._clock.monotonic_s()
         tensors = await asyncio.to_thread(tensor_table, submission.weights)
         encoded = await asyncio.to_thread(self._encoder.encode, version, submission.weights)
-        signed = sign_manifest(self._manifest(submission, tensors, encoded), self._key)
+        signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
         await self._upload(signed, encoded)
         self._head = signed
         self._encoder.published(signed.manifest, submission.weights, head=version)

@@ -68,6 +68,14 @@ def verify(
             help="Sign the export's provenance with this key file: an in-toto statement in DSSE, Ed25519.",
         ),
     ] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(
+            "--evidence",
+            show_default=False,
+            help="Where signed statements contradict each other, two manifests of one policy say, keep them in this folder.",
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="Digest of the run that you mean; the join link holds it.", show_default=False),
@@ -113,7 +121,7 @@ def verify(
       export          null, or {path, files: {name: sha256}}
     """
     from prime_node.broadcast.one_tensor import NoSuchTensor
-    from prime_node.cli.verify_output import Wanted, as_fields, as_lines
+    from prime_node.cli.verify_output import Wanted, as_fields, as_lines, keep_evidence
 
     if tensor is not None and (chain or against is not None or export is not None):
         raise typer.BadParameter(
@@ -127,6 +135,8 @@ def verify(
         found = asyncio.run(_verify(target, run or pinned_by(target), wanted, console))
     except NoSuchTensor as error:
         raise typer.BadParameter(str(error), param_hint="--tensor") from None
+    if evidence is not None:
+        keep_evidence(found.report.evidence, evidence)
     if console is None:
         print(json.dumps(as_fields(found, wanted)))
     else:

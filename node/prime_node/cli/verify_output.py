@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from prime_node.broadcast.audit import Verified
 from prime_node.broadcast.audit_report import AuditReport, Check, date_of
 from prime_node.broadcast.compare import Comparison
 from prime_node.broadcast.one_tensor import TensorProof
+from prime_protocol.envelope import Envelope
+from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
 
 DIFFERENCES_SHOWN = 5
@@ -96,6 +98,16 @@ def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
     }
 
 
+def keep_evidence(statements: Sequence[Envelope], folder: Path) -> None:
+    """Each under its digest: who shows both convicts the signer. Raises LocalError."""
+    try:
+        for envelope in statements:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{envelope.digest[:16]}.json").write_bytes(envelope.to_bytes())
+    except OSError as error:
+        raise LocalError(f"evidence {folder}: {error.strerror}") from None
+
+
 def as_line(check: Check) -> str:
     return f"{'ok  ' if check.passed else 'FAIL'} ({check.number}) {check.title}: {check.detail}"
 
@@ -105,6 +117,8 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
     report, comparison, proof = found.report, found.comparison, found.proof
     if not report.passed:
         yield "does NOT hold; nothing after the failed check was looked at"
+        if report.evidence:
+            yield f"{len(report.evidence)} signed statements contradict each other; --evidence DIR keeps them"
         return
     if proof is not None:
         yield (

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
@@ -229,6 +230,21 @@ def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float,
     return Follower(run, sources, folder / "checkpoints", clock=clock(), poll_s=poll_s, policies_kept=policies_kept)
 
 
+def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[SigningKey]:
+    """The trainer's other keys. Raises LocalError before anything is computed that could not be published."""
+    from prime_node.keyfile import load_key
+
+    cosigners = [load_key(file) for file in files]
+    trainers = run.keys.current.of(Role.TRAINER)
+    ours = {one.key_id for one in (key, *cosigners)}.intersection(trainers)
+    if len(ours) < (needed := run.keys.current.threshold(Role.TRAINER)):
+        raise LocalError(
+            f"manifests need {needed} of the trainer keys {', '.join(trainers)} by key ring {run.keys.version}, and this trainer "
+            f"has {len(ours)}: give it the right key, and more in trainer.cosign_keys"
+        )
+    return cosigners
+
+
 def _check_size(model: Path, run: PinnedRun) -> None:
     """Before anything is built. Raises LocalError where the run's own limits do not allow a policy of its model."""
     from prime_node.adapters.model_config import require_within
@@ -316,6 +332,7 @@ def trainer_parts(
             run,
             key,
             clock=clock(),
+            cosigners=_cosigners(run, key, settings.cosign_keys),
             pending_max=spec.async_level,
             rules=settings.publish.rules(),
             on_published=record_published(metrics),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -234,6 +235,8 @@ class TrainerConfig(Settings):
     """How the model lies on several processes and devices."""
     sft: SftConfig = SftConfig()
     """The supervised phase."""
+    cosign_keys: tuple[Path, ...] = ()
+    """Files of further trainer keys that sign each manifest, where the run's keys ask for more than one signature."""
     publish: PublishConfig = PublishConfig()
     """How policies are sent."""
     swarm: SwarmConfig = SwarmConfig()
