@@ -341,7 +341,7 @@ class MemoryCoordinator(MemorySource):
         seeds = iter(range(self._slot * 1_000, (self._slot + 2) * 1_000))
         groups = tuple(
             GroupAssignment(
-                slot=self._slot + number,
+                slot=request.policy_version * self.run.spec.groups_per_step + number,
                 problem=Problem(environment="toy", index=self._slot + number),
                 prompt_token_ids=(1 + (self._slot + number) % 8,),
                 seeds=tuple(next(seeds) for _ in range(self.run.spec.rollouts_per_group)),
