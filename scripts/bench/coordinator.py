@@ -230,7 +230,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
             while not state.is_ready(step):
                 worker = f"w{turn % num_workers}"
                 turn += 1
-                found = choose_slots(state, state.workers[worker], policy_version=step, rollouts_max=8)
+                found = choose_slots(state, state.workers[worker], policy_version=step, rollouts_max=8, now_ms=0)
                 assert isinstance(found, Grant)
                 lease, bundle = f"l{number}", f"b{number}"
                 tick(state, ev.LeaseGranted(lease, worker, found.step, step, "d", found.slots, 60_000), 0)
@@ -238,7 +238,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
                 rewards = (1.0,) * (8 * len(found.slots))
                 tick(state, ev.VerdictGiven(bundle, None, "", rewards, 64, "v"), 0)
                 number += 3
-            tick(state, ev.BatchFixed(step), 0)
+            tick(state, ev.BatchFixed(step, tuple(range(step * 1_024, (step + 1) * 1_024))), 0)
             tick(state, ev.ManifestPublished(step + 1, "d", (Route(None, 1),)), 0)
             tick(state, ev.TrainerDurable(step), 0)
         rates.append(number / (time.perf_counter() - began))

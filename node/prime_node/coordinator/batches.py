@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import slots
-from prime_node.coordinator.records import BundleForgotten, Effect, Publication, State, Step, Topic, Woken
+from prime_node.coordinator.records import LEASE_NEWS, BundleForgotten, Effect, Publication, State, Step
 
 
 def may_be_ready(state: State, step: int) -> bool:
@@ -38,7 +38,7 @@ def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]
 def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[Effect]:
     for slot in event.slots:
         slots.drop(state, slot)
-    return [Woken(Topic.LEASE)]
+    return [LEASE_NEWS]
 
 
 def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
@@ -66,7 +66,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
         state.steps[number] = Step(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
-    return [Woken(Topic.LEASE)]
+    return [LEASE_NEWS]
 
 
 def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
@@ -83,7 +83,7 @@ def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int)
 
 def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
     state.draining = True
-    return [Woken(Topic.LEASE)]
+    return [LEASE_NEWS]
 
 
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {

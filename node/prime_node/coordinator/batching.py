@@ -7,6 +7,7 @@ has become stale is dropped, waited for, masked or kept as the run says (replay/
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from prime_node.coordinator.records import LeaseRecord, State
 from prime_node.replay.selection import Ready, choose, choose_in_time, stale
@@ -56,7 +57,7 @@ def choose_batch(state: State) -> tuple[int, ...] | None:
             lag_max=rules.lag_max,
             selection=rules.selection,
         )
-    slots_end = _lowest_untaken(state) + rules.window_groups
+    slots_end = _window_end(state) if rules.selection is Selection.WINDOW else 0
     return choose(ready, count, selection=rules.selection, slots_end=slots_end)
 
 
@@ -85,9 +86,15 @@ def _holders(state: State) -> Iterator[LeaseRecord]:
     yield from (pending.lease for pending in state.bundles.values())
 
 
-def _lowest_untaken(state: State) -> int:
+def _window_end(state: State) -> int:
+    """The lowest `window_groups` slots that are not trained yet are below this. One that counted trained slots too could hold
+    fewer than a batch, and wait for ever."""
     size = state.rules.groups_per_step
-    for number, step in state.steps.items():
-        if not step.fixed:
-            return next(slot for slot in range(number * size, (number + 1) * size) if slot not in step.taken)
-    return 0
+    untaken = (
+        slot
+        for number, step in state.steps.items()
+        if not step.fixed
+        for slot in range(number * size, (number + 1) * size)
+        if slot not in step.taken
+    )
+    return max(islice(untaken, state.rules.window_groups), default=0) + 1

@@ -65,9 +65,9 @@ class PendingBundle:
     arrived_at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AcceptedGroup:
-    """A slot's group, settled for good."""
+    """A slot's group. Nothing in it changes once it is there; it is not frozen because that would double what making it costs."""
 
     worker: str
     policy_version: int
@@ -286,7 +286,10 @@ class Woken:
     topic: Topic
 
 
-@dataclass(frozen=True, slots=True)
+LEASE_NEWS, CHECK_NEWS, BATCH_NEWS = Woken(Topic.LEASE), Woken(Topic.CHECK), Woken(Topic.BATCH)
+
+
+@dataclass(slots=True)
 class Settled:
     """Effect: a bundle's receipt is to be signed and stored, in the same transaction as the event."""
 

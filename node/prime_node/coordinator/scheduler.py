@@ -101,7 +101,9 @@ def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: 
         if room <= 0:
             continue
         fitting = _fitting(state, worker, number) if is_slow else room
-        slots = tuple(slot for slot in lowest_open(step, max(1, min(room, fitting))) if slot < slots_end)
+        slots = lowest_open(step, max(1, min(room, fitting)))
+        if slots[-1] >= slots_end:
+            slots = tuple(slot for slot in slots if slot < slots_end)
         if fitting >= 1:
             return Grant(number, slots)
         last = Grant(number, slots)

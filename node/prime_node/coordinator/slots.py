@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import neg
 
-from prime_node.coordinator.records import AcceptedGroup, Effect, LeaseRecord, State, Step, Topic, Woken
+from prime_node.coordinator.records import LEASE_NEWS, AcceptedGroup, Effect, LeaseRecord, State, Step
 
 
 def hold(state: State, lease: LeaseRecord) -> None:
@@ -39,7 +39,7 @@ def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
             if slot not in step.accepted:
                 insort(step.open, slot, key=neg)
                 reopened = True
-    return [Woken(Topic.LEASE)] if reopened else []
+    return [LEASE_NEWS] if reopened else []
 
 
 def fill(state: State, slot: int, group: AcceptedGroup) -> bool:

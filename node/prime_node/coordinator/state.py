@@ -21,6 +21,9 @@ from typing import Any
 from prime_node.coordinator import batches, slots
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.records import (
+    BATCH_NEWS,
+    CHECK_NEWS,
+    LEASE_NEWS,
     WASTED_MAX,
     AcceptedGroup,
     Ban,
@@ -32,8 +35,6 @@ from prime_node.coordinator.records import (
     PendingBundle,
     Settled,
     State,
-    Topic,
-    Woken,
     Worker,
 )
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -147,7 +148,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     state.bundles[event.bundle] = PendingBundle(event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms)
     _measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
-    return [settled, Woken(Topic.CHECK), *_room(state)]
+    return [settled, CHECK_NEWS, *_room(state)]
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
@@ -199,20 +200,21 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
     lease, size = pending.lease, state.rules.rollouts_per_group
     assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
     forgotten = _stop_waiting(state, pending)
+    rewards, versions, unscored = event.rewards, event.versions, event.unscored
     for index, slot in enumerate(lease.slots):
         first = index * size
-        oldest, end = event.versions[index] if event.versions else (None, None)
         group = AcceptedGroup(
-            worker=lease.worker,
-            policy_version=lease.policy_version,
-            bundle=event.bundle,
-            first=first,
-            rewards=event.rewards[first : first + size],
-            oldest_version=oldest,
-            end_version=end,
+            lease.worker,
+            lease.policy_version,
+            event.bundle,
+            first,
+            rewards[first : first + size],
             order=state.num_accepted_groups,
-            unscored=tuple(place - first for place in event.unscored if first <= place < first + size),
         )
+        if versions:
+            group.oldest_version, group.end_version = versions[index]
+        if unscored:
+            group.unscored = tuple(place - first for place in unscored if first <= place < first + size)
         slots.fill(state, slot, group)
     effects = [*forgotten, *slots.let_go(state, lease), *_end_overtaken(state, lease)]
     worker = state.workers[lease.worker]
@@ -223,7 +225,7 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *_room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
-    return [settled, Woken(Topic.BATCH), *effects, *([Woken(Topic.LEASE)] if state.is_complete else _room(state))]
+    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else _room(state))]
 
 
 def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
@@ -297,7 +299,10 @@ def _measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int
 
 def _room(state: State) -> list[Effect]:
     """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
-    return [Woken(Topic.LEASE)] if any(step.open for step in state.steps.values()) else []
+    for step in state.steps.values():
+        if step.open:
+            return [LEASE_NEWS]
+    return []
 
 
 def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
+from typing import NamedTuple
 
 from prime_protocol.schedule import Selection
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """An accepted group that no batch has taken."""
 
     slot: int

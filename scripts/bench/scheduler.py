@@ -1,0 +1,158 @@
+"""How many events a second the scheduler takes on one core, and whether an event costs more where there are more workers.
+
+    python scripts/bench/scheduler.py [--quick] [--json]
+
+One process, no I/O: the state machine with the decisions in front of it, as the coordinator's handlers call them. Every worker
+leases a group, uploads it and has it judged; the trainer takes its batches and publishes. A step has as many groups as there are
+workers, at least 1,024, so with 100,000 workers all of them hold a lease at once. An event is a call of `tick`; making it and the
+decision before it (which slots, which batch) are part of its cost. Baseline, in the same run: the same with 100 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from prime_node.broadcast.paths import Route
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.records import State
+from prime_node.coordinator.rules import Rules
+from prime_node.coordinator.scheduler import Grant, choose_slots, forgettable_step
+from prime_node.coordinator.state import tick
+from prime_protocol.schedule import Schedule, Selection, lag_of, slots_ahead
+
+G = 8
+REWARDS = (1.0,) * G
+
+
+def make_rules(preset: str, groups: int) -> Rules:
+    schedule = Schedule.model_validate({"preset": preset})
+    eta = 2.0 if schedule.staleness_threshold is None else schedule.staleness_threshold
+    return Rules(
+        run="r" * 64,
+        async_level=lag_of(eta),
+        groups_per_step=groups,
+        rollouts_per_group=G,
+        max_steps=10**6,
+        lease_ms=60_000,
+        strikes_max=2,
+        workers_max=10**6,
+        leases_per_worker_max=4,
+        bundles_pending_per_worker_max=8,
+        slots_ahead=slots_ahead(eta, groups),
+        selection=schedule.selection,
+        window_groups=2 * groups if schedule.selection is Selection.WINDOW else 0,
+        batches_per_step=schedule.batches_per_step,
+        lag_max=schedule.max_off_policy_steps,
+        staleness_from=schedule.staleness_from,
+        stale=schedule.stale,
+    )
+
+
+def measure(preset: str, num_workers: int, num_events: int) -> float:
+    """Events a second."""
+    rng = random.Random(num_workers)
+    rules = make_rules(preset, -(-max(1_024, num_workers) // 4) * 4)
+    state, names = State(rules), [f"w{number}" for number in range(num_workers)]
+    for name in names:
+        tick(state, ev.WorkerJoined(name, name, "1", "engine", 64), 0)
+    tick(state, ev.ManifestPublished(0, "d", (Route(None, 1),)), 0)
+    steps = max(1, round(num_events / (3 * rules.groups_per_step)))
+    orders = [rng.sample(range(num_workers), num_workers) for _ in range(3)]
+    gc.collect()
+    gc.disable()
+    began, count = time.perf_counter(), 0
+    try:
+        for version in range(steps):
+            now_ms = 1_000 * version
+            count += _fill(state, names, orders, version, now_ms)
+            count += _train(state, version, now_ms)
+    finally:
+        gc.enable()
+    return count / (time.perf_counter() - began)
+
+
+def _fill(state: State, names: list[str], orders: list[list[int]], version: int, now_ms: int) -> int:
+    """Workers go round until the step's batches can be taken."""
+    count = 0
+    wanted = (version + 1) * state.rules.groups_per_step
+    while state.num_accepted_groups < wanted:
+        leased = []
+        for place in orders[count % 3]:
+            worker = state.workers[names[place]]
+            found = choose_slots(state, worker, policy_version=version, rollouts_max=G, now_ms=now_ms)
+            if not isinstance(found, Grant):
+                break
+            lease = f"{version}-{found.slots[0]}-{state.num_leases}"
+            tick(state, ev.LeaseGranted(lease, worker.worker, found.step, version, "d", found.slots, 10**9), now_ms)
+            leased.append((lease, worker.worker))
+        for lease, name in leased[::-1]:
+            tick(state, ev.BundleArrived("b" + lease, lease, name, G, 1), now_ms + 500)
+        for lease, _ in leased:
+            tick(state, ev.VerdictGiven("b" + lease, None, "", REWARDS, 64, "v"), now_ms + 600)
+        count += 3 * len(leased)
+    return count
+
+
+def _train(state: State, version: int, now_ms: int) -> int:
+    count = 0
+    while not state.is_given(version):
+        step = next_step(state)
+        assert not stale_slots(state, step)
+        chosen = choose_batch(state)
+        assert chosen is not None
+        tick(state, ev.BatchFixed(step, chosen), now_ms + 700)
+        count += 1
+    tick(state, ev.ManifestPublished(version + 1, "d", (Route(None, 1),)), now_ms + 900)
+    tick(state, ev.TrainerDurable(forgettable_step(state, version)), now_ms + 900)
+    return count + 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="below a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    sizes = (100, 1_000, 10_000, 100_000)
+    rounds, num_events = (3, 60_000) if options.quick else (5, 300_000)
+    rows: list[dict[str, Any]] = []
+    for preset in ("prime_rl", "verl_partial"):
+        rates: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(rounds):  # the sizes in turn, so that a busy moment hits them alike
+            for size in sizes:
+                rates[size].append(measure(preset, size, num_events))
+        rows += [
+            {
+                "preset": preset,
+                "workers": size,
+                "median": statistics.median(found),
+                "low": min(found),
+                "high": max(found),
+            }
+            for size, found in rates.items()
+        ]
+    checks = []
+    for preset in ("prime_rl", "verl_partial"):
+        of = {row["workers"]: row["median"] for row in rows if row["preset"] == preset}
+        checks.append((f"{preset}: events a second, 100,000 workers", of[100_000], 100_000.0))
+        checks.append((f"{preset}: rate with 100,000 workers of that with 100", of[100_000] / of[100], 0.5))
+    if options.json:
+        told = [{"name": name, "value": round(value, 3), "bar": bar, "ok": value >= bar} for name, value, bar in checks]
+        print(json.dumps({"checks": told, "rows": rows}))
+    else:
+        for row in rows:
+            what = f"{row['preset']}, {row['workers']:,} workers"
+            print(f"{what:32} {row['median']:10,.0f} events/s   ({row['low']:,.0f} to {row['high']:,.0f})")
+        for name, value, bar in checks:
+            print(f"{'ok  ' if value >= bar else 'MISS'} {name}: {value:,.2f}, bar {bar:,}")
+    return 0 if all(value >= bar for _, value, bar in checks) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
