@@ -288,6 +288,8 @@ class CheckTask(WireModel):
     lease: Lease
     deadline_ms: Count
     """After this the bundle goes to another validator."""
+    newest_policy: Step | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The newest policy that a token may be of, where the run lets completions span policies; null: the lease's."""
 
 
 class BatchGroup(WireModel):

@@ -54,6 +54,8 @@ class Completion:
     logprobs: tuple[float, ...]
     """Nats, one for each token, of the policy (at the run's temperature, without the noise) that sampled it."""
     finish: FinishReason
+    spans: tuple[tuple[int, int], ...] = ()
+    """(policy version, number of tokens) in order. Empty: the lease's policy sampled them all."""
 
 
 class EngineInfo(WireModel):
@@ -121,10 +123,14 @@ class Rollouts:
 
 
 def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
-    """What an honest worker uploads: its completions in the lease's order, all by the lease's policy."""
+    """What an honest worker uploads: its completions in the lease's order."""
     assert len(completions) == lease.num_rollouts
     lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int32)
-    versions = np.full(len(lengths), lease.policy_version, dtype=np.int32)
+    spans = [
+        (index, version, num_tokens)
+        for index, completion in enumerate(completions)
+        for version, num_tokens in completion.spans or ((lease.policy_version, len(completion.token_ids)),)
+    ]
     return Rollouts(
         token_ids_T=np.array([token for c in completions for token in c.token_ids], dtype=np.int32),
         logprobs_T=np.array([logprob for c in completions for logprob in c.logprobs], dtype=np.float32),
@@ -132,7 +138,7 @@ def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
         finish_N=np.array([c.finish for c in completions], dtype=np.uint8),
         slots_N=np.array([group.slot for group in lease.groups for _ in group.seeds], dtype=np.int64),
         seeds_N=np.array([seed for group in lease.groups for seed in group.seeds], dtype=np.int64),
-        spans_S3=np.stack([np.arange(len(lengths), dtype=np.int32), versions, lengths], axis=1),
+        spans_S3=np.array(spans, dtype=np.int32),
     )
 
 

@@ -1,6 +1,6 @@
 """The checks on a bundle of rollouts. Numbered, cheap ones first; the first that fails gives the reason.
 
-    (1) the policy and its spans are the lease's          WRONG_POLICY
+    (1) the policy is the lease's, spans as allowed       WRONG_POLICY
     (2) lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
@@ -42,12 +42,17 @@ class Measured:
     seed_flips_share: float
 
 
-def check_assignment(header: RolloutHeader, rollouts: Rollouts, lease: Lease, *, vocab_size: int) -> Verdict:
-    """Checks (1) to (4)."""
-    versions = rollouts.spans_S3[:, 1]
+def check_assignment(
+    header: RolloutHeader, rollouts: Rollouts, lease: Lease, *, vocab_size: int, newest_policy: int | None = None
+) -> Verdict:
+    """Checks (1) to (4). `newest_policy`: the newest that a token may be of, where the run lets completions span policies."""
     same_policy = header.policy_version == lease.policy_version and header.policy_digest == lease.policy_digest
-    if not same_policy or (versions != lease.policy_version).any():  # (1)
+    if not same_policy:  # (1)
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
+    newest = lease.policy_version if newest_policy is None else newest_policy
+    if not _spans_ascend(rollouts, oldest=lease.policy_version, newest=newest):
+        detail = f"spans go up, from policy {lease.policy_version} to {newest} at most"
+        return Verdict.refuse(RejectReason.WRONG_POLICY, detail)
     same_lease = (header.run, header.worker, header.lease_id, header.step) == (
         lease.run,
         lease.worker,
@@ -91,6 +96,14 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
             RejectReason.SEED_MISMATCH, f"{flips:.2%} of the tokens are not the ones that the seeds choose"
         )
     return Verdict.accept()
+
+
+def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
+    """Each completion's spans are of ever newer policies: it can be told which weights sampled which token."""
+    of_S, versions_S = rollouts.spans_S3[:, 0], rollouts.spans_S3[:, 1].astype(np.int64)
+    within = versions_S.min() >= oldest and versions_S.max() <= newest
+    same_completion = of_S[1:] == of_S[:-1]
+    return bool(within and (np.diff(versions_S)[same_completion] > 0).all())
 
 
 def _termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:

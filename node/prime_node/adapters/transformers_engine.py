@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,10 +22,11 @@ import transformers
 from torch import Tensor
 
 from prime_node.adapters.causal_model import CausalModel
-from prime_node.adapters.torch_noise import gumbel_noise
-from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
+from prime_node.adapters.token_scores import Mixture, score_tokens
+from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
@@ -42,7 +44,7 @@ LOGITS_BLOCK = 2**24
 
 
 class TransformersEngine:
-    """Implements ports.engine.Engine and ports.engine.Scorer."""
+    """Implements ports.engine.SwappingEngine and ports.engine.Scorer."""
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class TransformersEngine:
         self._cache_bytes_max = cache_bytes_max
         self._model = CausalModel(folder, dtype=dtype, device=device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transformers-engine")
-        self._loaded = False
+        self._loaded, self._version = False, -1
+        self._updates: deque[_Update] = deque()
 
     @property
     def info(self) -> EngineInfo:
@@ -75,6 +78,25 @@ class TransformersEngine:
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         return await self._in_thread(lambda stop: self._prefill(requests, sampling, stop))
+
+    async def prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+    ) -> Prefill:
+        return await self._in_thread(lambda stop: self._prefill_mixed(requests, spans, sampling, policies, stop))
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        update = _Update(weights, policy_version, swap)
+        self._updates.append(update)
+        self._thread.submit(self._apply_updates)  # for when nothing is under way, or what is ends first
+        await asyncio.wrap_future(update.done)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
@@ -104,7 +126,23 @@ class TransformersEngine:
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
                 "this engine is of no use until a load succeeds"
             )
-        self._loaded = True
+        self._loaded, self._version = True, policy_version
+
+    def _apply_updates(self) -> SwapPolicy | None:
+        """Swap to the newest policy that waits, if any does; says what becomes of keys and values."""
+        popped = [self._updates.popleft() for _ in range(len(self._updates))]
+        waiting = [update for update in popped if update.done.set_running_or_notify_cancel()]
+        if not waiting:
+            return None
+        try:
+            self._load(waiting[-1].weights, waiting[-1].policy_version)
+        except BaseException as error:
+            for update in waiting:
+                update.done.set_exception(error)
+            raise
+        for update in waiting:
+            update.done.set_result(None)
+        return waiting[-1].swap
 
     def _copy_weights(self, weights: Weights) -> None:
         self._model.load(weights)
@@ -115,15 +153,17 @@ class TransformersEngine:
     ) -> list[Completion]:
         assert self._loaded, "no weights have been loaded"
         completions: dict[int, Completion] = {}
+        asked_of = self._version
         sizes = [(request.prompt_token_ids, sampling.completion_tokens_max) for request in requests]
         for batch in self._batches(sizes):
             drafts = self._sample([requests[i] for i in batch], sampling, stop)
-            completions.update(zip(batch, (draft.completion() for draft in drafts), strict=True))
+            completions.update(zip(batch, (draft.completion(asked_of) for draft in drafts), strict=True))
         return [completions[i] for i in range(len(requests))]
 
     def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event) -> list[_Draft]:
         """One batch, a token of every completion at a time."""
-        drafts = [_Draft(request.seed, set(sampling.stop_token_ids)) for request in requests]
+        stops = set(sampling.stop_token_ids)
+        drafts = [_Draft(request.prompt_token_ids, request.seed, stops) for request in requests]
         prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
         rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max)
         logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
@@ -131,10 +171,10 @@ class TransformersEngine:
         for position in range(sampling.completion_tokens_max):
             if stop.is_set():
                 raise _Stopped
-            scores = _score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
+            scores = score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
             chosen_B = scores.noisy_NV.argmax(dim=1)
             for draft, token, nats in zip(active, chosen_B.tolist(), scores.logprobs(chosen_B).tolist(), strict=True):
-                draft.append(token, nats)
+                draft.append(token, nats, self._version)
             unfinished = [row for row, draft in enumerate(active) if not draft.stopped]
             if not unfinished or position + 1 == sampling.completion_tokens_max:
                 break
@@ -144,7 +184,15 @@ class TransformersEngine:
                 sources_B = prompt_of_B[kept_B] if position == 0 else kept_B
                 rows.select(sources_B)
                 active, chosen_B = [active[row] for row in unfinished], chosen_B[kept_B]
-            logits_BV = self._model.logits(self._model.extend(rows, chosen_B[:, None])[:, -1])
+            swap = self._apply_updates()
+            if swap is None or swap is SwapPolicy.KEEP_KV:
+                logits_BV = self._model.logits(self._model.extend(rows, chosen_B[:, None])[:, -1])
+            else:
+                active = [draft for draft in active if not draft.stopped]
+                prompts, prompt_of_B = self._distinct([draft.sequence for draft in active])
+                rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max - position)
+                rows.select(prompt_of_B)
+                logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
         return drafts
 
     @torch.inference_mode()
@@ -160,6 +208,37 @@ class TransformersEngine:
             parts = zip(torch.split(logprobs_N, lengths), torch.split(margins_N, lengths), strict=True)
             found.update(zip(batch, parts, strict=True))
         logprobs_T, margins_T = (torch.cat([torch.empty(0), *(found[i][n] for i in range(len(found)))]) for n in (0, 1))
+        return Prefill(logprobs_T.numpy(), margins_T.numpy())
+
+    @torch.inference_mode()
+    def _prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+        stop: threading.Event,
+    ) -> Prefill:
+        """Completions with the same cuts go together. Policy by policy, so that each is loaded once."""
+        places: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for place, (request, spans_of_one) in enumerate(zip(requests, spans, strict=True)):
+            assert sum(num_tokens for _, num_tokens in spans_of_one) == len(request.completion_token_ids)
+            places.setdefault(tuple(spans_of_one), []).append(place)
+        mixtures = {cuts: Mixture([requests[place] for place in found]) for cuts, found in places.items()}
+        parts: dict[int, list[tuple[Tensor, Tensor]]] = {place: [] for place in range(len(requests))}
+        for version in sorted(policies):
+            if stop.is_set():
+                raise _Stopped
+            self._load(policies[version], version)
+            for cuts, mixture in mixtures.items():
+                num_tokens = dict(cuts).get(version)
+                if num_tokens is not None:
+                    found = mixture.score(self._model, num_tokens, sampling)
+                    for place, part in zip(places[cuts], found, strict=True):
+                        parts[place].append(part)
+        logprobs_T, margins_T = (
+            torch.cat([torch.empty(0), *(part[n].cpu() for place in parts for part in parts[place])]) for n in (0, 1)
+        )
         return Prefill(logprobs_T.numpy(), margins_T.numpy())
 
     def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -182,7 +261,7 @@ class TransformersEngine:
         parts = []
         for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
             part = slice(start, start + block)
-            scores = _score_tokens(model.logits(hidden_NH[part]), seeds[part], positions[part], sampling)
+            scores = score_tokens(model.logits(hidden_NH[part]), seeds[part], positions[part], sampling)
             parts.append((scores.logprobs(chosen_N[part]), scores.margins(chosen_N[part])))
         logprobs, margins = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(margins)
@@ -217,47 +296,42 @@ class _Stopped(Exception):
 class _Draft:
     """A completion in the making."""
 
+    prompt_token_ids: tuple[int, ...]
     seed: int
     stops: set[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: Counter[int] = field(default_factory=Counter)
+    """Policy version -> tokens, in the order of the policies."""
     stopped: bool = False
 
-    def append(self, token: int, nats: float) -> None:
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.prompt_token_ids, *self.token_ids)
+
+    def append(self, token: int, nats: float, policy_version: int) -> None:
         """Rows stay in the batch for a while after their stop token; what they say then is not heard."""
         if not self.stopped:
             self.token_ids.append(token)
             self.logprobs.append(nats)
+            self.versions[policy_version] += 1
             self.stopped = token in self.stops
 
-    def completion(self) -> Completion:
+    def completion(self, asked_of: int) -> Completion:
+        """With its spans, unless the policy that was asked sampled all of it."""
         finish = FinishReason.STOP if self.stopped else FinishReason.LENGTH
-        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish)
+        spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenScores:
-    """What a token is chosen by, at N positions."""
+@dataclass
+class _Update:
+    """Weights that wait for the next token."""
 
-    scaled_NV: Tensor
-    """Logits at the sampling temperature."""
-    noisy_NV: Tensor
-    """The same with the seeds' noise: the largest is the token."""
-
-    def logprobs(self, tokens_N: Tensor) -> Tensor:
-        return self.scaled_NV.gather(1, tokens_N[:, None])[:, 0] - self.scaled_NV.logsumexp(dim=1)
-
-    def margins(self, tokens_N: Tensor) -> Tensor:
-        return self.noisy_NV.amax(dim=1) - self.noisy_NV.gather(1, tokens_N[:, None])[:, 0]
-
-
-def _score_tokens(
-    logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sampling
-) -> _TokenScores:
-    if sampling.temperature == 0.0:
-        return _TokenScores(logits_NV, logits_NV)
-    scaled_NV = logits_NV / sampling.temperature
-    return _TokenScores(scaled_NV, scaled_NV + gumbel_noise(seeds, positions, logits_NV.shape[1], logits_NV.device))
+    weights: Weights
+    policy_version: int
+    swap: SwapPolicy
+    done: Future[None] = field(default_factory=Future)
 
 
 def probe_requests(vocab_size: int) -> list[ScoreRequest]:

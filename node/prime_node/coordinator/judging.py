@@ -25,7 +25,8 @@ async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | N
         return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
     bundle, deadline_ms = found
     lease = core.assigner.lease(core.state.bundles[bundle].lease)
-    return CheckTask.model_construct(bundle=bundle, lease=lease, deadline_ms=deadline_ms)
+    newest = core.state.head if core.run.spec.schedule.swap.spans_policies else None
+    return CheckTask.model_construct(bundle=bundle, lease=lease, deadline_ms=deadline_ms, newest_policy=newest)
 
 
 async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:

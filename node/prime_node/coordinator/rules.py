@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy
+from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, SwapPolicy
 from prime_protocol.step import Admission
 
 
@@ -38,6 +38,8 @@ class Rules:
     leases_per_slot_max: int = 1
     straggler_factor: float = 2.0
     slow_factor: float | None = None
+    requeues: bool = False
+    """Workers hand leases back when a newer policy arrives: that wastes nothing."""
 
     @cached_property
     def admission(self) -> Admission:
@@ -76,4 +78,5 @@ def rules_of(run: PinnedRun) -> Rules:
         leases_per_slot_max=schedule.leases_per_slot_max,
         straggler_factor=schedule.straggler_factor,
         slow_factor=schedule.slow_factor,
+        requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
     )

@@ -272,6 +272,8 @@ def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[E
     """End an open lease without a bundle. Whoever does so again and again is made to wait (scheduler.py)."""
     lease = state.leases[lease_id]
     worker = _end(state, lease, end)
+    if state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head:
+        return slots.let_go(state, lease)
     worker.wasted += 1
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)

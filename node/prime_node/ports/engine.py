@@ -5,14 +5,18 @@ Letters: B requests, T completion tokens in all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, EngineInfo
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
+
+Spans = tuple[tuple[int, int], ...]
+"""(policy version, number of tokens) of one completion, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,24 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class SwappingEngine(Engine, Protocol):
+    """An engine that can change its policy while it generates."""
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        """What it can do with unfinished completions, of those that let one span policies."""
+        ...
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        """Swap to other weights at the next token; `generate` goes on, and `Completion.spans` says which policy sampled what.
+
+        The last token before the cut is forwarded by the new weights. Returns when the swap is done; with nothing under way
+        it is a `load`. Raises EngineMismatch, and so does the `generate` under way.
+        """
+        ...
+
+
 class Scorer(Protocol):
     """Judges completions by one forward pass over prompt and completion."""
 
@@ -75,6 +97,20 @@ class Scorer(Protocol):
 
         margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 where
         the chosen token is the best. Temperature 0: without noise, logprobs at temperature 1.
+        """
+        ...
+
+    async def prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+    ) -> Prefill:
+        """The same for completions whose policy changed under way with the keys and values kept (SwapPolicy.KEEP_KV).
+
+        Each span is forwarded by its own policy, which sees what those before it left in the cache. Loads the policies in
+        ascending order, so the newest one is held afterwards.
         """
         ...
 

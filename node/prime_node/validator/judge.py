@@ -6,19 +6,24 @@ exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.replay.staleness import versions_of
+from prime_node.validator.scoring import enough_scored, score_rollouts
+from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
 from prime_protocol.parcel import open_parcel
-from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts, parse_body
+from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import check_assignment, judge, measure
+from prime_protocol.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,9 @@ class Judgement:
     """Completion tokens of an accepted bundle, for the worker's credit."""
     rewards: tuple[float, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
+    versions: tuple[tuple[int, int], ...] = ()
+    """CheckResultRequest.versions."""
+    unscored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,10 @@ class OpenedBundle:
     lease: Lease
 
 
-def open_bundle(parcel: bytes, lease: Lease, run: PinnedRun) -> OpenedBundle | Judgement:
-    """(1) to (3): everything that the lease alone can decide."""
+def open_bundle(
+    parcel: bytes, lease: Lease, run: PinnedRun, *, newest_policy: int | None = None
+) -> OpenedBundle | Judgement:
+    """(1) to (3): everything that the lease alone can decide. `newest_policy`: what a span may be of (check_assignment)."""
     bounds = run.spec.limits
     try:
         opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)  # (1)
@@ -51,7 +61,8 @@ def open_bundle(parcel: bytes, lease: Lease, run: PinnedRun) -> OpenedBundle | J
         rollouts = parse_body(header, opened.check_body(header), bounds)  # (2)
     except PeerError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
-    verdict = check_assignment(header, rollouts, lease, vocab_size=run.spec.vocab_size)  # (3)
+    newest = newest_policy if run.spec.schedule.swap.spans_policies else None
+    verdict = check_assignment(header, rollouts, lease, vocab_size=run.spec.vocab_size, newest_policy=newest)  # (3)
     return OpenedBundle(header, rollouts, lease) if verdict.accepted else Judgement(verdict)
 
 
@@ -62,16 +73,38 @@ async def judge_bundle(
     run: PinnedRun,
     environments: Mapping[str, Environment],
     tokenizer: Tokenizer,
+    policies: Mapping[int, Weights] | None = None,
 ) -> Judgement:
-    """(4) to (6). `scorer` holds the lease's policy."""
-    lease, rollouts = bundle.lease, bundle.rollouts
-    prefill = await scorer.prefill(score_requests(bundle), lease.sampling)  # (4)
+    """(4) to (6). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
+    lease, rollouts, schedule = bundle.lease, bundle.rollouts, run.spec.schedule
+    requests = score_requests(bundle)
+    if policies is None:
+        prefill = await scorer.prefill(requests, lease.sampling)  # (4)
+    else:
+        spans = spans_of(rollouts)
+        prefill = await prefill_spans(scorer, requests, spans, lease.sampling, policies, swap=schedule.swap)
     measured = measure(rollouts, prefill)
     verdict = judge(measured, run.spec.checks)  # (5)
     if not verdict.accepted:
         return Judgement(verdict, measured=asdict(measured))
-    rewards = score_rollouts(bundle, environments, tokenizer)  # (6)
-    return Judgement(verdict, rollouts.num_tokens, tuple(rewards), asdict(measured))
+    scored = score_rollouts(lease, rollouts, environments, tokenizer)  # (6)
+    if not enough_scored(lease, scored.unscored, group_rollouts_min=schedule.group_rollouts_min):
+        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=asdict(measured))
+    return Judgement(
+        verdict,
+        rollouts.num_tokens,
+        scored.rewards,
+        asdict(measured),
+        versions=() if policies_of(rollouts) == [lease.policy_version] else _versions_of_groups(bundle),
+        unscored=scored.unscored,
+    )
+
+
+def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:
+    """Of each group, the oldest policy of its tokens and the oldest of its completions' last tokens."""
+    versions = iter(versions_of(bundle.rollouts, start=bundle.lease.policy_version))
+    groups = [list(islice(versions, len(group.seeds))) for group in bundle.lease.groups]
+    return tuple((min(each.oldest for each in group), min(each.end for each in group)) for group in groups)
 
 
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
@@ -82,17 +115,4 @@ def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
     return [
         ScoreRequest(prompt, completion.token_ids, seed)
         for prompt, completion, seed in zip(prompts, completions, seeds, strict=True)
-    ]
-
-
-def score_rollouts(
-    bundle: OpenedBundle, environments: Mapping[str, Environment], tokenizer: Tokenizer
-) -> Sequence[float]:
-    """Rewards in the bundle's order, from the tokens alone."""
-    problems = [group.problem for group in bundle.lease.groups for _ in group.seeds]
-    return [
-        environments[problem.environment].score(
-            problem.index, tokenizer.decode(list(completion.token_ids)), finished=completion.finish is FinishReason.STOP
-        )
-        for problem, completion in zip(problems, bundle.rollouts.completions(), strict=True)
     ]

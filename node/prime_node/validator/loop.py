@@ -23,6 +23,7 @@ from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.spans import policies_of
 from prime_protocol.errors import PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.run_spec import PinnedRun
@@ -107,6 +108,8 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
             num_tokens=judgement.num_tokens,
             rewards=judgement.rewards,
             measured=dict(judgement.measured),
+            versions=judgement.versions,
+            unscored=judgement.unscored,
         )
         send = functools.partial(validator.coordinator.check_result, result)
         await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
@@ -114,27 +117,31 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
 
 async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Judgement | None:
     """One bundle, with the right policy loaded. None where the policy cannot be had in time: the deadline hands it on."""
-    opened = open_bundle(parcel, task.lease, validator.run)
+    opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
     if not isinstance(opened, OpenedBundle):
         return opened
-    version = task.lease.policy_version
-    if validator.loaded != version:
-        seconds_left = (task.deadline_ms - validator.clock.now_ms()) / 1_000
+    versions = policies_of(opened.rollouts)
+    policies: dict[int, Weights] = {}
+    if versions != [validator.loaded]:
         try:
-            weights = await asyncio.wait_for(validator.policy(version), seconds_left)
+            for version in versions:
+                seconds_left = (task.deadline_ms - validator.clock.now_ms()) / 1_000
+                policies[version] = await asyncio.wait_for(validator.policy(version), seconds_left)
         except TimeoutError:
             log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
             return None
         except PeerError as error:  # published broken: no validator can judge it
             return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
-        await validator.scorer.load(weights, policy_version=version)
-        validator.loaded = version
+    if len(versions) == 1 and policies:
+        await validator.scorer.load(policies[versions[0]], policy_version=versions[0])
+    validator.loaded = versions[0] if len(versions) == 1 else -1
     return await judge_bundle(
         opened,
         validator.scorer,
         run=validator.run,
         environments=validator.environments,
         tokenizer=validator.tokenizer,
+        policies=policies if len(versions) > 1 else None,
     )
 
 

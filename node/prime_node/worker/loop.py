@@ -31,7 +31,8 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, EngineMismatch
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.leases import Pace, bundle_for, open_lease, requests_for
+from prime_node.worker.generating import generate
+from prime_node.worker.leases import Pace, bundle_for, open_lease
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.session import Banned, Session
 from prime_node.worker.spool import Spool
@@ -50,6 +51,7 @@ from prime_protocol.messages import (
     WorkerState,
 )
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -244,12 +246,21 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
         worker.pace.doubt()
         await _hand_back(worker, lease)
         return
-    if worker.held != policy.version:
+    swap = worker.run.spec.schedule.swap
+    if worker.held != policy.version and not (swap.spans_policies and worker.held > policy.version):
         await _load(worker, policy)
     worker.state = WorkerState.GENERATING
     began_s = worker.clock.monotonic_s()
-    work = worker.engine.generate(requests_for(lease), lease.sampling)
-    completions = await unless(worker.grace_over.wait(), work)
+    work = generate(
+        worker.engine,
+        lease,
+        swap,
+        held=worker.held,
+        wait_newer=functools.partial(_wait_newer, worker),
+    )
+    generated = await unless(worker.grace_over.wait(), work)
+    worker.held = -1 if generated is None else generated.held
+    completions = None if generated is None else generated.completions
     if completions is None:
         await _hand_back(worker, lease)
         return
@@ -269,6 +280,11 @@ async def _fulfil(worker: Worker, lease: Lease) -> None:
     )
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     worker.in_hand.discard(lease.lease_id)
+
+
+async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights]:
+    policy = await worker.follower.wait_newer(policy_version)
+    return policy.version, policy.weights
 
 
 async def _load(worker: Worker, policy: Policy) -> None:

@@ -1,0 +1,76 @@
+"""Forward passes for completions that span several policies.
+
+Where the run's swap makes a worker compute keys and values anew, each span is what its own policy says of everything before it:
+one forward pass for each policy, up to the end of its spans. Where the cache is kept, they are judged as that mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from prime_node.ports.engine import Scorer, ScoreRequest, Spans
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import Rollouts
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+
+def spans_of(rollouts: Rollouts) -> list[Spans]:
+    """Of each completion, in the bundle's order."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(len(rollouts))]
+    for index, version, num_tokens in rollouts.spans_S3.tolist():
+        found[index].append((version, num_tokens))
+    return [tuple(spans) for spans in found]
+
+
+def policies_of(rollouts: Rollouts) -> list[int]:
+    """Every policy that sampled a token, ascending."""
+    return sorted(set(rollouts.spans_S3[:, 1].tolist()))
+
+
+async def prefill_spans(
+    scorer: Scorer,
+    requests: Sequence[ScoreRequest],
+    spans: Sequence[Spans],
+    sampling: Sampling,
+    policies: Mapping[int, Weights],
+    *,
+    swap: SwapPolicy,
+) -> Prefill:
+    """What a trusted forward pass says of every token, by the policy that sampled it. The scorer holds the newest one then."""
+    if swap is SwapPolicy.KEEP_KV:
+        return await scorer.prefill_mixed(requests, spans, sampling, policies)
+    starts = np.cumsum([0, *(len(request.completion_token_ids) for request in requests)]).tolist()
+    logprobs_T = np.empty(starts[-1], np.float32)
+    margins_T = np.empty(starts[-1], np.float32)
+    for version in sorted(policies):
+        parts = [(index, *_part(spans[index], version)) for index in range(len(requests))]
+        parts = [(index, first, end) for index, first, end in parts if first < end]
+        if not parts:
+            continue
+        await scorer.load(policies[version], policy_version=version)
+        found = await scorer.prefill([_until(requests[index], end) for index, _, end in parts], sampling)
+        place = 0
+        for index, first, end in parts:
+            target = slice(starts[index] + first, starts[index] + end)
+            logprobs_T[target] = found.logprobs_T[place + first : place + end]
+            margins_T[target] = found.margins_T[place + first : place + end]
+            place += end
+    return Prefill(logprobs_T, margins_T)
+
+
+def _part(spans: Spans, version: int) -> tuple[int, int]:
+    """Where a policy's tokens begin and end in a completion; equal where it has none."""
+    first = 0
+    for each, num_tokens in spans:
+        if each == version:
+            return first, first + num_tokens
+        first += num_tokens
+    return 0, 0
+
+
+def _until(request: ScoreRequest, end: int) -> ScoreRequest:
+    return ScoreRequest(request.prompt_token_ids, request.completion_token_ids[:end], request.seed)
