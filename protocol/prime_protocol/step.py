@@ -51,6 +51,12 @@ class Admission:
         """True if a slot may be begun on a policy."""
         return policy_version >= 0 and slot < self.slots_end(policy_version)
 
+    def admits_step(self, step: int, policy_version: int) -> bool:
+        """True if some slot of a step may be begun on a policy."""
+        return self.admits_slot(step * self.groups_per_step, policy_version) and not (
+            self.is_in_order and policy_version > step
+        )
+
     def oldest_policy(self, slot: int) -> int:
         """The oldest policy that a slot may be begun on."""
         return max(0, -((self.slots_ahead - slot - 1) // self.groups_per_step))

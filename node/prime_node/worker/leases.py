@@ -25,7 +25,7 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     """A lease that answers our question. Raises PeerError.
 
     (1) a coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy
-    that we said we hold, and groups that the policy may serve; (4) it asks for no more than we offered and
+    that we said we hold, and a step that the policy may serve; (4) it asks for no more than we offered and
     than the run allows; (5) prompts are within the limits and the vocabulary.
     """
     payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
@@ -33,11 +33,7 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     if lease.run != run.digest or lease.worker != worker:  # (2)
         raise PeerError(ErrorCode.LEASE_FOREIGN, f"lease {lease.lease_id[:12]} is for another worker or run")
     names_ours = (lease.policy_version, lease.policy_digest) == (asked.policy_version, asked.policy_digest)
-    admits = run.spec.admission.admits_slot
-    if not names_ours or not all(
-        run.spec.step_of(group.slot) == lease.step and admits(group.slot, lease.policy_version)
-        for group in lease.groups
-    ):  # (3)
+    if not names_ours or not run.spec.admission.admits_step(lease.step, lease.policy_version):  # (3)
         raise PeerError(
             ErrorCode.MALFORMED,
             f"lease {lease.lease_id[:12]} asks for policy {lease.policy_version} at step {lease.step}",
