@@ -7,18 +7,22 @@ every resulting tensor with the manifest, so that a wrong base or a faulty decod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from prime_protocol.chunk_index import ChunkIndex, pack_index
-from prime_protocol.codec import decode_chunk, encode_tensor
+from prime_protocol.codec import decode_chunk, encode_tensors
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
-from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root
+from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root, tensor_digests
 
 PART_BYTES = 16 * 2**20
 """A part is closed once it holds this much: few enough requests, small enough to resume."""
+RUN_CHUNKS = 8
+"""Neighbouring chunks that a thread of a pool decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,11 @@ class EncodedCheckpoint:
         return (self.index, *self.parts)
 
 
-def tensor_table(weights: Weights) -> tuple[TensorEntry, ...]:
-    """What a manifest says about tensors."""
+def tensor_table(weights: Weights, *, pool: Executor | None = None) -> tuple[TensorEntry, ...]:
+    """What a manifest says about tensors. A pool of threads hashes them side by side."""
     return tuple(
-        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=tensor.digest)
-        for name, tensor in weights.items()
+        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=digest)
+        for (name, tensor), digest in zip(weights.items(), tensor_digests(weights.values(), pool), strict=True)
     )
 
 
@@ -47,23 +51,50 @@ def encode_checkpoint(
     new: Weights, base: tuple[BasePolicy, Weights] | None = None, *, part_bytes: int = PART_BYTES
 ) -> EncodedCheckpoint:
     """Encode weights alone (an anchor), or against a base with the same names, types and shapes (a delta)."""
+    parts: list[bytes] = []
+    encoding, index = encode_parts(new, base, keep=lambda _, part: parts.append(part), part_bytes=part_bytes)
+    return EncodedCheckpoint(encoding, index, tuple(parts))
+
+
+def encode_parts(
+    new: Weights,
+    base: tuple[BasePolicy, Weights] | None,
+    *,
+    keep: Callable[[PartEntry, bytes], object],
+    part_bytes: int = PART_BYTES,
+    pool: Executor | None = None,
+) -> tuple[Encoding, bytes]:
+    """`encode_checkpoint` for any size: `keep` gets each part in order, and nothing of it is held here afterwards.
+
+    Returns what a manifest says, and the index. A pool of threads encodes chunks side by side; the bytes are the same.
+    """
+    old = None if base is None else base[1]
     rows: list[tuple[int, int, str]] = []
-    parts: list[bytearray] = []
-    for name, tensor in new.items():
-        old = None if base is None else base[1][name].data
-        for chunk in encode_tensor(tensor.data, old, dtype=tensor.dtype):
-            if not parts or len(parts[-1]) >= part_bytes:
-                parts.append(bytearray())
-            rows.append((len(chunk.data), chunk.count, digest_of(chunk.data)))
-            parts[-1] += chunk.data
-    index, sealed = pack_index(rows), tuple(bytes(part) for part in parts)
+    parts: list[PartEntry] = []
+    part = bytearray()
+
+    def close() -> None:
+        sealed = bytes(part)
+        part.clear()
+        parts.append(_entry(sealed))
+        keep(parts[-1], sealed)
+
+    tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
+    for _, chunk in encode_tensors(tensors, pool=pool):
+        if len(part) >= part_bytes:
+            close()
+        rows.append((len(chunk.data), chunk.count, digest_of(chunk.data)))
+        part += chunk.data
+    if part:
+        close()
+    index = pack_index(rows)
     encoding = Encoding(
         kind=CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
         base=None if base is None else base[0],
         index=_entry(index),
-        parts=tuple(_entry(part) for part in sealed),
+        parts=tuple(parts),
     )
-    return EncodedCheckpoint(encoding, index, sealed)
+    return encoding, index
 
 
 def _entry(blob: bytes) -> PartEntry:
@@ -73,15 +104,30 @@ def _entry(blob: bytes) -> PartEntry:
 class CheckpointDecoder:
     """Builds one policy's weights from the chunks of one encoding. Never touches `base`."""
 
-    def __init__(self, manifest: Manifest, encoding: Encoding, index: ChunkIndex, base: Weights | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        encoding: Encoding,
+        index: ChunkIndex,
+        base: Weights | None = None,
+        *,
+        base_root: str | None = None,
+        pool: Executor | None = None,
+    ) -> None:
         """`manifest` has passed chain.check_manifest and `index` was opened for it.
 
+        `base_root` is for a caller who has just decoded `base` himself: without it all of `base` is hashed first. A pool
+        of threads hashes tensors side by side, and decodes what `feed_part` gets; it must not be the pool that calls this.
         Raises PeerError(CHAIN_BROKEN) where `base` is not the encoding's base.
         """
         self._manifest = manifest
         self._encoding = encoding
         self._index = index
-        self._base = None if encoding.base is None else _checked_base(manifest, encoding.base, base)
+        self._pool = pool
+        self._base = None
+        if encoding.base is not None:
+            root = base_root if base is None or base_root else root_of(base, pool=pool)
+            self._base = _checked_base(manifest, encoding.base, base, root)
         self._weights = {entry.name: empty_like(entry.dtype, entry.shape) for entry in manifest.tensors}
         self._missing = set(range(len(index)))
 
@@ -92,8 +138,16 @@ class CheckpointDecoder:
             raise PeerError(
                 ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}"
             )
-        view = memoryview(data)
-        for number in self._index.of_part(index):
+        view, chunks = memoryview(data), self._index.of_part(index)
+        if self._pool is None:
+            self._feed_run(view, chunks)
+            return
+        runs = (chunks[start : start + RUN_CHUNKS] for start in range(0, len(chunks), RUN_CHUNKS))
+        for _ in self._pool.map(partial(self._feed_run, view), runs):
+            pass
+
+    def _feed_run(self, view: memoryview, numbers: range) -> None:
+        for number in numbers:
             chunk = self._index[number]
             self.feed_chunk(number, view[chunk.offset : chunk.offset + chunk.size])
 
@@ -108,20 +162,16 @@ class CheckpointDecoder:
         entry = self._manifest.tensors[chunk.tensor]
         base = None if self._base is None else self._base[entry.name].data
         out = self._weights[entry.name].data
-        decode_chunk(bytes(data), out, base, dtype=entry.dtype, start=chunk.start, count=chunk.count)
+        decode_chunk(data, out, base, dtype=entry.dtype, start=chunk.start, count=chunk.count)
         self._missing.discard(number)
-
-    @property
-    def num_missing(self) -> int:
-        """Chunks that have not come yet."""
-        return len(self._missing)
 
     def finish(self) -> dict[str, WeightTensor]:
         """The weights, after every tensor's digest was compared with the manifest. Raises PeerError."""
         if self._missing:
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"{len(self._missing)} chunks are missing")
-        for entry in self._manifest.tensors:
-            if self._weights[entry.name].digest != entry.digest:
+        digests = tensor_digests(self._weights.values(), self._pool)
+        for entry, digest in zip(self._manifest.tensors, digests, strict=True):
+            if digest != entry.digest:
                 raise PeerError(
                     ErrorCode.DIGEST_MISMATCH,
                     f"manifest {self._manifest.policy_version}: tensor {entry.name} does not have its digest after decoding",
@@ -129,9 +179,9 @@ class CheckpointDecoder:
         return self._weights
 
 
-def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None) -> Weights:
+def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None, root: str | None) -> Weights:
     """`base`, if it is the delta's base and has the same tensors. Raises PeerError(CHAIN_BROKEN)."""
-    if base is None or root_of(base) != wanted.state_root:
+    if base is None or root != wanted.state_root:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,
             f"manifest {manifest.policy_version} needs policy {wanted.policy_version} as its base; these are other weights",

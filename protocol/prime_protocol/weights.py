@@ -5,9 +5,11 @@ bf16 and other types that numpy lacks are held as the unsigned integers of their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -54,9 +56,18 @@ def state_root(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
     return hasher.hexdigest()
 
 
-def root_of(weights: Weights) -> str:
+def tensor_digests(tensors: Iterable[WeightTensor], pool: Executor | None = None) -> Iterator[str]:
+    """Each tensor's digest in order, hashed side by side by a pool of threads."""
+    return map(_DIGEST, tensors) if pool is None else pool.map(_DIGEST, tensors)
+
+
+def root_of(weights: Weights, *, pool: Executor | None = None) -> str:
     """The state root of weights at hand."""
-    return state_root((name, tensor.dtype, tensor.shape, tensor.digest) for name, tensor in weights.items())
+    digests = tensor_digests(weights.values(), pool)
+    return state_root(
+        (name, tensor.dtype, tensor.shape, digest)
+        for (name, tensor), digest in zip(weights.items(), digests, strict=True)
+    )
 
 
 def num_bytes(weights: Weights) -> int:
@@ -69,4 +80,5 @@ def empty_like(dtype: str, shape: tuple[int, ...]) -> WeightTensor:
     return WeightTensor(dtype, shape, np.empty(prod(shape), dtype=_STORAGE[DTYPES[dtype]]))
 
 
+_DIGEST = attrgetter("digest")
 _STORAGE: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -52,9 +52,11 @@ def publish_all(source: MemorySource, policies: list[Weights], rules: SpanRules 
     """As the trainer's publisher does."""
     encoder = SpanEncoder(rules or SpanRules())
     for version, weights in enumerate(policies):
-        encoded = encoder.encode(version, weights)
+        parts: dict[str, bytes] = {}
+        encoded = encoder.encode(version, weights, lambda entry, data, parts=parts: parts.update({entry.digest: data}))
         signed = source.publish(weights, encodings=tuple(one.encoding for one in encoded))
-        source.blobs |= {digest_of(blob): blob for one in encoded for blob in one.blobs}
+        source.blobs |= {one.encoding.index.digest: one.index for one in encoded}
+        source.blobs |= {part.digest: parts[part.digest] for one in encoded for part in one.encoding.parts}
         encoder.published(signed.manifest, weights, head=version)
 
 

@@ -297,7 +297,7 @@ async def test_the_trainer_holds_one_policy_for_each_span_and_policy_0() -> None
     encoder = SpanEncoder(SpanRules())
     coordinator = BatchCoordinator(make_run(max_steps=40))
     for version in range(40):
-        encoder.encode(version, sparse(version))
+        encoder.encode(version, sparse(version), lambda entry, data: None)
         manifest = Manifest(
             run=coordinator.run.digest,
             policy_version=version,

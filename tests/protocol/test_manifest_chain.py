@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
-from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, encode_checkpoint, tensor_table
+from prime_protocol.checkpoint import (
+    CheckpointDecoder,
+    EncodedCheckpoint,
+    encode_checkpoint,
+    encode_parts,
+    tensor_table,
+)
 from prime_protocol.chunk_index import INDEX_BYTES_MAX, open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
@@ -19,6 +26,7 @@ from prime_protocol.manifest import (
     BasePolicy,
     CheckpointKind,
     Manifest,
+    Provenance,
     open_manifest,
     sign_manifest,
 )
@@ -28,16 +36,21 @@ Raises = Callable[..., PeerError]
 Changed = Callable[..., Manifest]
 
 
-def decoder_of(manifest: Manifest, encoded: EncodedCheckpoint, base: Any = None) -> CheckpointDecoder:
+def decoder_of(manifest: Manifest, encoded: EncodedCheckpoint, base: Any = None, **options: Any) -> CheckpointDecoder:
     index = open_index(encoded.index, encoded.encoding, manifest.tensors)
-    return CheckpointDecoder(manifest, encoded.encoding, index, base)
+    return CheckpointDecoder(manifest, encoded.encoding, index, base, **options)
 
 
 def decoded(sample: Any, version: int, base: Any = None) -> Any:
     decoder = decoder_of(sample.manifests[version].manifest, sample.encoded[version], base)
     for index, part in reversed(list(enumerate(sample.encoded[version].parts))):
         decoder.feed_part(index, part)
-    assert decoder.num_missing == 0
+    return decoder.finish()
+
+
+def feed_all(decoder: CheckpointDecoder, encoded: EncodedCheckpoint) -> Any:
+    for number, part in enumerate(encoded.parts):
+        decoder.feed_part(number, part)
     return decoder.finish()
 
 
@@ -251,7 +264,6 @@ def test_weights_are_not_given_out_before_every_chunk_came(sample: Any, raises: 
     decoder = decoder_of(sample.manifests[0].manifest, sample.encoded[0])
     decoder.feed_part(0, sample.encoded[0].parts[0])
     decoder.feed_part(0, sample.encoded[0].parts[0])
-    assert 0 < decoder.num_missing < len(sample.encoded[0].parts)
     raises(ErrorCode.CHAIN_BROKEN, decoder.finish)
 
 
@@ -260,6 +272,61 @@ def test_a_delta_needs_exactly_its_base(sample: Any, raises: Raises) -> None:
     bases: tuple[Any, ...] = (None, sample.weights[1], {})
     for base in bases:
         raises(ErrorCode.CHAIN_BROKEN, decoder_of, manifest, encoded, base)
+
+
+def test_a_base_that_was_just_decoded_needs_no_second_hashing_but_the_right_root(sample: Any, raises: Raises) -> None:
+    manifest, encoded = sample.manifests[1].manifest, sample.encoded[1]
+    root = sample.manifests[0].manifest.state_root
+    assert same(feed_all(decoder_of(manifest, encoded, sample.weights[0], base_root=root), encoded), sample.weights[1])
+    other = digest_of(b"another policy")
+    raises(ErrorCode.CHAIN_BROKEN, lambda: decoder_of(manifest, encoded, sample.weights[0], base_root=other))
+    raises(ErrorCode.CHAIN_BROKEN, lambda: decoder_of(manifest, encoded, None, base_root=root))
+    # A root that is claimed wrongly gives nothing away: the result's digests are still compared.
+    wrong = decoder_of(manifest, encoded, sample.weights[1], base_root=root)
+    with pytest.raises(PeerError):
+        feed_all(wrong, encoded)
+
+
+def test_threads_encode_and_decode_the_same_as_one(raises: Raises) -> None:
+    rng = np.random.default_rng(0)
+    old, new = (
+        {str(n): WeightTensor("bf16", (700_000,), rng.integers(0x3C00, 0x3C40, 700_000, np.uint16)) for n in range(3)}
+        for _ in range(2)
+    )
+    base = BasePolicy(policy_version=0, state_root=root_of(old))
+    kept: list[bytes] = []
+    with ThreadPoolExecutor(3) as pool:
+        encoding, index = encode_parts(
+            new, (base, old), keep=lambda _, part: kept.append(part), part_bytes=400_000, pool=pool
+        )
+        alone = encode_checkpoint(new, (base, old), part_bytes=400_000)
+        assert (alone.encoding, alone.index, alone.parts) == (encoding, index, tuple(kept))
+        assert len(kept) > 2
+        table = tensor_table(new, pool=pool)
+        assert table == tensor_table(new)
+        assert root_of(new, pool=pool) == root_of(new)
+        manifest = described_manifest(table, root_of(new), alone)
+        decoder = decoder_of(manifest, alone, old, pool=pool)
+        broken = kept[1][:-1] + bytes([kept[1][-1] ^ 1])
+        raises(ErrorCode.DIGEST_MISMATCH, decoder.feed_part, 1, broken)
+        for number, part in enumerate(kept):
+            decoder.feed_part(number, part)
+        assert same(decoder.finish(), new)
+
+
+def described_manifest(tensors: Any, root: str, encoded: EncodedCheckpoint) -> Manifest:
+    digest = digest_of(b"")
+    return Manifest(
+        run=digest,
+        policy_version=1,
+        previous=digest,
+        model_config_digest=digest,
+        state_root=root,
+        tensors=tensors,
+        encodings=(encoded.encoding,),
+        produced_by=Provenance(step=0, optimizer_steps=1, batch=digest, software="test"),
+        created_at_ms=0,
+    )
 
 
 def test_a_delta_between_different_models_is_refused(sample: Any, raises: Raises, changed: Changed) -> None:

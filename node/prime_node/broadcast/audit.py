@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit_manifests import ManifestAudit, Step
 from prime_node.broadcast.audit_report import TITLES, AuditReport, Check
-from prime_node.broadcast.verified_parts import CheckFailed, feed_parts
+from prime_node.broadcast.verified_parts import PARTS_AT_ONCE, CheckFailed, feed_parts
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex, open_index
@@ -96,6 +97,10 @@ class Audit(ManifestAudit):
     num_absent: int = 0
     """Policies before the head whose bytes are no longer kept."""
     num_bytes: int = 0
+    decoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARTS_AT_ONCE, "decode"))
+    """Threads for the chunks of a part and for tensors, beside those that read; they end with the audit."""
+    roots: dict[int, str] = field(default_factory=dict)
+    """State roots of the policies that were decoded: a base among them needs no hashing again."""
 
     async def all_checks(self, run: str | None, *, chain: bool, policy_version: int | None) -> None:
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
@@ -184,7 +189,10 @@ class Audit(ManifestAudit):
         """(5) to (7) of one encoding."""
         index = await self.open_index(manifest, encoding)
         self.at = 7
-        decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, base)
+        root = None if encoding.base is None else self.roots.get(encoding.base.policy_version)
+        decoder = await asyncio.to_thread(
+            CheckpointDecoder, manifest, encoding, index, base, base_root=root, pool=self.decoders
+        )
         try:
             what = f"policy {manifest.policy_version}"
             await feed_parts(self.source, encoding.parts, decoder, what=what, on_part=self._hashed)
@@ -192,6 +200,7 @@ class Audit(ManifestAudit):
             self.at = failed.at
             raise failed.error from None
         weights = await asyncio.to_thread(decoder.finish)
+        self.roots[manifest.policy_version] = manifest.state_root
         if self.keep_weights and self.wanted and manifest.policy_version == self.wanted.manifest.policy_version:
             self.weights = weights
         self.num_chunks += len(index)

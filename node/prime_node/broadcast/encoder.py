@@ -1,13 +1,16 @@
 """Makes the encodings of each next policy, and holds what that takes: older weights, and the sizes of what was published.
 
 What is made is spans.py's decision. Memory: the weights of the last policy, of the last one at each longer span, and of policy
-0, so len(spans) + 1 policies at most, beside the encodings of the one at hand. A base that is not held (after a restart) is
-left out until it comes round again; policy 0 can be taken up from outside.
+0, so len(spans) + 1 policies at most. Encodings stream out part by part, so all they take is a part, and some chunks for each
+thread. A base that is not held (after a restart) is left out until it comes round again; policy 0 can be taken up from outside.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_node.broadcast.paths import Route, routes_of
@@ -19,11 +22,23 @@ from prime_node.broadcast.spans import (
     planned_bases,
     worth_remembering,
 )
-from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
-from prime_protocol.manifest import BasePolicy, Manifest
+from prime_protocol.checkpoint import encode_parts
+from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry
 from prime_protocol.weights import Weights, num_bytes
 
 log = logging.getLogger(__name__)
+
+
+ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Half the cores: encoding goes on behind the next step, which wants the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What a manifest says about one encoding, and its index. The parts went where `keep` puts them."""
+
+    encoding: Encoding
+    index: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +60,23 @@ class SpanEncoder:
         """Policies whose weights are in memory."""
         return tuple(sorted(self._held))
 
-    def encode(self, policy_version: int, weights: Weights) -> list[EncodedCheckpoint]:
-        """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest."""
+    def encode(
+        self, policy_version: int, weights: Weights, keep: Callable[[PartEntry, bytes], object]
+    ) -> list[Encoded]:
+        """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
+
+        `keep` gets the parts of every encoding that is tried.
+        """
         anchor_bytes = self._anchor_bytes()
-        deltas: dict[int, EncodedCheckpoint] = {}
+        deltas: dict[int, Encoded] = {}
         for base_version in planned_bases(policy_version, self.rules):
             if base := self._held.get(base_version):
-                deltas[base_version] = encode_checkpoint(weights, (base.policy, base.weights))
+                deltas[base_version] = _encoded(weights, (base.policy, base.weights), keep)
         sizes = {base: delta.encoding.sent_bytes for base, delta in deltas.items()}
         paying = paying_deltas(policy_version, sizes, self._routes, anchor_bytes=anchor_bytes)
         chosen = {base: sizes[base] for base in paying}
         needs_anchor = anchor_is_due(policy_version, chosen, self._routes, self.rules, anchor_bytes=anchor_bytes)
-        anchor = [encode_checkpoint(weights)] if needs_anchor else []
+        anchor = [_encoded(weights, None, keep)] if needs_anchor else []
         return anchor + [deltas[base] for base in paying]
 
     def published(self, manifest: Manifest, weights: Weights, *, head: int) -> None:
@@ -77,3 +97,12 @@ class SpanEncoder:
                 if route.base_version is None:
                     return route.sent_bytes
         return None
+
+
+def _encoded(
+    weights: Weights, base: tuple[BasePolicy, Weights] | None, keep: Callable[[PartEntry, bytes], object]
+) -> Encoded:
+    if ENCODE_THREADS == 1:
+        return Encoded(*encode_parts(weights, base, keep=keep))
+    with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode") as pool:
+        return Encoded(*encode_parts(weights, base, keep=keep, pool=pool))

@@ -229,23 +229,23 @@ class Follower:
         progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._on_progress)
         first = way[0].encoding.base_version
         base = None if first is None else self._policies[first]
-        blobs = () if base is None else base.blobs
+        blobs, root = () if base is None else base.blobs, None
         for step in way:
-            weights = await self._decode(step, base, progress)
+            weights = await self._decode(step, base, root, progress)
+            root = step.signed.manifest.state_root  # just decoded: what was held since earlier is hashed first
             blobs = _worth_keeping(blobs, step.encoding, num_bytes(weights))
             base = Policy(step.signed, weights, blobs)
         assert base is not None
         return base
 
-    async def _decode(self, step: Step, base: Policy | None, progress: _Counter) -> Weights:
+    async def _decode(self, step: Step, base: Policy | None, root: str | None, progress: _Counter) -> Weights:
         """Fetch and decode all parts, several at once. Raises Unreachable, _ClosedError or _WrongBaseError."""
         manifest, encoding = step.signed.manifest, step.encoding
         try:
             index = open_index(await self._blob(encoding.index), encoding, manifest.tensors)
             progress.add(encoding.index.size)
-            decoder = await asyncio.to_thread(
-                CheckpointDecoder, manifest, encoding, index, None if base is None else base.weights
-            )
+            weights = None if base is None else base.weights
+            decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, weights, base_root=root)
             download = Download(
                 encoding,
                 index,

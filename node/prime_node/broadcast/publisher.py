@@ -21,16 +21,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
-from prime_node.broadcast.encoder import SpanEncoder
+from prime_node.broadcast.encoder import Encoded, SpanEncoder
+from prime_node.broadcast.part_spool import PartSpool
 from prime_node.broadcast.paths import Route, routes_of
 from prime_node.broadcast.spans import SpanRules
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import TrainerPort
 from prime_protocol.chain import check_manifest
-from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, root_of_table, tensor_table
+from prime_protocol.checkpoint import CheckpointDecoder, root_of_table, tensor_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
@@ -96,8 +98,11 @@ class Publisher:
         cosigners: Sequence[SigningKey] = (),
         rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
+        spool_folder: Path | None = None,
     ) -> None:
-        """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop."""
+        """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop;
+        `spool_folder` is as PartSpool says.
+        """
         self._coordinator = coordinator
         self._run = run
         self._keys = (key, *cosigners)
@@ -105,6 +110,7 @@ class Publisher:
         self._pending_max = pending_max
         self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
+        self._spool_folder = spool_folder
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
         self._pending: deque[_Submission] = deque()
@@ -187,9 +193,10 @@ class Publisher:
             )
         began_s = self._clock.monotonic_s()
         tensors = await asyncio.to_thread(tensor_table, submission.weights)
-        encoded = await asyncio.to_thread(self._encoder.encode, version, submission.weights)
-        signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
-        await self._upload(signed, encoded)
+        with PartSpool(self._spool_folder) as spool:
+            encoded = await asyncio.to_thread(self._encoder.encode, version, submission.weights, spool.keep)
+            signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
+            await self._upload(signed, encoded, spool)
         self._head = signed
         self._encoder.published(signed.manifest, submission.weights, head=version)
         self._on_published(
@@ -202,16 +209,14 @@ class Publisher:
             )
         )
 
-    async def _upload(self, signed: SignedManifest, encoded: Sequence[EncodedCheckpoint]) -> None:
-        """Every blob, then the manifest."""
+    async def _upload(self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool) -> None:
+        """Every blob, one after the other from the spool, then the manifest."""
         version = signed.manifest.policy_version
         for attempt in range(UPLOADS_MAX):
-            for blob in {entry.digest: data for one in encoded for entry, data in _named_blobs(one)}.values():
-                await ask_until_answered(
-                    partial(self._coordinator.put_blob, blob),
-                    what=f"blobs of policy {version}",
-                    clock=self._clock,
-                )
+            for one in encoded:
+                await self._put(one.index, version)
+            for part in {part.digest: part for one in encoded for part in one.encoding.parts}.values():
+                await self._put(await asyncio.to_thread(spool.read, part), version)
             try:
                 await ask_until_answered(
                     lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
@@ -221,6 +226,11 @@ class Publisher:
                 # An older policy held the same bytes, and was forgotten with them between our upload and our manifest.
                 if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
                     raise
+
+    async def _put(self, blob: bytes, version: int) -> None:
+        await ask_until_answered(
+            partial(self._coordinator.put_blob, blob), what=f"blobs of policy {version}", clock=self._clock
+        )
 
     async def _take_up_first(self) -> None:
         """Policy 0 from the coordinator, for root deltas. Where its bytes are gone, there are none."""
@@ -268,7 +278,7 @@ class Publisher:
         self._encoder.published(published.manifest, submission.weights, head=self.head)
 
     def _manifest(
-        self, submission: _Submission, tensors: tuple[TensorEntry, ...], encoded: Sequence[EncodedCheckpoint]
+        self, submission: _Submission, tensors: tuple[TensorEntry, ...], encoded: Sequence[Encoded]
     ) -> Manifest:
         return Manifest(
             run=self._run.digest,
@@ -281,10 +291,6 @@ class Publisher:
             produced_by=submission.provenance,
             created_at_ms=self._clock.now_ms(),
         )
-
-
-def _named_blobs(encoded: EncodedCheckpoint) -> list[tuple[PartEntry, bytes]]:
-    return list(zip(encoded.encoding.blobs, encoded.blobs, strict=True))
 
 
 def _name_of(route: Route, version: int) -> str:

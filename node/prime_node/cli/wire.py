@@ -336,6 +336,7 @@ def trainer_parts(
             pending_max=spec.async_level,
             rules=settings.publish.rules(),
             on_published=record_published(metrics),
+            spool_folder=folder,
         ),
         evaluator=Evaluator(engine, read, questions, spec.sampling, seed=settings.evaluation_seed),
         lessons=Lessons(

@@ -96,7 +96,9 @@ def _taken(waiting: deque[tuple[int, int, int, Future[bytes]]]) -> tuple[int, En
     return tensor, EncodedChunk(data.result(), start, count)
 
 
-def decode_chunk(data: bytes, out: Array, base: Array | None, *, dtype: str, start: int, count: int) -> None:
+def decode_chunk(
+    data: bytes | memoryview, out: Array, base: Array | None, *, dtype: str, start: int, count: int
+) -> None:
     """Write elements start .. start + count of `out`. Raises CodecError, and nothing else, on any bytes.
 
     `out` may be `base` itself, to update weights in place; applying a delta twice is then wrong, so keep a record per

@@ -95,12 +95,12 @@ class Bits:
         return values
 
 
-def decode_classes(data: bytes, base: Array, element: ElementType) -> Array:
+def decode_classes(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
     """The new bit patterns of a CLASS chunk."""
     if len(data) < BODY_AT:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
-    reader = Bits(data[BODY_AT:])
+    reader = Bits(bytes(data[BODY_AT:]))
     plans = [read_plan(reader, base.size) for _ in lowest]
     num_escapes = reader.length() - 1
     if sum(plan.count for plan in plans) > base.size or num_escapes > base.size:

@@ -67,7 +67,9 @@ def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool 
     return b"".join(body)
 
 
-def decode_classes(data: bytes, out: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> None:
+def decode_classes(
+    data: bytes | memoryview, out: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE
+) -> None:
     """Apply a CLASS chunk. `out` may be `base`; all streams are checked before the first write."""
     if element.itemsize == 1:
         words = np.empty(out.size, np.uint16)
@@ -77,7 +79,7 @@ def decode_classes(data: bytes, out: Array, base: Array, element: ElementType, *
         _decode_words(data, out, base, element.exponent_shift, wide)
 
 
-def _decode_words(data: bytes, out: Array, base: Array, shift: int, wide: bool) -> None:
+def _decode_words(data: bytes | memoryview, out: Array, base: Array, shift: int, wide: bool) -> None:
     b, base = _buffers(), _readonly(base)
     if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
@@ -116,7 +118,7 @@ def encode_full(new: Array) -> bytes:
     return write_plane(low) + write_plane(high)
 
 
-def decode_full(data: bytes, out: Array) -> None:
+def decode_full(data: bytes | memoryview, out: Array) -> None:
     """The inverse, straight into `out`."""
     view = memoryview(data)
     low, end = read_plane(view, HEAD_BYTES, out.size)

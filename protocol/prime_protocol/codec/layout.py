@@ -110,7 +110,7 @@ def write_head(mode: Mode, element: ElementType, count: int) -> bytes:
     return bytes((MAGIC, mode, element.code)) + count.to_bytes(3, "little")
 
 
-def read_head(data: bytes, element: ElementType, count: int) -> Mode:
+def read_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:
     """Check the head against what the manifest announced. The head is redundant so that a chunk can be judged alone."""
     if len(data) < HEAD_BYTES:
         raise CodecError(f"{len(data)} bytes are no head")
@@ -126,7 +126,7 @@ def read_head(data: bytes, element: ElementType, count: int) -> Mode:
     return mode_of(data)
 
 
-def mode_of(data: bytes) -> Mode:
+def mode_of(data: bytes | memoryview) -> Mode:
     """A chunk's mode, for statistics and for choosing where to decode it."""
     if len(data) < HEAD_BYTES or data[1] >= len(_MODES):
         raise CodecError("unknown mode")

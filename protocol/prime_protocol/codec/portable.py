@@ -29,7 +29,7 @@ def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) ->
     return b"".join(body)
 
 
-def decode_gap(data: bytes, base: Array, element: ElementType) -> Array:
+def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
     view, begin = memoryview(data), HEAD_BYTES + 3
     num_changes = int.from_bytes(data[HEAD_BYTES:begin], "little")
     if len(data) < begin or not 1 <= num_changes <= base.size:
@@ -50,7 +50,7 @@ def encode_dense(new: Array, base: Array, element: ElementType) -> bytes:
     return b"".join(write_plane(plane) for plane in split_bytes(zigzag(new - base, element)))
 
 
-def decode_dense(data: bytes, base: Array, element: ElementType) -> Array:
+def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, base.size, element.itemsize)
     require_end(view, end)
@@ -63,7 +63,7 @@ def encode_full(new: Array, element: ElementType) -> bytes:
     return b"".join(write_plane(plane, ENTROPY_ONLY) for plane in split_bytes(rotate_left(new, element)))
 
 
-def decode_full(data: bytes, count: int, element: ElementType) -> Array:
+def decode_full(data: bytes | memoryview, count: int, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
     require_end(view, end)

@@ -1,0 +1,53 @@
+"""Encoded parts on disk until they are uploaded, so that a publication takes no more memory than the part at hand.
+
+One file without a name: it ends with the process, however that ends. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from prime_protocol.errors import LocalError
+from prime_protocol.manifest import PartEntry
+
+
+class PartSpool:
+    """The parts of one publication. Closing it frees the room."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` has room for all encodings of a policy; by default the system's folder for temporary files."""
+        self._folder = Path(folder or tempfile.gettempdir())
+        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._places: dict[str, int] = {}
+        self._end = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def keep(self, entry: PartEntry, data: bytes) -> None:
+        """Write a part down, once for each digest. Raises LocalError where the disk takes no more."""
+        if entry.digest in self._places:
+            return
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file.fileno(), memoryview(data)[written:], self._end + written)
+        except OSError as error:
+            raise LocalError(
+                f"an encoded policy does not fit into {self._folder}: {error}. Make room there, or set TMPDIR"
+            ) from error
+        self._places[entry.digest] = self._end
+        self._end += len(data)
+
+    def read(self, entry: PartEntry) -> bytes:
+        """A part that was kept. Raises LocalError."""
+        data = os.pread(self._file.fileno(), entry.size, self._places[entry.digest])
+        if len(data) != entry.size:
+            raise LocalError(f"the temporary file in {self._folder} lost bytes of part {entry.digest[:12]}")
+        return data
