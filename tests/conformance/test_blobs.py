@@ -33,6 +33,9 @@ async def test_a_blob_comes_back_under_its_digest(blobs: Blobs) -> None:
     assert await blobs.size(digest) == len(DATA)
     assert await blobs.has(digest)
     assert await blobs.put(DATA) == digest, "putting is idempotent"
+    other = DATA[1:]
+    assert await blobs.put(other, digest=digest_of(other)) == digest_of(other)
+    assert await blobs.get(digest_of(other)) == other
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 10), (5, None), (5, 5), (len(DATA) - 1, None), (2_000, 9_000)])

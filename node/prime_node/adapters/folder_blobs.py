@@ -29,8 +29,8 @@ class FolderBlobs:
         self._folder = folder
         self._partial = _open_folder(folder)
 
-    async def put(self, data: bytes) -> str:
-        return await asyncio.to_thread(self._put, data)
+    async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        return await asyncio.to_thread(self._put, data, digest)
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         return await asyncio.to_thread(self._get, digest, start, end)
@@ -64,8 +64,8 @@ class FolderBlobs:
             raise KeyError(digest)
         return self._folder / digest[:2] / digest
 
-    def _put(self, data: bytes) -> str:
-        digest = digest_of(data)
+    def _put(self, data: bytes, digest: str | None) -> str:
+        digest = digest or digest_of(data)
         path = self._path(digest)
         if not path.exists():
             if not path.parent.exists():

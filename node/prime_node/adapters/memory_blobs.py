@@ -13,8 +13,8 @@ class MemoryBlobs:
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
 
-    async def put(self, data: bytes) -> str:
-        digest = digest_of(data)
+    async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        digest = digest or digest_of(data)
         self._blobs[digest] = bytes(data)
         return digest
 

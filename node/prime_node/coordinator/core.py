@@ -31,6 +31,16 @@ from prime_protocol.verdict import BundleStatus, Receipt
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchDigests:
+    """What names a batch that was handed out."""
+
+    payload: str
+    """For the batch after it in the same step."""
+    envelope: str
+    """For the manifest of the policy that comes from it."""
+
+
 @dataclass(slots=True)
 class Core:
     """The parts of a running coordinator."""
@@ -63,6 +73,8 @@ class Core:
     """The last one that was signed."""
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
+    batch_digests: dict[tuple[int, int], BatchDigests] = field(default_factory=dict)
+    """By step and part, so that publishing a policy does not make and sign its batches anew."""
     peers: Peers = field(default_factory=Peers)
     """Who serves checkpoints to others."""
     hints: dict[str, str] = field(default_factory=dict)

@@ -137,7 +137,7 @@ async def _store(
     core: Core, header: RolloutHeader, arrived: ev.BundleArrived, parcel: bytes
 ) -> ev.BundleArrived | ev.BundleTurnedAway | UploadReply:
     """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle may have come twice."""
-    await core.bundles.put(parcel)
+    await core.bundles.put(parcel, digest=arrived.bundle)
     require_role(header.worker, Caller.WORKER, run=core.run, state=core.state)
     lease = core.state.lease_of(header.lease_id, header.worker)
     if lease is None:

@@ -16,10 +16,10 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
-from prime_node.coordinator.training import make_batch
+from prime_node.coordinator.training import batch_digests
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.key_ring import Role
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
@@ -38,7 +38,7 @@ async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> st
         header = parse_json(opened.envelope.verify(PayloadType.BLOB, trusted=(signer,)), BlobHeader)
     if header.run != core.run.digest:
         raise wrong_run(header.run, core.run)
-    return await core.public.put(bytes(opened.check_body(header)))
+    return await core.public.put(bytes(opened.check_body(header)), digest=header.body_digest)
 
 
 class Publisher:
@@ -134,9 +134,7 @@ def _check_batch(core: Core, manifest: Manifest) -> None:
         return
     if not core.state.is_given(number):
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} comes before the batch of step {number}")
-    last = make_batch(core, number, core.state.rules.batches_per_step - 1)
-    batch = seal(last, PayloadType.BATCH, core.key).digest
-    if manifest.produced_by.batch != batch:
+    if manifest.produced_by.batch != batch_digests(core, number, core.state.rules.batches_per_step - 1).envelope:
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} names another batch than step {number} was given")
 
 

@@ -6,7 +6,7 @@ import logging
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.core import BatchDigests, Core
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.scheduler import forgettable_step, waits_for
 from prime_protocol.digest import digest_of
@@ -42,7 +42,7 @@ async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | No
     )
     if not is_fixed:
         return NotYet(reason="; ".join(waits_for(state))[:500], retry_after_s=RETRY_S)
-    return seal(make_batch(core, request.step, request.part), PayloadType.BATCH, core.key)
+    return seal_batch(core, request.step, request.part)
 
 
 def _fix(core: Core, request: BatchRequest) -> bool:
@@ -60,6 +60,23 @@ def _fix(core: Core, request: BatchRequest) -> bool:
         return False
     core.decide(ev.BatchFixed(request.step, chosen))
     return True
+
+
+def seal_batch(core: Core, step: int, part: int) -> Envelope:
+    """The batch as the trainer gets it. What its digests are is remembered until the trainer is durable past the step."""
+    envelope = seal(make_batch(core, step, part), PayloadType.BATCH, core.key)
+    known, durable = core.batch_digests, core.state.durable_step
+    known[step, part] = BatchDigests(payload=digest_of(envelope.payload), envelope=envelope.digest)
+    for old in [key for key in known if key[0] < min(durable, step)]:
+        del known[old]
+    return envelope
+
+
+def batch_digests(core: Core, step: int, part: int) -> BatchDigests:
+    """Of a batch that was fixed. It is made again only after a restart."""
+    if (step, part) not in core.batch_digests:
+        seal_batch(core, step, part)
+    return core.batch_digests[step, part]
 
 
 def make_batch(core: Core, step: int, part: int) -> TrainBatch:
@@ -81,11 +98,10 @@ def make_batch(core: Core, step: int, part: int) -> TrainBatch:
                 unscored=group.unscored,
             )
         )
-    previous = make_batch(core, step, part - 1) if part else None
     return TrainBatch.model_construct(
         run=core.run.digest,
         step=step,
         groups=tuple(groups),
         part=part,
-        previous=None if previous is None else digest_of(previous.model_dump_json().encode()),
+        previous=batch_digests(core, step, part - 1).payload if part else None,
     )

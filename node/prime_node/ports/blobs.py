@@ -9,8 +9,11 @@ from typing import Protocol
 class Blobs(Protocol):
     """Content-addressed storage. Every method may raise OSError where the disk or the service fails; all may be retried."""
 
-    async def put(self, data: bytes) -> str:
-        """Store, durably, and return the digest. Idempotent; no reader ever sees half a blob."""
+    async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        """Store, durably, and return the digest. Idempotent; no reader ever sees half a blob.
+
+        `digest` is for a caller who has computed it from these bytes himself: it is taken as it is.
+        """
         ...
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
