@@ -32,7 +32,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_head
+from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_chunk, write_head
 
 COUNT = 400
 GUARD = 64
@@ -99,7 +99,7 @@ def seeds() -> list[tuple[bytes, str]]:
             found += [(chunk.data, dtype) for chunk in encode_tensor(new, base, dtype=dtype)]
             body = classes.encode_classes(new, base, element) if element.has_classes else None
             if body is not None:
-                found.append((write_head(Mode.CLASS, element, COUNT) + body, dtype))
+                found.append((write_chunk(Mode.CLASS, element, COUNT, body), dtype))
     return found
 
 

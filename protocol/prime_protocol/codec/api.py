@@ -27,7 +27,7 @@ from prime_protocol.codec.layout import (
     Mode,
     bit_patterns,
     read_head,
-    write_head,
+    write_chunk,
 )
 
 Kernels = ModuleType
@@ -143,28 +143,24 @@ def encode_chunk(new: Array, base: Array | None, element: ElementType) -> bytes:
     if kernels:
         body = kernels.encode_classes(new, base, element)
         if body is None:
-            return _chunk(Mode.SKIP, element, new.size, b"")
-        chunk = _chunk(Mode.CLASS, element, new.size, body)
+            return write_chunk(Mode.SKIP, element, new.size, [])
+        chunk = write_chunk(Mode.CLASS, element, new.size, body)
         if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
             return chunk
         return min(chunk, _encode_full(new, element, kernels), key=len)
     changed = np.flatnonzero(new != base)
     if not changed.size:
-        return _chunk(Mode.SKIP, element, new.size, b"")
+        return write_chunk(Mode.SKIP, element, new.size, [])
     if changed.size <= GAP_DENSITY_MAX * new.size:
-        return _chunk(Mode.GAP, element, new.size, portable.encode_gap(new, base, element, changed))
-    dense = _chunk(Mode.DENSE, element, new.size, portable.encode_dense(new, base, element))
+        return write_chunk(Mode.GAP, element, new.size, portable.encode_gap(new, base, element, changed))
+    dense = write_chunk(Mode.DENSE, element, new.size, portable.encode_dense(new, base, element))
     return min(dense, _encode_full(new, element, kernels), key=len)
 
 
 def _encode_full(new: Array, element: ElementType, kernels: Kernels | None) -> bytes:
     wordwise = kernels is not None and element.itemsize == 2
     body = kernels.encode_full(new) if kernels and wordwise else portable.encode_full(new, element)
-    return _chunk(Mode.FULL, element, new.size, body)
-
-
-def _chunk(mode: Mode, element: ElementType, count: int, body: bytes) -> bytes:
-    return write_head(mode, element, count) + body
+    return write_chunk(Mode.FULL, element, new.size, body)
 
 
 @functools.cache

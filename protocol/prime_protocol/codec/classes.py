@@ -16,7 +16,7 @@ from prime_protocol.codec.kernels import decode, encode, full
 from prime_protocol.codec.kernels.base import CODER, COUNT, PLAN_COLUMNS
 from prime_protocol.codec.kernels.patch import BLOCKS_MAX, STARTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
-from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, ElementType
+from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, Body, ElementType
 from prime_protocol.codec.planes import read_plane, require_end, write_plane
 from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, narrow, widen
 
@@ -34,6 +34,7 @@ class Buffers:
         self.places = np.zeros(CHUNK_ELEMENTS, np.int32)
         self.octets = np.zeros(2 * CHUNK_ELEMENTS + 4096, np.uint8)
         self.escapes = np.zeros(CHUNK_ELEMENTS, np.uint16)
+        self.low, self.high = np.zeros(CHUNK_ELEMENTS, np.uint8), np.zeros(CHUNK_ELEMENTS, np.uint8)
         self.words = np.zeros((CLASSES_MAX + 1, BLOCKS_MAX), np.uint64)
         self.starts = np.zeros((CLASSES_MAX, STARTS), np.int32)
         self.scattered = np.zeros((CLASSES_MAX, CHUNK_ELEMENTS + GROUP), np.int8)
@@ -50,8 +51,8 @@ def _buffers() -> Buffers:
     return found
 
 
-def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> bytes | None:
-    """The body of a CLASS chunk, or None where nothing changed."""
+def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> Body | None:
+    """The body of a CLASS chunk, or None where nothing changed. It lies in this thread's buffers: join it before the next."""
     b, shift = _buffers(), element.exponent_shift
     new, base = _readonly(widen(new)), _readonly(widen(base))
     top, boundaries, num_classes, num_escapes, size = encode.encode_classes(
@@ -60,11 +61,11 @@ def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool 
     )  # fmt: skip
     if size == 0:
         return None
-    body = [bytes((top,)), int(boundaries).to_bytes(2, "little"), b.octets[:size].tobytes()]
-    planes = np.flatnonzero(b.plan[:num_classes, CODER] == PLANE)
-    body += [write_plane(b.scattered[number, : b.fill[number]].view(np.uint8)) for number in planes]
+    body: Body = [bytes((top,)), int(boundaries).to_bytes(2, "little"), b.octets[:size].data]
+    for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
+        body += write_plane(b.scattered[number, : b.fill[number]].view(np.uint8))
     body.append(b.escapes[:num_escapes].astype("<u2").tobytes())
-    return b"".join(body)
+    return body
 
 
 def decode_classes(
@@ -111,11 +112,12 @@ def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int)
         b.clean[number, : plane.size] = plane.view(np.int8)
 
 
-def encode_full(new: Array) -> bytes:
-    """The body of a FULL chunk of two-byte floats; the same bytes as portable.encode_full, faster."""
-    low, high = np.empty(new.size, np.uint8), np.empty(new.size, np.uint8)
+def encode_full(new: Array) -> Body:
+    """The body of a FULL chunk of two-byte floats; the same bytes as portable.encode_full, faster. It lies in the buffers too."""
+    b = _buffers()
+    low, high = b.low[: new.size], b.high[: new.size]
     full.split_words(_readonly(new), low, high)
-    return write_plane(low) + write_plane(high)
+    return [*write_plane(low), *write_plane(high)]
 
 
 def decode_full(data: bytes | memoryview, out: Array) -> None:

@@ -25,6 +25,8 @@ CHUNK_ELEMENTS = 2**18
 """Most elements in one chunk: small enough to decode in a core's own cache, large enough that the head costs nothing."""
 
 Array = npt.NDArray[Any]
+Body = list[bytes | memoryview]
+"""What comes behind a chunk's head, in pieces."""
 
 
 class Mode(IntEnum):
@@ -108,6 +110,11 @@ def chunk_bytes_max(element: ElementType, count: int) -> int:
 def write_head(mode: Mode, element: ElementType, count: int) -> bytes:
     assert 1 <= count <= CHUNK_ELEMENTS
     return bytes((MAGIC, mode, element.code)) + count.to_bytes(3, "little")
+
+
+def write_chunk(mode: Mode, element: ElementType, count: int, body: Body) -> bytes:
+    """A whole chunk; the pieces of its body are copied here and nowhere else."""
+    return b"".join((write_head(mode, element, count), *body))
 
 
 def read_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from prime_protocol.codec.errors import CodecError
-from prime_protocol.codec.layout import HEAD_BYTES, Array, ElementType
+from prime_protocol.codec.layout import HEAD_BYTES, Array, Body, ElementType
 from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, require_end, write_plane
 from prime_protocol.codec.steps import unzigzag, zigzag
 
@@ -19,14 +20,12 @@ GAP_PLANES = 3
 """A gap is smaller than CHUNK_ELEMENTS, so three bytes hold it."""
 
 
-def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) -> bytes:
+def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) -> Body:
     """u24 number of changes, three planes of gaps, then the zigzag steps' planes. `changed` holds the positions, at least one."""
     gaps = np.diff(changed, prepend=-1) - 1
     steps = new[changed] - base[changed]
-    body = [len(changed).to_bytes(3, "little")]
-    body += [write_plane(plane, MATCHING) for plane in split_bytes(gaps.astype("<u4"))[:GAP_PLANES]]
-    body += [write_plane(plane, MATCHING) for plane in split_bytes(zigzag(steps, element))]
-    return b"".join(body)
+    planes = [*split_bytes(gaps.astype("<u4"))[:GAP_PLANES], *split_bytes(zigzag(steps, element))]
+    return [len(changed).to_bytes(3, "little"), *_written(planes, MATCHING)]
 
 
 def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
@@ -46,8 +45,8 @@ def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> A
     return new
 
 
-def encode_dense(new: Array, base: Array, element: ElementType) -> bytes:
-    return b"".join(write_plane(plane) for plane in split_bytes(zigzag(new - base, element)))
+def encode_dense(new: Array, base: Array, element: ElementType) -> Body:
+    return _written(split_bytes(zigzag(new - base, element)))
 
 
 def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
@@ -58,9 +57,9 @@ def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) ->
     return new
 
 
-def encode_full(new: Array, element: ElementType) -> bytes:
+def encode_full(new: Array, element: ElementType) -> Body:
     """Floats are rotated left by one bit first: the exponent then fills a byte of its own, and the sign joins the mantissa."""
-    return b"".join(write_plane(plane, ENTROPY_ONLY) for plane in split_bytes(rotate_left(new, element)))
+    return _written(split_bytes(rotate_left(new, element)))
 
 
 def decode_full(data: bytes | memoryview, count: int, element: ElementType) -> Array:
@@ -68,6 +67,10 @@ def decode_full(data: bytes | memoryview, count: int, element: ElementType) -> A
     planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
     require_end(view, end)
     return rotate_right(join_bytes(planes, element.storage), element)
+
+
+def _written(planes: list[Array], parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> Body:
+    return [piece for plane in planes for piece in write_plane(plane, parameters)]
 
 
 def rotate_left(bits: Array, element: ElementType) -> Array:

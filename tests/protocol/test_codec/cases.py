@@ -21,7 +21,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, write_head
+from prime_protocol.codec.layout import TYPES, write_chunk, write_head
 
 Array = npt.NDArray[Any]
 FLOATS_WITH_CLASSES = [name for name, element in TYPES.items() if element.has_classes]
@@ -78,7 +78,7 @@ def class_chunk(new: Array, base: Array, dtype: str) -> bytes:
     body = classes.encode_classes(new, base, TYPES[dtype])
     if body is None:
         return write_head(Mode.SKIP, TYPES[dtype], new.size)
-    return write_head(Mode.CLASS, TYPES[dtype], new.size) + body
+    return write_chunk(Mode.CLASS, TYPES[dtype], new.size, body)
 
 
 Decoder = Callable[[bytes, Array, str, Array], list[int]]

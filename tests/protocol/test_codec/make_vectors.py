@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from prime_protocol.codec import class_portable, classes, encode_tensor, portable
-from prime_protocol.codec.layout import TYPES, Mode, write_head
+from prime_protocol.codec.layout import TYPES, Mode, write_chunk
 from prime_protocol.codec.wire import EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "codec.json"
@@ -58,8 +58,8 @@ def class_case(
         steps = np.where(rng.random(count) < density, np.rint(rng.laplace(0, spread, count)), 0).astype(np.int64)
         new = (base.astype(np.int64) + steps).astype(element.storage)
         body = classes.encode_classes(new, base, element)
-        if body is not None and wanted in codings(body, count):
-            return case(name, dtype, new, base, write_head(Mode.CLASS, element, count) + body)
+        if body is not None and wanted in codings(b"".join(body), count):
+            return case(name, dtype, new, base, write_chunk(Mode.CLASS, element, count, body))
     raise ValueError(f"no seed gives {name}")
 
 
@@ -78,11 +78,11 @@ def main() -> None:
         cases.append(case(f"full {dtype}", dtype, new, None, full.data))
     element, changes, shifted = TYPES["bf16"], np.flatnonzero(moved != words), words + np.uint16(1)
     for mode, new, body in (
-        (Mode.SKIP, words, b""),
+        (Mode.SKIP, words, []),
         (Mode.GAP, moved, portable.encode_gap(moved, words, element, changes)),
         (Mode.DENSE, shifted, portable.encode_dense(shifted, words, element)),
     ):
-        cases.append(case(f"{mode.name.lower()} bf16", "bf16", new, words, write_head(mode, element, new.size) + body))
+        cases.append(case(f"{mode.name.lower()} bf16", "bf16", new, words, write_chunk(mode, element, new.size, body)))
     cases += [
         class_case("class ones", (SPARSE, ONES), "bf16", 300, 0.05, 0.8),
         class_case("class exceptions", (SPARSE, EXCEPTIONS), "bf16", 300, 0.3, 1.0),
@@ -98,7 +98,7 @@ def main() -> None:
     body = classes.encode_classes(escaped, words, TYPES["bf16"])
     assert body is not None
     cases.append(
-        case("class escapes", "bf16", escaped, words, write_head(Mode.CLASS, TYPES["bf16"], words.size) + body)
+        case("class escapes", "bf16", escaped, words, write_chunk(Mode.CLASS, TYPES["bf16"], words.size, body))
     )
     VECTORS.write_text(json.dumps({"chunks": cases}, indent=1) + "\n")
 
