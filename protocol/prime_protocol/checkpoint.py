@@ -52,7 +52,7 @@ def encode_checkpoint(
 ) -> EncodedCheckpoint:
     """Encode weights alone (an anchor), or against a base with the same names, types and shapes (a delta)."""
     parts: list[bytes] = []
-    encoding, index = encode_parts(new, base, keep=lambda _, part: parts.append(part), part_bytes=part_bytes)
+    encoding, index = encode_parts(new, base, keep=lambda _, part: parts.append(bytes(part)), part_bytes=part_bytes)
     return EncodedCheckpoint(encoding, index, tuple(parts))
 
 
@@ -60,7 +60,7 @@ def encode_parts(
     new: Weights,
     base: tuple[BasePolicy, Weights] | None,
     *,
-    keep: Callable[[PartEntry, bytes], object],
+    keep: Callable[[PartEntry, bytearray], object],
     part_bytes: int = PART_BYTES,
     pool: Executor | None = None,
 ) -> tuple[Encoding, bytes]:
@@ -74,15 +74,14 @@ def encode_parts(
     part = bytearray()
 
     def close() -> None:
-        sealed = bytes(part)
-        part.clear()
-        parts.append(_entry(sealed))
-        keep(parts[-1], sealed)
+        parts.append(_entry(part))
+        keep(parts[-1], part)
 
     tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
     for _, chunk in encode_tensors(tensors, pool=pool):
         if len(part) >= part_bytes:
             close()
+            part = bytearray()
         rows.append((len(chunk.data), chunk.count, digest_of(chunk.data)))
         part += chunk.data
     if part:
@@ -97,7 +96,7 @@ def encode_parts(
     return encoding, index
 
 
-def _entry(blob: bytes) -> PartEntry:
+def _entry(blob: bytes | bytearray) -> PartEntry:
     return PartEntry(digest=digest_of(blob), size=len(blob))
 
 

@@ -53,7 +53,9 @@ def publish_all(source: MemorySource, policies: list[Weights], rules: SpanRules 
     encoder = SpanEncoder(rules or SpanRules())
     for version, weights in enumerate(policies):
         parts: dict[str, bytes] = {}
-        encoded = encoder.encode(version, weights, lambda entry, data, parts=parts: parts.update({entry.digest: data}))
+        encoded = encoder.encode(
+            version, weights, lambda entry, data, parts=parts: parts.update({entry.digest: bytes(data)})
+        )
         signed = source.publish(weights, encodings=tuple(one.encoding for one in encoded))
         source.blobs |= {one.encoding.index.digest: one.index for one in encoded}
         source.blobs |= {part.digest: parts[part.digest] for one in encoded for part in one.encoding.parts}

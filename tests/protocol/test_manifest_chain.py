@@ -297,7 +297,7 @@ def test_threads_encode_and_decode_the_same_as_one(raises: Raises) -> None:
     kept: list[bytes] = []
     with ThreadPoolExecutor(3) as pool:
         encoding, index = encode_parts(
-            new, (base, old), keep=lambda _, part: kept.append(part), part_bytes=400_000, pool=pool
+            new, (base, old), keep=lambda _, part: kept.append(bytes(part)), part_bytes=400_000, pool=pool
         )
         alone = encode_checkpoint(new, (base, old), part_bytes=400_000)
         assert (alone.encoding, alone.index, alone.parts) == (encoding, index, tuple(kept))

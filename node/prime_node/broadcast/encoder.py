@@ -61,7 +61,7 @@ class SpanEncoder:
         return tuple(sorted(self._held))
 
     def encode(
-        self, policy_version: int, weights: Weights, keep: Callable[[PartEntry, bytes], object]
+        self, policy_version: int, weights: Weights, keep: Callable[[PartEntry, bytearray], object]
     ) -> list[Encoded]:
         """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
 
@@ -100,7 +100,7 @@ class SpanEncoder:
 
 
 def _encoded(
-    weights: Weights, base: tuple[BasePolicy, Weights] | None, keep: Callable[[PartEntry, bytes], object]
+    weights: Weights, base: tuple[BasePolicy, Weights] | None, keep: Callable[[PartEntry, bytearray], object]
 ) -> Encoded:
     if ENCODE_THREADS == 1:
         return Encoded(*encode_parts(weights, base, keep=keep))

@@ -30,7 +30,7 @@ class PartSpool:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def keep(self, entry: PartEntry, data: bytes) -> None:
+    def keep(self, entry: PartEntry, data: bytes | bytearray) -> None:
         """Write a part down, once for each digest. Raises LocalError where the disk takes no more."""
         if entry.digest in self._places:
             return

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from numba import uint8, uint16
 
-from prime_protocol.codec.kernels.base import kernel
+from prime_protocol.codec.kernels.base import inline, kernel
+from prime_protocol.codec.kernels.vector import BLOCK, merge_block, settle
+
+ALIGNMENT = 64
 
 
 @kernel
@@ -18,5 +21,18 @@ def split_words(words, low, high):
 
 @kernel
 def merge_words(words, low, high):
-    for i in range(words.size):
+    """The whole of a chunk is written and none of it is read soon: so its old content is not fetched into the cache first."""
+    aligned = (-words.ctypes.data % ALIGNMENT) // 2
+    begin = min(aligned if words.ctypes.data % 2 == 0 else words.size, words.size)
+    end = begin + (words.size - begin) // BLOCK * BLOCK
+    merge_some(words, low, high, 0, begin)
+    for i in range(begin, end, BLOCK):
+        merge_block(words, i, low, high)
+    merge_some(words, low, high, end, words.size)
+    settle()
+
+
+@inline
+def merge_some(words, low, high, begin, end):
+    for i in range(begin, end):
         words[i] = (uint16(low[i]) >> uint16(1)) | (uint16(high[i]) << uint16(7)) | (uint16(low[i]) << uint16(15))

@@ -234,6 +234,39 @@ def _exponents(builder: Any, words: Any, shift: Any) -> Any:
     return builder.trunc(builder.lshr(builder.and_(words, _constant(_WORDS, 0x7FFF)), places), _BYTES)
 
 
+@intrinsic
+def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
+    """Write 64 words past the cache, from their low bytes (rotated left by one bit) and their high ones.
+
+    `words` must be aligned to 64 bytes at `index`. The caller ends with `settle`.
+    """
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lows, highs = (
+            builder.zext(_load(builder, _pointer(context, builder, kind, array, args[1], _BYTES), _BYTES), _WORDS)
+            for kind, array in ((sig.args[2], args[2]), (sig.args[3], args[3]))
+        )
+        top = builder.or_(builder.shl(highs, _constant(_WORDS, 7)), builder.shl(lows, _constant(_WORDS, 15)))
+        merged = builder.or_(builder.lshr(lows, _constant(_WORDS, 1)), top)
+        store = builder.store(merged, _pointer(context, builder, sig.args[0], args[0], args[1], _WORDS))
+        store.align = 64
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(words, index, low, high), generate
+
+
+@intrinsic
+def settle(_: Any) -> Any:
+    """What was written past the cache is there for other threads."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 def _compare_block(lane: ir.Type) -> Any:
     vector = ir.VectorType(lane, BLOCK)
 
