@@ -15,7 +15,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding
 
-PIECES_WISHED = 256
+PIECES_WISHED = 1_024
 """An encoding is cut into about so many pieces, while they stay between the two bounds below."""
 PIECE_BYTES_MIN = 64 * 2**10
 """Smaller ones would cost more in requests than they gain in pieces."""

@@ -116,3 +116,15 @@ async def test_who_offers_nothing_gets_a_ticket_and_is_not_listed(fields: dict[s
         shown = authorization(reply.ticket, BEN.key_id, RUN.digest, ANNA, now_ms=world.parts.clock.now_ms())
         assert check_authorization(shown, BEN.key_id, RUN, now_ms=world.parts.clock.now_ms()) == ANNA.key_id
         assert open_peer_list((await find(world, BEN)).peers, RUN).peers == ()
+
+
+async def test_an_address_is_shown_only_to_those_whom_it_leads_there() -> None:
+    peers = Peers(Dials())
+    addresses = {"127.0.0.1": 2, "192.168.7.7": 1, "8.8.8.8": 0}
+    for number, address in enumerate(addresses):
+        key = SigningKey(bytes([120 + number]) * 32)
+        peers.offer(PeerRecord(peer=key.key_id, urls=(f"http://{address}:80",)), 0.0, offers_max=10)
+    await asyncio.sleep(0.001)
+    for asker, near in (("127.0.0.1", 2), ("10.0.0.9", 1), ("9.9.9.9", 0)):
+        shown = peers.sample(ANNA.key_id, 10, 0.0, random.Random(1), address=asker)
+        assert {found.urls[0] for found in shown} == {f"http://{a}:80" for a, n in addresses.items() if n <= near}

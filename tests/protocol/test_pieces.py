@@ -54,8 +54,8 @@ def first(sizes: list[list[int]], number: int) -> int:
 
 
 def test_a_large_encoding_is_cut_into_larger_pieces_but_not_too_large_ones() -> None:
-    for chunk_bytes, expected in ((2**12, PIECE_BYTES_MIN), (2**18, 2**18), (2**20, PIECE_BYTES_MAX)):
-        encoding, index = encoding_of([[bytes(chunk_bytes)] * 256])
+    for chunk_bytes, expected in ((2**12, PIECE_BYTES_MIN), (2**17, 2**17), (2**20, PIECE_BYTES_MAX)):
+        encoding, index = encoding_of([[bytes(chunk_bytes)] * 1_024])
         assert cut_pieces(encoding, index)[0].size == expected
 
 

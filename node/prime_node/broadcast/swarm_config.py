@@ -20,7 +20,7 @@ class SwarmConfig(BaseModel):
     """Address to serve on."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to serve on; 0 takes any free one. Behind a router, forward a port of your choice and set it here."""
-    upload_slots: int = Field(default=8, ge=1, le=256)
+    upload_slots: int = Field(default=16, ge=1, le=256)
     """Pieces on their way to others at one time."""
     upload_mbit_per_s: float = Field(default=0.0, ge=0.0)
     """What serving may take of the uplink, in megabits per second; 0 is no limit."""

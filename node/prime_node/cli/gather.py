@@ -33,7 +33,7 @@ def progress_of(
         rewards=[row["reward_mean"] for row in trained],
         lag_mean=recent(trained, "lag_mean"),
         evaluation=_evaluation(rows),
-        broadcast=_broadcast(rows),
+        broadcast=_broadcast(rows, status),
         rows=[
             _row(name, state, workers.get(_key_id(run_dir.path / name)), trained) for name, state in processes.items()
         ],
@@ -68,13 +68,17 @@ def _evaluation(rows: list[dict[str, Any]]) -> str:
     return f"{last['eval_greedy']:.2f} greedy, {last['eval_sampled']:.2f} sampled at step {last['step']}"
 
 
-def _broadcast(rows: list[dict[str, Any]]) -> str:
-    """What the newest policy costs a worker that keeps up, beside its size."""
+def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
+    """What the newest policy costs a worker that keeps up, beside its size; and how soon the last ones could be used."""
     published = [row for row in rows if "raw_bytes" in row]
     if not published:
         return ""
     last = published[-1]
-    return f"{size(last['sent_bytes'])} of {size(last['raw_bytes'])} raw, {last['ratio']:.1f}x"
+    text = f"{size(last['sent_bytes'])} of {size(last['raw_bytes'])} raw, {last['ratio']:.1f}x"
+    usable = status.get("usable", [])
+    if usable:
+        text += f", usable after {usable[-1]['median_s']:.1f} s (slowest worker {usable[-1]['last_s']:.1f} s)"
+    return text
 
 
 def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: list[dict[str, Any]]) -> Row:

@@ -42,6 +42,9 @@ def join(
             show_default=False,
         ),
     ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Outbound only: announce no address, serve no other worker.")
+    ] = False,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
     log_level: LogLevel = "INFO",
@@ -60,6 +63,8 @@ def join(
     for setting, value in (("name", name), ("engine", engine)):
         if value is not None:
             options.overrides.setdefault("worker", {})[setting] = value
+    if private:
+        options.overrides.setdefault("worker", {}).setdefault("swarm", {})["private"] = True
     settings = options.load(WorkerConfig)
     place = folder or HOME / "runs" / parsed.run[:16]
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")

@@ -120,7 +120,7 @@ class Session:
         self.status = await self._until_healthy()
         if self.status.get("complete"):
             return
-        await self._start(TRAINER)
+        await self._start(TRAINER, "--set", f"trainer.swarm.host={host}")
         await self._start(VALIDATOR)
         for number, name in enumerate(self._workers, start=1):
             arguments = [
@@ -131,6 +131,8 @@ class Session:
                 name,
                 "--engine",
                 self._engine,
+                "--set",
+                f"worker.swarm.host={host}",
             ]
             cheat = self._settings.unsafe_cheaters.get(str(number))
             if cheat is not None:

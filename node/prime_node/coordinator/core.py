@@ -15,6 +15,7 @@ from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.records import Banned, Settled, State, Woken
+from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -77,6 +78,8 @@ class Core:
     """By step and part, so that publishing a policy does not make and sign its batches anew."""
     peers: Peers = field(default_factory=Peers)
     """Who serves checkpoints to others."""
+    usable: Usable = field(default_factory=Usable)
+    """When policies could be used where."""
     hints: dict[str, str] = field(default_factory=dict)
     """Worker -> why its last request for work got nothing, for its screen and for the operator."""
 

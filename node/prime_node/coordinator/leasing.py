@@ -50,6 +50,10 @@ async def join(core: Core, signer: str, request: JoinRequest) -> JoinReply:
 
 async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
     core.presence.reported(signer, request, core.clock.monotonic_s())
+    after_ms = request.usable_after_ms
+    is_known = 0 <= request.policy_version <= core.state.head
+    if after_ms is not None and is_known and core.usable.heard(signer, request.policy_version, after_ms):
+        core.metrics.observe("prime_policy_usable_seconds", after_ms / 1_000)
     state = core.state
     return HeartbeatReply.model_construct(
         step=state.current_step,

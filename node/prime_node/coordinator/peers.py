@@ -13,6 +13,7 @@ import logging
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from prime_node.ports.swarm import DialBack
 from prime_protocol.envelope import PayloadType, seal
@@ -41,6 +42,11 @@ class _Offer:
     reachable: bool | None
     """None while the dial-back is under way."""
     tried_s: float
+
+    @property
+    def nearness(self) -> int:
+        """Whose networks its addresses lead to: 0 everybody's, 1 a private one's, 2 this machine's."""
+        return max((_nearness(urlsplit(url).hostname or "") for url in self.record.urls), default=0)
 
 
 class Peers:
@@ -72,10 +78,17 @@ class Peers:
     def withdraw(self, peer: str) -> None:
         self._offers.pop(peer, None)
 
-    def sample(self, asker: str, peers_max: int, now_s: float, rng: random.Random) -> tuple[PeerRecord, ...]:
-        """Some that can be reached, in random order."""
+    def sample(
+        self, asker: str, peers_max: int, now_s: float, rng: random.Random, *, address: str = "127.0.0.1"
+    ) -> tuple[PeerRecord, ...]:
+        """Some that can be reached from the asker's address, in random order."""
         self._forget(now_s)
-        found = [offer.record for peer, offer in self._offers.items() if offer.reachable and peer != asker]
+        near = _nearness(address)
+        found = [
+            offer.record
+            for peer, offer in self._offers.items()
+            if offer.reachable and peer != asker and offer.nearness <= near
+        ]
         return tuple(rng.sample(found, min(peers_max, len(found))))
 
     def _forget(self, now_s: float) -> None:
@@ -110,7 +123,7 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
     listed = PeerList(
         run=core.run.digest,
         issued_at_ms=now_ms,
-        peers=core.peers.sample(signer, request.peers_max, now_s, random.Random()),
+        peers=core.peers.sample(signer, request.peers_max, now_s, random.Random(), address=address),
     )
     ticket = PeerTicket(run=core.run.digest, peer=signer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
     return PeersReply(
@@ -118,6 +131,15 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
         ticket=seal(ticket, PayloadType.PEER_TICKET, core.key).to_bytes().decode(),
         reachable=reachable,
     )
+
+
+def _nearness(address: str) -> int:
+    """An address of this machine leads to it from nowhere else, one of a private network only from there."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return 0
+    return 2 if parsed.is_loopback else int(parsed.is_private)
 
 
 def _urls(address: str, port: int | None) -> tuple[str, ...]:

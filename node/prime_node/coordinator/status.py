@@ -10,6 +10,8 @@ from prime_node.coordinator.records import State, Worker
 from prime_node.coordinator.scheduler import waits_for
 from prime_node.ports.metrics import Metric, MetricKind
 
+USABLE_SHOWN_MAX = 16
+"""Policies in one status of which it is told when they could be used."""
 WORKERS_SHOWN_MAX = 1_000
 """Workers in one status; those that take part come first."""
 
@@ -26,6 +28,12 @@ METRICS = (
     Metric(MetricKind.COUNTER, "prime_rollouts_total", "Settled rollouts by outcome, since the start.", ("outcome",)),
     Metric(MetricKind.COUNTER, "prime_requests_total", "Requests by endpoint and outcome.", ("endpoint", "outcome")),
     Metric(MetricKind.COUNTER, "prime_upload_bytes_total", "Bytes of uploaded bundles."),
+    Metric(MetricKind.GAUGE, "prime_peers", "Peers that others are told of."),
+    Metric(
+        MetricKind.HISTOGRAM,
+        "prime_policy_usable_seconds",
+        "From a policy's publication to its use in a worker's engine.",
+    ),
     Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
 )
 
@@ -49,6 +57,8 @@ def status(core: Core) -> dict[str, Any]:
         "policies_kept": len(state.published),
         "open_leases": len(state.leases),
         "pending_bundles": len(state.bundles),
+        "usable": core.usable.as_rows(USABLE_SHOWN_MAX),
+        "peers": len(core.peers),
         "steps": _steps(state),
         "num_workers": state.num_active,
         "workers": [_worker(core, worker) for worker in workers[:WORKERS_SHOWN_MAX]],
@@ -68,6 +78,7 @@ def set_gauges(core: Core) -> None:
     metrics.set("prime_groups_open", sum(len(step.open) for step in state.steps.values()))
     metrics.set("prime_published_bytes", state.bytes_published)
     metrics.set("prime_events", core.journal.number)
+    metrics.set("prime_peers", len(core.peers))
 
 
 def _steps(state: State) -> list[dict[str, Any]]:

@@ -102,6 +102,10 @@ class Worker:
     """Leases that wait, are being generated or are being written to the spool."""
     held: int = -1
     """The policy that the engine holds."""
+    newest_held: int = -1
+    """The newest policy that the engine has held."""
+    usable_after_ms: int | None = None
+    """From the publication of the held policy until the engine had it, where that says something about its way to us."""
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     rollouts_generated: int = 0
@@ -297,11 +301,21 @@ async def _load(worker: Worker, policy: Policy) -> None:
             log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
         else:
             worker.held = policy.version
+            _note_usable(worker, policy)
             return
     raise LocalError(
         f"the engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
         f"after {LOADS_MAX} loads; try another one with --engine, and report this"
     )
+
+
+def _note_usable(worker: Worker, policy: Policy) -> None:
+    """How long after its publication the engine could use it. Nothing is said of the first one, nor of older ones."""
+    worker.usable_after_ms = None
+    if policy.version > worker.newest_held:
+        if worker.newest_held >= 0:
+            worker.usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+        worker.newest_held = policy.version
 
 
 async def _hand_back(worker: Worker, lease: Lease) -> None:
@@ -364,7 +378,12 @@ async def _show_status(worker: Worker) -> NoReturn:
 
 
 def _heartbeat(worker: Worker) -> HeartbeatRequest:
-    return HeartbeatRequest(state=worker.state, policy_version=worker.held, bundles_spooled=worker.spool.num_bundles)
+    return HeartbeatRequest(
+        state=worker.state,
+        policy_version=worker.held,
+        bundles_spooled=worker.spool.num_bundles,
+        usable_after_ms=worker.usable_after_ms,
+    )
 
 
 def _status_of(worker: Worker, *, ended: str = "") -> Status:
