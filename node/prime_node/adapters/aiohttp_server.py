@@ -88,7 +88,7 @@ class AiohttpServer:
             return
         self._server.close()
         self._manager.pre_shutdown()  # closes idle connections
-        await self._manager.shutdown(grace_s)
+        await self._manager.shutdown(max(grace_s, 0.01))  # 0 means to aiohttp: without an end
         await self._runner.cleanup()
         self._server = None
 

@@ -170,6 +170,12 @@ class Follower:
         self._policies[policy_version] = policy
         return policy
 
+    async def fetch(self, policy_version: int) -> Policy:
+        """As `policy`, but one attempt. Raises PeerError where nobody has it or it was published broken, or Unreachable."""
+        if policy_version not in self._policies:
+            await self._take(await self.heads.manifest(policy_version))
+        return self._policies[policy_version]
+
     async def follow(self) -> NoReturn:
         """Keep the newest policy staged, for ever. Cancel it to stop."""
         started: int | None = None

@@ -1,7 +1,7 @@
 """The trainer as the first seeder: what it publishes it also keeps and serves, so that the coordinator need not.
 
 A port to the coordinator that keeps a copy of what passes through. A policy is announced to the peers once the coordinator has
-taken its manifest; the newest POLICIES_KEPT stay, and the newest anchor.
+taken its manifest. shelf.py says what stays.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import logging
 from prime_node.broadcast.holdings import Holding, Holdings
 from prime_node.broadcast.part_store import PartStore
 from prime_node.broadcast.piece_sets import span
+from prime_node.broadcast.shelf import Shelf
 from prime_node.ports.transport import TrainerPort
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError
-from prime_protocol.manifest import Encoding, Manifest, PartEntry, open_manifest
+from prime_protocol.manifest import Encoding, Manifest, open_manifest
 from prime_protocol.messages import BatchRequest, BundleRequest, NotYet
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
-
-POLICIES_KEPT = 8
 
 
 class Seeding:
@@ -34,13 +33,7 @@ class Seeding:
         self._run = run
         self._parts = parts
         self._holdings = holdings
-        self._kept: dict[int, tuple[Envelope, frozenset[str]]] = {}
-        """Policies that are served: the manifest, and the digests of its blobs."""
-        self._anchor: tuple[int, frozenset[str]] = (-1, frozenset())
-
-    def manifest_at_hand(self, policy_version: int) -> Envelope | None:
-        kept = self._kept.get(policy_version)
-        return None if kept is None else kept[0]
+        self.shelf = Shelf(parts, holdings)
 
     async def put_blob(self, data: bytes) -> str:
         digest = await self._port.put_blob(data)
@@ -48,11 +41,13 @@ class Seeding:
         return digest
 
     async def publish(self, manifest: Envelope) -> None:
-        opened = open_manifest(manifest, self._run).manifest
-        for encoding in opened.encodings:
-            await self._announce(opened, encoding)  # first: workers that hear of the policy find that it is here
+        signed = open_manifest(manifest, self._run)
+        for encoding in signed.manifest.encodings:
+            await self._announce(
+                signed.manifest, encoding
+            )  # first: workers that hear of the policy find that it is here
         await self._port.publish(manifest)
-        self._keep(manifest, opened)
+        self.shelf.put(signed)
 
     async def _on_disk(self, digest: str, data: bytes) -> None:
         """A full disk costs the seeder, not the run."""
@@ -71,18 +66,6 @@ class Seeding:
             log.error("manifest %d: %s", manifest.policy_version, error)
             return
         self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
-
-    def _keep(self, envelope: Envelope, manifest: Manifest) -> None:
-        self._kept[manifest.policy_version] = envelope, _digests(manifest.blobs)
-        anchor = manifest.encoding(None)
-        if anchor is not None:
-            self._anchor = manifest.policy_version, _digests(anchor.blobs)
-        while len(self._kept) > POLICIES_KEPT:
-            del self._kept[min(self._kept)]
-        digests = set(self._anchor[1]).union(*(blobs for _, blobs in self._kept.values()))
-        self._holdings.staged(manifest.policy_version)
-        self._holdings.keep_only(digests)
-        self._parts.keep_only(digests)
 
     # As the coordinator answers
 
@@ -103,7 +86,3 @@ class Seeding:
 
     async def bundle(self, request: BundleRequest) -> bytes:
         return await self._port.bundle(request)
-
-
-def _digests(blobs: tuple[PartEntry, ...]) -> frozenset[str]:
-    return frozenset(blob.digest for blob in blobs)

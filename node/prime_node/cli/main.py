@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from prime_node import __version__
-from prime_node.cli import config, coordinator, doctor, join, keys, new, trainer, up, validator, verify
+from prime_node.cli import config, coordinator, doctor, fetch, join, keys, new, seed, trainer, up, validator, verify
 from prime_node.patience import causes_of
 from prime_protocol.errors import LocalError, PrimeError
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (up, join, verify, new, coordinator, trainer, validator, doctor, config):
+for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validator, doctor, config):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(keys.keys, name="keys")

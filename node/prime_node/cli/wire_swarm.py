@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.http_client import HttpClient
     from prime_node.broadcast.follower import Follower, Progress
     from prime_node.broadcast.holdings import Holdings
+    from prime_node.broadcast.mirror import Mirror
     from prime_node.broadcast.part_store import PartStore
     from prime_node.broadcast.peer import Peer
     from prime_node.broadcast.seeding import Seeding
@@ -32,7 +33,7 @@ SEED_BYTES_MAX = 256 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class Served:
     """What a peer serves, and where it lies."""
 
     holdings: Holdings
@@ -47,7 +48,7 @@ def make_peer(
     key: SigningKey,
     client: HttpClient,
     config: SwarmConfig,
-    shelf: Shelf,
+    served: Served,
     *,
     folder: Path,
     pool: SourcePool | None = None,
@@ -96,8 +97,8 @@ def make_peer(
     )
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
     service = PeerService(
-        run, key, shelf.holdings, shelf.parts, uplink, clock(), shelf.manifest,
-        peer_list=lambda: directory.list_text, folder=shelf.folder,
+        run, key, served.holdings, served.parts, uplink, clock(), served.manifest,
+        peer_list=lambda: directory.list_text, folder=served.folder,
     )  # fmt: skip
     neighbours = None
     if pool is not None:
@@ -120,18 +121,10 @@ async def worker_follower(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
     """Follows the coordinator, the mirrors that the contributor names, and other peers. The model files are in `folder`/model."""
-    from prime_node.adapters.http_client import HttpClient
     from prime_node.broadcast.follower import Follower
 
     async with contextlib.AsyncExitStack() as stack:
-        mirrors = [
-            (
-                url,
-                await stack.enter_async_context(HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)),
-            )
-            for url in settings.mirrors
-        ]
-        sources = [(client.url, client), *mirrors]
+        sources = await _sources(stack, run, client, settings)
         trusted = await trust(run, sources, folder)
         follower = Follower(
             run,
@@ -146,8 +139,8 @@ async def worker_follower(
         )
         peer = None
         if settings.swarm.enabled:
-            shelf = Shelf(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
-            peer = make_peer(run, key, client, settings.swarm, shelf, folder=folder / "swarm", pool=follower.pool)
+            served = Served(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
+            peer = make_peer(run, key, client, settings.swarm, served, folder=folder / "swarm", pool=follower.pool)
             await stack.enter_async_context(peer.running())
         yield follower, trusted, peer
 
@@ -162,5 +155,43 @@ def trainer_seeding(
 
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings)
-    shelf = Shelf(holdings, parts, seeding.manifest_at_hand, folder)
-    return seeding, make_peer(run, key, client, config, shelf, folder=folder / "seed")
+    served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
+    return seeding, make_peer(run, key, client, config, served, folder=folder / "seed")
+
+
+@contextlib.asynccontextmanager
+async def mirror(
+    run: PinnedRun, key: SigningKey, client: HttpClient, folder: Path, settings: WorkerConfig
+) -> AsyncIterator[tuple[Mirror, Peer]]:
+    """A seeder of others' policies: it keeps them, decodes nothing, and serves. The model files are in `folder`/model."""
+    from prime_node.broadcast.mirror import Mirror
+
+    async with contextlib.AsyncExitStack() as stack:
+        sources = await _sources(stack, run, client, settings)
+        await trust(run, sources, folder)
+        made = Mirror(
+            run,
+            sources,
+            folder / "checkpoints",
+            clock=clock(),
+            rng=random.Random(),
+            memory_bytes_max=settings.pieces_bytes_max,
+            parts_bytes_max=settings.parts_bytes_max,
+        )
+        served = Served(made.holdings, made.parts, made.shelf.manifest_at_hand, folder)
+        peer = make_peer(run, key, client, settings.swarm, served, folder=folder / "swarm", pool=made.pool)
+        await stack.enter_async_context(peer.running())
+        yield made, peer
+
+
+async def _sources(
+    stack: contextlib.AsyncExitStack, run: PinnedRun, client: HttpClient, settings: WorkerConfig
+) -> list[tuple[str, HttpClient]]:
+    """The coordinator, and the mirrors that the contributor names."""
+    from prime_node.adapters.http_client import HttpClient
+
+    made = [(client.url, client)]
+    for url in settings.mirrors:
+        source = HttpClient(url, run=run.digest, clock=clock(), bounds=run.spec.limits)
+        made.append((url, await stack.enter_async_context(source)))
+    return made

@@ -1,0 +1,118 @@
+"""`prime-node fetch`: download a policy from the swarm, verify it, and write it as a Hugging Face model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from prime_node import __version__
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
+from prime_node.cli.place import parse_link
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import JoinLink
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.follower import Follower, Policy
+    from prime_node.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+HOME = Path.home() / ".prime-node"
+ATTEMPTS_MAX = 5
+PEERS_S = 1.0
+"""Time to find peers before the download begins; what is not found by then joins in."""
+
+
+def fetch(
+    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    policy: Annotated[
+        int | None, typer.Option("--policy", min=0, help="This policy instead of the newest.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="New folder for the model [./policy-N].", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where pieces are kept, so that an interrupted download goes on [~/.prime-node/fetch/RUN].",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "WARNING",
+) -> None:
+    """Download a policy from the run's peers, verify every byte, and export it with its provenance.
+
+    \b
+    Exit codes: 0 done; 3 this machine is at fault, or there is no such policy yet; 4 nobody has it any more.
+    """
+    from prime_node.folder_lock import FolderLock
+    from prime_node.observe import setup_logging
+    from prime_node.worker.config import WorkerConfig
+
+    setup_logging("fetch", level=log_level)
+    parsed = parse_link(link)
+    settings = Options(config, assignments).load(WorkerConfig)
+    place = folder or HOME / "fetch" / parsed.run[:16]
+    lock = FolderLock(place)
+    written, files = asyncio.run(_fetch(parsed, settings, place, policy, out))
+    lock.release()
+    Console(highlight=False, soft_wrap=True).print(f"{written}: {files} files", markup=False)
+
+
+async def _fetch(
+    link: JoinLink, settings: WorkerConfig, folder: Path, policy_version: int | None, out: Path | None
+) -> tuple[Path, int]:
+    from prime_node.broadcast.audit import Verified
+    from prime_node.broadcast.export import check_free, export
+    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.cli import wire, wire_swarm
+    from prime_node.cli.join import download_bar
+    from prime_node.keyfile import load_or_create
+
+    if out is not None:
+        check_free(out)
+    key = load_or_create(folder / "identity.key")
+    with download_bar() as on_progress:
+        async with wire.client(link, key) as client:
+            run = await fetch_run(client, link.run, clock=wire.clock())
+            client.bounds = run.spec.limits
+            model = await wire.model_folder(client, run, folder / "model")
+            following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
+            async with following as (follower, _, peer):
+                if peer is not None:
+                    await asyncio.sleep(PEERS_S)
+                policy = await _policy(follower, policy_version)
+    place = out or Path(f"policy-{policy.version}")
+    check_free(place)
+    files = {file.name: (model / file.name).read_bytes() for file in run.spec.model_files}
+    verified = Verified(run, policy.signed, policy.weights, files)
+    return place, len(export(verified, place, software=f"prime-node {__version__}"))
+
+
+async def _policy(follower: Follower, policy_version: int | None) -> Policy:
+    """Raises LocalError where it is not published yet, PeerError where nobody has it any more."""
+    from prime_node.ports.transport import Unreachable
+
+    await follower.heads.look()
+    newest = follower.heads.newest
+    wanted = newest if policy_version is None else policy_version
+    if newest < 0 or wanted > newest:
+        what = (
+            "nothing is published yet" if newest < 0 else f"policy {wanted} is not published yet; the head is {newest}"
+        )
+        raise LocalError(f"{what}; try again later")
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        try:
+            return await follower.fetch(wanted)
+        except Unreachable as error:
+            if attempt == ATTEMPTS_MAX:
+                raise LocalError(f"policy {wanted}: {error}; what has come is kept: run it again") from None
+            log.warning("policy %d: %s; trying again", wanted, error)
+    raise AssertionError("the loop returns or raises")

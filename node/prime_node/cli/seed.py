@@ -1,0 +1,87 @@
+"""`prime-node seed`: lend bandwidth and a disk to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import parse_link
+from prime_protocol.run_spec import JoinLink
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.holdings import Holdings
+    from prime_node.broadcast.peer import Peer
+    from prime_node.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+HOME = Path.home() / ".prime-node"
+GRACE_S = 5.0
+STATUS_S = 10.0
+"""Between two lines for the owner."""
+
+
+def seed(
+    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where policies are kept [~/.prime-node/seeds/RUN].", show_default=False),
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
+    ] = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """Keep a run's newest policies and serve them to its workers: bandwidth without a GPU. Settings: [worker.swarm]."""
+    from prime_node.cli.lifetime import run_role
+    from prime_node.folder_lock import FolderLock
+    from prime_node.observe import setup_logging
+    from prime_node.worker.config import WorkerConfig
+
+    setup_logging("seed", level=log_level)
+    parsed = parse_link(link)
+    settings = Options(config, assignments).load(WorkerConfig)
+    place = folder or HOME / "seeds" / parsed.run[:16]
+    lock = FolderLock(place)
+    code = run_role(
+        lambda stop: _seed(parsed, settings, place, identity or place / "identity.key", stop),
+        stop_with_parent=stop_with_parent,
+        grace_s=GRACE_S,
+    )
+    lock.release()
+    raise typer.Exit(code)
+
+
+async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: Path, stop: asyncio.Event) -> int:
+    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.cli import wire, wire_swarm
+    from prime_node.keyfile import load_or_create
+    from prime_node.patience import first_of, unless
+
+    key = load_or_create(key_file)
+    async with wire.client(link, key) as client:
+
+        async def serve() -> None:
+            run = await fetch_run(client, link.run, clock=wire.clock())
+            client.bounds = run.spec.limits
+            await wire.model_folder(client, run, folder / "model")
+            async with wire_swarm.mirror(run, key, client, folder, settings) as (mirror, peer):
+                await first_of(mirror.follow(), _tell(peer, mirror.holdings))
+
+        await unless(stop.wait(), serve())
+    return 0
+
+
+async def _tell(peer: Peer, holdings: Holdings) -> NoReturn:
+    """One line every so often."""
+    while True:
+        await asyncio.sleep(STATUS_S)
+        log.info("policy %d | %s", holdings.head, peer.describe())

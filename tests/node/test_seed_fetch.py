@@ -1,0 +1,97 @@
+"""`seed` keeps and serves without decoding; `fetch` downloads from whoever has it, verifies and exports."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import CONFIG_JSON
+from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm, until
+
+from prime_node.adapters.http_client import HttpClient
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.audit import audit
+from prime_node.broadcast.mirror import Mirror
+from prime_node.broadcast.peer import Peer
+from prime_node.broadcast.safetensors_file import read_weights
+from prime_node.cli import wire, wire_swarm
+from prime_node.cli.fetch import _fetch
+from prime_node.worker.config import WorkerConfig
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import JoinLink
+from prime_protocol.weights import root_of
+
+SETTINGS = WorkerConfig(swarm=LOCAL, poll_seconds=0.05)
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers look for each other all the time."""
+    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MIN", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MAX", 0.2)
+    monkeypatch.setattr("prime_node.cli.fetch.PEERS_S", 0.3)
+
+
+async def seeder(made: Swarm, folder: Path) -> tuple[Mirror, Peer]:
+    """What `prime-node seed` runs."""
+    run = made.world.run
+    client = await made.stack.enter_async_context(
+        HttpClient(made.world.url, run=run.digest, clock=SystemClock(), key=CORA, bounds=run.spec.limits)
+    )
+    await wire.model_folder(client, run, folder / "model")
+    mirror, peer = await made.stack.enter_async_context(wire_swarm.mirror(run, CORA, client, folder, SETTINGS))
+    made.stack.push_async_callback(ended, asyncio.create_task(mirror.follow()))
+    return mirror, peer
+
+
+async def test_a_seeder_serves_every_encoding_to_workers_when_nobody_else_does(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        mirror, peer = await seeder(made, tmp_path / "seed")
+        await made.publish()
+        published = await made.publish(delta=True)
+        await until(lambda: mirror.holdings.head == 1)
+        made.chunks.is_cut = True
+        await made.seeder.web.stop(grace_s=0.0)
+        follower, _ = await made.worker(ANNA)
+        async with asyncio.timeout(20):
+            assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
+        assert follower.received[CORA.key_id] > 0
+        async with wire.public_source(f"http://127.0.0.1:{peer.port}/#{made.world.run.digest}") as source:
+            report = await audit(source, made.world.run.digest)
+        assert report.passed, report.checks[-1]
+
+
+async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:
+    async with swarm(tmp_path, ANNA, BEN) as made:
+        await linked(made)
+        await made.publish()
+        first = made.weights
+        await made.publish()
+        for follower, _ in made.workers:
+            await until(lambda follower=follower: 1 in follower.versions())
+        made.chunks.is_cut = True
+        (tmp_path / "fetch" / "model").mkdir(parents=True)
+        (tmp_path / "fetch" / "model" / "config.json").write_bytes(CONFIG_JSON)
+        link = JoinLink(made.world.url, made.world.run.digest)
+        for version, out in ((None, tmp_path / "newest"), (0, tmp_path / "first")):
+            place, num_files = await _fetch(link, SETTINGS, tmp_path / "fetch", version, out)
+            assert place == out
+            assert num_files >= 3
+        assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
+        assert root_of(read_weights(tmp_path / "first")) == root_of(first)
+        assert (tmp_path / "newest" / "PROVENANCE.json").exists()
+
+
+async def test_fetch_says_what_is_not_there_yet(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        link = JoinLink(made.world.url, made.world.run.digest)
+        with pytest.raises(LocalError, match="nothing is published yet"):
+            await _fetch(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "out")
+        await made.publish()
+        with pytest.raises(LocalError, match="policy 7 is not published yet; the head is 0"):
+            await _fetch(link, SETTINGS, tmp_path / "fetch", 7, tmp_path / "out")
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").write_bytes(b"x")
+        with pytest.raises(LocalError, match="not empty"):
+            await _fetch(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "full")
