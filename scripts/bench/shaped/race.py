@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,10 @@ from typing import Any
 
 from .network import BYTES_PER_MBIT, Host, Link, Network, Process
 
+NODES = Path(__file__).parent / "nodes"
+ROOT = Path(__file__).parents[3]
+PRODUCT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "node"), str(ROOT / "protocol"), str(ROOT)])}
+"""The environment of processes that import the product from this checkout."""
 PORT = 9_000
 POLL_S = 0.004
 
@@ -28,6 +34,8 @@ class System:
     script: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    writes_later: bool = False
+    """`out.bin` comes with a marker `written` of its own, after `done`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +124,12 @@ class Outcome:
 
 
 def make_payload(folder: Path, size_mb: float) -> tuple[Path, str]:
-    """A file of random bytes, the same ones each time, and its SHA-256."""
-    path = folder / f"payload-{size_mb:g}.bin"
-    size = int(size_mb * 1e6)
-    if not path.exists() or path.stat().st_size != size:
-        dice = random.Random(7)
-        with path.open("wb") as file:
-            for begin in range(0, size, 2**20):
-                file.write(dice.randbytes(min(2**20, size - begin)))
+    """The parts of a policy in one file, and its SHA-256: within a percent of the size, and the same bytes each time."""
+    policy = folder / f"policy-{size_mb:g}"
+    path = policy / "payload.bin"
+    if not path.exists():
+        command = [sys.executable, str(NODES / "make_policy.py"), str(size_mb), str(policy)]
+        subprocess.run(command, check=True, env={**os.environ, **PRODUCT})
     return path, sha256_of(path)
 
 
@@ -168,6 +174,7 @@ class _Race:
         (self._work / "go").touch()
         self._watch(time.monotonic(), before[0][0])
         after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        self._wait_until_written()
         for process in self._processes.values():
             process.stop()
         size = self._row.size_mb * 1e6
@@ -208,8 +215,9 @@ class _Race:
             "go": str(self._work / "go"),
             "origin": self._network.hosts[0].address,
             "receivers": [other.address for other in self._network.hosts[1:]],
-            "reachable": [other.address for other in self._network.hosts[1:] if not other.link.is_nat],
             "is_nat": host.link.is_nat,
+            "is_on_time": host.index not in self._row.faults.late,
+            "num_links": self._row.num_receivers - len(self._row.faults.late),
             "poisoned": host.index in self._row.faults.poisoned,
             "options": dict(self._system.options),
         }
@@ -224,6 +232,13 @@ class _Race:
                 if self._processes[host.index].poll() is not None or time.monotonic() > end_s:
                     log = (self._folder(host.index) / "log").read_text()[-2_000:]
                     raise RuntimeError(f"{self._system.name}, host {host.index} does not become ready:\n{log}")
+                time.sleep(0.01)
+
+    def _wait_until_written(self) -> None:
+        """The product writes its file for the comparison after it is done: that is not part of the race."""
+        end_s = time.monotonic() + 30
+        for index in self._outcome.done_s if self._system.writes_later else ():
+            while not (self._folder(index) / "written").exists() and time.monotonic() < end_s:
                 time.sleep(0.01)
 
     def _watch(self, began_s: float, sent_before: int) -> None:

@@ -7,9 +7,8 @@ import sys
 import venv
 from pathlib import Path
 
-from .race import Row, System
+from .race import NODES, PRODUCT, Row, System
 
-NODES = Path(__file__).parent / "nodes"
 BASELINES = ("aiohttp==3.14.5", "libtorrent==2.1.1", "shardcast==0.3.2")
 """shardcast is Prime Intellect's, libtorrent the strongest BitTorrent there is."""
 
@@ -24,6 +23,11 @@ def baseline_python(folder: Path) -> Path:
         subprocess.run([str(python), "-m", "pip", "install", "-q", *BASELINES], check=True, stdout=sys.stderr)
         stamp.write_text(" ".join(BASELINES))
     return python
+
+
+def ours() -> System:
+    """With the settings that a contributor gets."""
+    return System("prime-node", Path(sys.executable), NODES / "product_node.py", {}, PRODUCT, writes_later=True)
 
 
 def baselines(folder: Path, row: Row) -> dict[str, System]:

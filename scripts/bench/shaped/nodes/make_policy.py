@@ -1,0 +1,52 @@
+"""Writes one policy of incompressible weights, as a trainer would publish it: manifest, index, parts; and the parts in one file.
+
+    python make_policy.py SIZE_MB FOLDER
+
+`FOLDER/payload.bin` holds the parts one after another: all systems broadcast exactly these bytes. The policy is that of
+product_node.py's run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from tests.node.coordinator_world import CONFIG_JSON, TRAINER, make_run
+
+from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.digest import digest_of
+from prime_protocol.manifest import Manifest, Provenance, sign_manifest
+from prime_protocol.weights import WeightTensor
+
+TENSORS = 16
+
+
+def make_policy(size_mb: float, folder: Path) -> None:
+    dice = np.random.default_rng(7)
+    elements = int(size_mb * 1e6 / 2 / TENSORS)
+    weights = {
+        f"layer{number}": WeightTensor("bf16", (elements,), dice.integers(0, 2**16, elements, dtype=np.uint16))
+        for number in range(TENSORS)
+    }
+    encoded, tensors = encode_checkpoint(weights), tensor_table(weights)
+    manifest = Manifest(
+        run=make_run().digest,
+        policy_version=0,
+        previous=None,
+        model_config_digest=digest_of(CONFIG_JSON),
+        state_root=root_of_table(tensors),
+        tensors=tensors,
+        encodings=(encoded.encoding,),
+        produced_by=Provenance(step=-1, optimizer_steps=0, batch=None, software="bench"),
+        created_at_ms=0,
+    )
+    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    for blob in encoded.blobs:
+        (folder / "blobs" / digest_of(blob)).write_bytes(blob)
+    (folder / "manifest").write_bytes(sign_manifest(manifest, TRAINER).envelope.to_bytes())
+    (folder / "payload.bin").write_bytes(b"".join(encoded.parts))
+
+
+if __name__ == "__main__":
+    make_policy(float(sys.argv[1]), Path(sys.argv[2]))

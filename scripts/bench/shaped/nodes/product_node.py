@@ -1,0 +1,144 @@
+"""This project: the coordinator and the trainer's seeder on the origin, workers' followers everywhere else, wired as the CLI does.
+
+At `go` the trainer publishes a policy whose blobs it has uploaded before; workers that wait for a newer head hear of it, fetch its
+pieces from each other, verify, store and decode them. One is done when every piece is verified and on its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+from marks import description, mark, until_go
+from tests.node.coordinator_world import CONFIG_JSON, TRAINER, folder_parts, make_run
+
+from prime_node.adapters.http_client import HttpClient
+from prime_node.adapters.http_peer import HttpDialBack
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast import directory
+from prime_node.broadcast.follower import Follower, Progress
+from prime_node.broadcast.peer import Peer
+from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.cli import wire_swarm
+from prime_node.coordinator.daemon import serve
+from prime_node.worker.config import WorkerConfig
+from prime_protocol.envelope import open_envelope
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import open_manifest
+
+LINK_S_MAX = 20.0
+"""A receiver that has not linked to everybody after this long begins all the same."""
+RUN = make_run()
+
+
+async def publish(node: SimpleNamespace) -> None:
+    parts = await folder_parts(
+        RUN, Path("coordinator"), host="0.0.0.0", port=node.port, requests_per_second=1e9, faults_per_second=1e9
+    )
+    parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest))
+    await parts.public.put(CONFIG_JSON)
+    up = asyncio.get_running_loop().create_future()
+    daemon = asyncio.create_task(serve(parts, asyncio.Event(), ready=up.set_result))
+    await asyncio.wait({daemon, up}, return_when=asyncio.FIRST_COMPLETED)
+    policy = Path(node.file).parent
+    envelope = open_envelope((policy / "manifest").read_bytes())
+    url = f"http://{node.address}:{node.port}"
+    async with HttpClient(url, run=RUN.digest, clock=SystemClock(), key=TRAINER, bounds=RUN.spec.limits) as client:
+        seeding, peer = wire_swarm.trainer_seeding(RUN, TRAINER, client, swarm_config(node, is_seeder=True), Path())
+        async with peer.running():
+            for blob in open_manifest(envelope, RUN).manifest.blobs:
+                await seeding.put_blob((policy / "blobs" / blob.digest).read_bytes())
+            mark("ready")
+            await until_go(node)
+            await seeding.publish(envelope)
+            await daemon
+
+
+async def receive(node: SimpleNamespace) -> None:
+    all_here = asyncio.Event()
+
+    def on_progress(progress: Progress) -> None:
+        if progress.bytes_done == progress.bytes_total:
+            mark("done")
+            all_here.set()
+
+    folder = Path("worker")
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
+    settings = WorkerConfig(swarm=swarm_config(node, is_seeder=False))
+    key = SigningKey(bytes([100 + node.index]) * 32)
+    url = f"http://{node.origin}:{node.port}"
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(
+            HttpClient(url, run=RUN.digest, clock=SystemClock(), key=key, bounds=RUN.spec.limits)
+        )
+        following = wire_swarm.worker_follower(RUN, key, client, folder, settings, on_progress=on_progress)
+        follower, _, peer = await stack.enter_async_context(following)
+        assert peer is not None
+        if node.poisoned:
+            poison(peer)
+        task = asyncio.create_task(follower.follow())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
+                await linked(peer, node.num_links)
+        mark("ready")
+        await all_here.wait()
+        await follower.wait_newer(-1)
+        await asyncio.to_thread(write_out, node, follower)
+        print({name[-8:]: round(num_bytes / 1e6, 1) for name, num_bytes in follower.received.items()}, flush=True)
+        await task
+
+
+def swarm_config(node: SimpleNamespace, *, is_seeder: bool) -> SwarmConfig:
+    return SwarmConfig(host="0.0.0.0", port=node.port + 1, **node.options.get("seeder" if is_seeder else "worker", {}))
+
+
+def poison(peer: Peer) -> None:
+    """From here on, every answer has a wrong byte in its middle."""
+    honest = peer.service.parts.get
+
+    def get(digest: str, start: int, end: int) -> bytes | None:
+        data = honest(digest, start, end)
+        if not data:
+            return data
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    peer.service.parts = _Lying(get, peer.service.parts)  # type: ignore[assignment]
+
+
+class _Lying:
+    """A part store that answers `get` in another way."""
+
+    def __init__(self, get: object, honest: object) -> None:
+        self.get = get
+        self._honest = honest
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._honest, name)
+
+
+async def linked(peer: Peer, count: int) -> None:
+    assert peer.neighbours is not None
+    while len(peer.neighbours.linked) < count:  # noqa: ASYNC110 - links tell nobody
+        await asyncio.sleep(0.02)
+
+
+def write_out(node: SimpleNamespace, follower: Follower) -> None:
+    """What is on the disk, for the race to compare."""
+    policy = open_manifest(open_envelope((Path(node.file).parent / "manifest").read_bytes()), RUN)
+    with Path(node.out).open("wb") as out:
+        for part in policy.manifest.encodings[0].parts:
+            data = follower.parts.read(part)
+            assert data is not None
+            out.write(data)
+    mark("written")
+
+
+if __name__ == "__main__":
+    described = description()
+    directory.ASK_S_MAX = 1.0  # so that a race need not wait for everybody to have found everybody
+    asyncio.run(publish(described) if described.role == "origin" else receive(described))
