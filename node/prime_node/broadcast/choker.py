@@ -33,7 +33,7 @@ class Turn(StrEnum):
 class ChokerRules:
     """Settings of a serving side."""
 
-    slots: int = 8
+    slots: int = 16
     """Answers on their way at one time."""
     waiting_max: int = 512
     """Requests that wait, of all peers."""

@@ -26,7 +26,7 @@ from prime_node.broadcast.piece_sets import Counts, PieceSet, any_of, members, s
 class PickerRules:
     """Settings of one download."""
 
-    in_flight_max: int = 16
+    in_flight_max: int = 4
     """Requests open at one source."""
     open_max: int = 64
     """Pieces open at all sources together."""

@@ -239,7 +239,7 @@ class TrainerConfig(Settings):
     """Files of further trainer keys that sign each manifest, where the run's keys ask for more than one signature."""
     publish: PublishConfig = PublishConfig()
     """How policies are sent."""
-    swarm: SwarmConfig = SwarmConfig()
+    swarm: SwarmConfig = SwarmConfig(upload_slots=64)
     """The trainer is the first seeder of what it publishes."""
     evaluate_every: int = Field(default=50, ge=0)
     """Steps between evaluations on held-out problems; 0 evaluates never. The first and the last policy are always included."""

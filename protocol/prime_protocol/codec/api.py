@@ -37,6 +37,9 @@ KERNEL_ELEMENTS = 2**14
 """Chunks smaller than this are coded with numpy alone."""
 GAP_DENSITY_MAX = 0.2
 """Above this share of changed elements a step for each element is smaller than positions."""
+ANCHOR_CHUNK_ELEMENTS = 2**17
+"""Elements that the encoder puts into one chunk of an anchor. A peer passes a chunk on once it has it whole, so small ones spread
+sooner; in a delta even a full chunk has a few kilobytes."""
 CHUNKS_AHEAD = 16
 """Encoded chunks that may wait for the reader when a pool encodes."""
 CLASS_SHARE_MAX = 0.6
@@ -86,8 +89,9 @@ def _ranges(
         new_bits = bit_patterns(new, element)
         base_bits = None if base is None else bit_patterns(base, element)
         assert base_bits is None or base_bits.size == new_bits.size
-        for start in range(0, new_bits.size, CHUNK_ELEMENTS):
-            part = slice(start, start + CHUNK_ELEMENTS)
+        most = ANCHOR_CHUNK_ELEMENTS if base is None else CHUNK_ELEMENTS
+        for start in range(0, new_bits.size, most):
+            part = slice(start, start + most)
             yield number, (start, new_bits[part], None if base_bits is None else base_bits[part], element)
 
 

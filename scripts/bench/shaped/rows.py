@@ -35,6 +35,9 @@ ROWS: dict[str, tuple[Row, float]] = {
 DELTA = Row("12 delta, 2 MB, 40 ms", 2, links(100, [20] * 12, 100), delay_ms=10)
 """A small file, where round trips and not bytes decide. 40 ms from host to host and back."""
 
+DELTA_BAR = 4.0
+"""Over a bound of half a second: a manifest, an index and one round of pieces are five round trips, and bbr starts slowly."""
+
 _FAULTY = Row("no fault", 32, SIX)
 FAULT_ROWS: dict[str, Row] = {
     row.name: row
@@ -52,3 +55,5 @@ FAULT_ROWS: dict[str, Row] = {
 }
 
 QUICK = Row("4 equal, 8 MB", 8, links(100, [50] * 4, 50))
+QUICK_BAR = 2.0
+"""A file of 1.3 seconds: set-up and the last piece weigh much."""

@@ -1,7 +1,7 @@
-"""This project: the coordinator and the trainer's seeder on the origin, workers' followers everywhere else, wired as the CLI does.
+"""This project, wired as the CLI does it: coordinator and trainer's seeder on the origin, workers' followers everywhere else.
 
-At `go` the trainer publishes a policy whose blobs it has uploaded before; workers that wait for a newer head hear of it, fetch its
-pieces from each other, verify, store and decode them. One is done when every piece is verified and on its disk.
+At `go` the trainer publishes a policy whose blobs it has uploaded before; workers that wait for a newer head hear of it, fetch
+its pieces from each other, verify, store and decode them. One is done when every piece is verified and on its disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
+import uvloop
 from marks import description, mark, until_go
 from tests.node.coordinator_world import CONFIG_JSON, TRAINER, folder_parts, make_run
 
@@ -24,7 +25,9 @@ from prime_node.broadcast.peer import Peer
 from prime_node.broadcast.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.coordinator.daemon import serve
+from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
+from prime_protocol.codec.api import warm_up
 from prime_protocol.envelope import open_envelope
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest
@@ -58,6 +61,7 @@ async def publish(node: SimpleNamespace) -> None:
 
 
 async def receive(node: SimpleNamespace) -> None:
+    warm_up()  # a worker at its second policy has imported numba
     all_here = asyncio.Event()
 
     def on_progress(progress: Progress) -> None:
@@ -93,7 +97,10 @@ async def receive(node: SimpleNamespace) -> None:
 
 
 def swarm_config(node: SimpleNamespace, *, is_seeder: bool) -> SwarmConfig:
-    return SwarmConfig(host="0.0.0.0", port=node.port + 1, **node.options.get("seeder" if is_seeder else "worker", {}))
+    """The defaults of a trainer and of a worker, but for what the row asks."""
+    default = TrainerConfig().swarm if is_seeder else WorkerConfig().swarm
+    asked = node.options.get("seeder" if is_seeder else "worker", {})
+    return default.model_copy(update={"host": "0.0.0.0", "port": node.port + 1, **asked})
 
 
 def poison(peer: Peer) -> None:
@@ -141,4 +148,5 @@ def write_out(node: SimpleNamespace, follower: Follower) -> None:
 if __name__ == "__main__":
     described = description()
     directory.ASK_S_MAX = 1.0  # so that a race need not wait for everybody to have found everybody
-    asyncio.run(publish(described) if described.role == "origin" else receive(described))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(publish(described) if described.role == "origin" else receive(described))

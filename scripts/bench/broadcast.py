@@ -1,0 +1,154 @@
+"""One file to many over shaped links: this project beside naive HTTP, libtorrent and SHARDCAST, on the same bytes in one run.
+
+    python scripts/bench/broadcast.py [--quick] [--json] [--row NAME ...] [--system NAME ...] [--faults] [--rounds 3]
+
+Hosts are network namespaces (shaped/network.py), every program a process of its own; needs root, iproute2, and nft for the row
+behind NAT. `ratio` is the time until the last receiver holds verified bytes over the fluid lower bound max(F/u_s, F/min d_i,
+N*F/(u_s + sum u_i)): headers alone cost 1.05. The baselines are installed on demand into --folder. All processes share this
+machine's cores, so a row that asks for more megabytes a second than they can carry measures the processor: see its columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shaped import rows
+from shaped.race import Outcome, Row, System, run
+from shaped.systems import baselines, ours
+
+OURS = "prime-node"
+COLUMNS = (
+    "row",
+    "system",
+    "ratio",
+    "spread",
+    "bound s",
+    "origin sent x",
+    "received x",
+    "CPU s origin",
+    "receiver",
+    "MB",
+)
+
+
+def race(row: Row, chosen: Sequence[str], folder: Path, rounds: int) -> dict[str, list[Outcome]]:
+    """The systems by turns, so that a busy minute does not hit one of them alone."""
+    systems: dict[str, System] = {OURS: ours(), **baselines(folder, row)}
+    found: dict[str, list[Outcome]] = {name: [] for name in systems if name in chosen}
+    for _ in range(rounds):
+        for name, outcomes in found.items():
+            outcomes.append(run(systems[name], row, folder))
+            print(json.dumps(outcomes[-1].as_json()), file=sys.stderr, flush=True)
+    return found
+
+
+def middle(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> float:
+    return statistics.median(of(outcome) for outcome in outcomes)
+
+
+def line(row: Row, name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    ratios = [outcome.ratio for outcome in outcomes]
+    return (
+        row.name,
+        name,
+        f"{statistics.median(ratios):.2f}",
+        f"{min(ratios):.2f}-{max(ratios):.2f}",
+        f"{row.bound_s:.2f}",
+        f"{middle(outcomes, lambda one: one.origin_copies):.2f}",
+        f"{middle(outcomes, lambda one: one.received_copies):.2f}",
+        f"{middle(outcomes, lambda one: one.cpu_origin_s):.2f}",
+        f"{middle(outcomes, lambda one: one.cpu_receiver_s):.2f}",
+        f"{middle(outcomes, lambda one: one.rss_receiver_mb):.0f}",
+    )
+
+
+def checks_of(row: Row, bar: float, found: dict[str, list[Outcome]]) -> list[dict[str, object]]:
+    """Ours against the bar, and against each baseline that ran."""
+    ratio = middle(found[OURS], lambda one: one.ratio)
+    made: list[dict[str, object]] = [
+        {
+            "name": f"{row.name}: time to the last over the bound",
+            "value": round(ratio, 3),
+            "bar": bar,
+            "ok": ratio <= bar,
+        }
+    ]
+    for name, outcomes in found.items():
+        if name != OURS:
+            share = ratio / middle(outcomes, lambda one: one.ratio)
+            made.append(
+                {"name": f"{row.name}: of the time of {name}", "value": round(share, 3), "bar": 1.0, "ok": share < 1.0}
+            )
+    return made
+
+
+def fault_checks(found: dict[str, Outcome]) -> list[dict[str, object]]:
+    """Everybody who stays completes with the right bytes; the cost is reported beside it."""
+    return [
+        {
+            "name": f"{name}: receivers that stayed and did not complete, or hold a wrong byte",
+            "value": len(outcome.failed),
+            "bar": 0,
+            "ok": not outcome.failed,
+        }
+        for name, outcome in found.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small row, once, under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--row", action="append", help="only this row, by name; may be repeated")
+    parser.add_argument("--system", action="append", help="only this system beside ours; may be repeated")
+    parser.add_argument("--faults", action="store_true", help="the faults instead of the rows")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files and baselines"
+    )
+    options = parser.parse_args()
+    if options.folder.resolve().is_relative_to("/tmp"):
+        parser.error("--folder must not be in /tmp: every host has a /tmp of its own")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    chosen = [OURS, *(options.system or ("naive HTTP", "libtorrent", "shardcast"))]
+    checks: list[dict[str, object]] = []
+    table = [COLUMNS]
+    if options.faults:
+        outcomes = {
+            name: run(ours(), row, options.folder)
+            for name, row in rows.FAULT_ROWS.items()
+            if not options.row or name in options.row
+        }
+        table += [line(outcome.row, OURS, [outcome]) for outcome in outcomes.values()]
+        checks += fault_checks(outcomes)
+    else:
+        wanted = {**rows.ROWS, rows.DELTA.name: (rows.DELTA, rows.DELTA_BAR)}
+        if options.quick:
+            wanted = {rows.QUICK.name: (rows.QUICK, rows.QUICK_BAR)}
+        for row, bar in wanted.values():
+            if not options.row or row.name in options.row:
+                found = race(replace(row, timeout_s=60.0) if options.quick else row, chosen, options.folder,
+                             1 if options.quick else options.rounds)  # fmt: skip
+                table += [line(row, name, outcomes) for name, outcomes in found.items()]
+                checks += checks_of(row, bar, found)
+    if options.json:
+        print(json.dumps({"checks": checks, "rows": [dict(zip(COLUMNS, cells, strict=True)) for cells in table[1:]]}))
+    else:
+        print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+        for cells in table[1:]:
+            print("| " + " | ".join(cells) + " |")
+        for check in checks:
+            print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']}, bar {check['bar']}")
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
