@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -120,3 +121,37 @@ def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
     data[len(data) // 2] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
+
+
+def test_a_trainers_key_is_replaced_while_the_run_goes_on(up: Up) -> None:
+    """The new key first stands beside the old one; when it signs, the old one is taken away. The whole chain verifies."""
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=120")
+    up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
+    old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]
+    _keys("rotate", up.directory, "--role", "trainer", "--keep")
+    _keys("submit", up.directory / "key-ring-1.json", up.directory)
+    up.interrupt()
+    assert up.finish(timeout_s=90) == 130, up.everything()
+
+    up.start(new=False)
+    step = up.until(lambda status: status["step"] >= 1, timeout_s=90, what="the coordinator")["step"]
+    up.until(lambda status: status["step"] >= step + 1, timeout_s=90, what="a policy by the new key")
+    _keys("revoke", up.directory, old)
+    _keys("submit", up.directory / "key-ring-2.json", up.directory)
+    assert up.finish(timeout_s=240) == 0, up.everything()
+    assert up.summary()["verification"]["ok"]
+    verified = subprocess.run(
+        [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
+    )
+    said = json.loads(verified.stdout)
+    assert (said["ok"], said["key_ring"], said["policy_version"]) == (True, 2, 120)
+    assert old not in said["policy"]["signers"]
+
+
+def _keys(*arguments: object) -> str:
+    """Output of `prime-node keys`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_node", "keys", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

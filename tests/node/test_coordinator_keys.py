@@ -105,6 +105,15 @@ async def test_what_is_no_ring_is_refused_and_changes_nothing(tmp_path: Path) ->
         assert world.run.keys.version == 0
 
 
+async def test_rubbish_in_place_of_rings_shuts_out_strangers_and_not_the_root(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run(), faults_per_second=0.1)) as world:
+        rubbish = ring(world, ANNA).to_bytes()
+        answers = [(await world.post("/v1/keys", rubbish))[0] for _ in range(8)]
+        assert answers[0] == 401
+        assert answers[-1] == 429
+        assert (await world.post("/v1/keys", ring(world).to_bytes()))[0] == 204
+
+
 async def test_a_ring_cannot_unmake_what_is_published_meanwhile(tmp_path: Path) -> None:
     async with running(memory_parts(make_run())) as world:
         await world.publish()

@@ -51,8 +51,11 @@ def require_own_key(run: PinnedRun, key: SigningKey) -> None:
 
 async def take_key_ring(core: Core, gate: Gate, body: bytes, *, address: str) -> None:
     """The next ring, signed by the root. Idempotent for the newest one. Raises PeerError."""
-    with gate.blame(address, core.clock.monotonic_s()):
+    now_s = core.clock.monotonic_s()
+    with gate.blame(address, now_s):
         envelope = open_envelope(body)
+        if not any(one.key_id in core.run.keys.current.root for one in envelope.signatures):
+            gate.limiter.by_address.require(address, now_s)
         async with core.blobs_turn:  # no manifest is taken in meanwhile
             if envelope.digest == core.run.keys.digest:
                 return

@@ -47,6 +47,7 @@ def status(core: Core) -> dict[str, Any]:
         "name": core.run.spec.name,
         "step": state.current_step,
         "head": state.head,
+        "key_ring": core.run.keys.version,
         "max_steps": state.rules.max_steps,
         "async_level": state.rules.async_level,
         "draining": state.draining,
