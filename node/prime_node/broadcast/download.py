@@ -68,6 +68,8 @@ class Download:
         self._absent: dict[str, PieceSet] = {}
         """What a source that should have everything says that it has not."""
         self._tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
+        self._asked: set[asyncio.Task[None]] = set()
+        """Those that wait for a source; the others verify, store or decode."""
         self._memory_bytes = 0
         self._news = asyncio.Event()
         self._error: Exception | None = None
@@ -176,10 +178,12 @@ class Download:
                 self._memory_bytes += self._pieces[number].size
                 task = asyncio.create_task(self._piece(named, number))
                 self._tasks[task] = name, number
+                self._asked.add(task)
                 task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         _, number = self._tasks.pop(task)
+        self._asked.discard(task)
         self._memory_bytes -= self._pieces[number].size
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or (error if isinstance(error, Exception) else None)
@@ -205,6 +209,9 @@ class Download:
             return
         finally:
             named.fetching -= 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked.discard(task)
         self.received[named.name] = self.received.get(named.name, 0) + len(data)
         if self._picker.have >> number & 1:
             return  # another source was faster
@@ -217,9 +224,9 @@ class Download:
         now_s = self.clock.monotonic_s()
         if named.name not in self._picker.sources:  # it was found to rest meanwhile
             self._picker.add(named.name)
-        others = self._picker.arrived(named.name, number, now_s)
-        for task, (name, same) in self._tasks.items():
-            if same == number and name in others:
+        self._picker.arrived(named.name, number, now_s)
+        for task, (_, same) in self._tasks.items():
+            if task in self._asked and same == number:
                 task.cancel()
         self.pool.succeeded(named, num_bytes)
         if self._pieces[number].part in self._stored:

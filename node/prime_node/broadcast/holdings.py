@@ -75,7 +75,7 @@ class Holdings:
         self._where: dict[str, list[tuple[str, int]]] = {}
         """Digests of parts: the encodings that they are in, and their place there."""
         self._log: list[tuple[str, PieceSet]] = []
-        self._log_begins = 0
+        self._log_begins = 1  # a cursor of 0 means: from the beginning
         self._changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[Holding]:

@@ -16,6 +16,7 @@ from prime_node.broadcast.directory import Directory
 from prime_node.broadcast.neighbours import Neighbours
 from prime_node.broadcast.serving import PeerService
 from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.ports.peers import PeerNetwork
 from prime_node.ports.web import WebServer
 from prime_protocol.messages import PeersRequest
 
@@ -35,6 +36,8 @@ class Peer:
     directory: Directory
     neighbours: Neighbours | None = None
     """None for a machine that only serves: the trainer."""
+    network: PeerNetwork | None = None
+    """Over which peers behind a NAT are reached."""
     port: int | None = None
     """Where it serves."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -44,7 +47,9 @@ class Peer:
 
     def offer(self) -> PeersRequest:
         """What the coordinator is asked, and told."""
-        return PeersRequest(port=self.port)
+        if self.config.private:
+            return PeersRequest()
+        return PeersRequest(port=self.port, addresses=() if self.network is None else self.network.addresses())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

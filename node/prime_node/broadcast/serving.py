@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_node.broadcast.holdings import Holdings
+from prime_node.broadcast.holdings import Holdings, News
 from prime_node.broadcast.part_store import PartStore
 from prime_node.broadcast.piece_sets import runs
 from prime_node.broadcast.ranges import parse_range
@@ -187,12 +187,7 @@ class PeerService:
         try:
             news = self.holdings.news(0)
             while not self._is_closing:
-                line = PeerNews(
-                    cursor=news.cursor,
-                    head=news.head,
-                    pieces={name: tuple(runs(pieces)) for name, pieces in news.pieces.items()},
-                )
-                yield line.model_dump_json().encode() + b"\n"
+                yield _line(news) + b"\n"
                 await self.clock.sleep(NEWS_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(KEEP_ALIVE_S):
@@ -202,6 +197,16 @@ class PeerService:
             self._listeners[member] -= 1
             if not self._listeners[member]:
                 del self._listeners[member]
+
+    async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
+        """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
+        self._require_member(request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                news = self.holdings.news(cursor)
+                if cursor and not news.pieces and news.head == head:
+                    await self.holdings.changed(news)
+        return _line(self.holdings.news(cursor))
 
     async def _peers(self, request: Request) -> Response:
         self._require_member(request)
@@ -223,3 +228,9 @@ class PeerService:
         return Response(
             seal(PeerAnswer(run=self.run.digest, nonce=nonce), PayloadType.PEER_ANSWER, self.key).to_bytes()
         )
+
+
+def _line(news: News) -> bytes:
+    """As it is told."""
+    pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
+    return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.sources import SourcePool
     from prime_node.broadcast.swarm_config import SwarmConfig
     from prime_node.broadcast.trust import Trust
+    from prime_node.ports.peers import PeerNetwork
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
 
@@ -52,13 +53,18 @@ def make_peer(
     *,
     folder: Path,
     pool: SourcePool | None = None,
+    network: PeerNetwork | None = None,
 ) -> Peer:
-    """A peer over HTTP. Without a `pool` to put neighbours into, it only serves."""
+    """A peer over HTTP, and over `network` with those whom HTTP does not reach. The caller starts the network after this.
+
+    Without a `pool` to put neighbours into, the peer only serves.
+    """
     from prime_node.adapters.aiohttp_server import AiohttpServer
     from prime_node.adapters.http_peer import HttpPeer
     from prime_node.broadcast.choker import ChokerRules
     from prime_node.broadcast.directory import Directory
     from prime_node.broadcast.neighbours import Neighbours
+    from prime_node.broadcast.network_peer import NetworkPeer, serve_over
     from prime_node.broadcast.peer import Peer
     from prime_node.broadcast.serving import PeerService
     from prime_node.broadcast.sources import NamedSource, SourceKind
@@ -76,15 +82,15 @@ def make_peer(
             uplink.gave(named.name, num_bytes)
 
     def connect(record: PeerRecord) -> PeerLink | None:
-        if not record.urls:
-            return None
-        return HttpPeer(
-            record.urls[0],
-            run=run.digest,
-            clock=clock(),
-            bounds=run.spec.limits,
-            authorization=lambda: directory.authorization(record.peer),
-        )
+        def shown() -> str | None:
+            return directory.authorization(record.peer)
+
+        bounds = run.spec.limits
+        if record.urls:
+            return HttpPeer(record.urls[0], run=run.digest, clock=clock(), bounds=bounds, authorization=shown)
+        if network is not None and record.addresses:
+            return NetworkPeer(network, record, bounds=bounds, authorization=shown)
+        return None
 
     folder.mkdir(parents=True, exist_ok=True)
     cap_bytes = round(config.upload_gib_max * 2**30)
@@ -100,6 +106,8 @@ def make_peer(
         run, key, served.holdings, served.parts, uplink, clock(), served.manifest,
         peer_list=lambda: directory.list_text, folder=served.folder,
     )  # fmt: skip
+    if network is not None and not config.private:
+        serve_over(network, service)
     neighbours = None
     if pool is not None:
         pool.gave = gave
@@ -107,7 +115,7 @@ def make_peer(
             pool.download_turn = RateLimit(config.download_bytes_per_s, clock()).take
         rules = TopologyRules(neighbours_max=config.neighbours_max)
         neighbours = Neighbours(directory, pool, connect, clock=clock(), rng=random.Random(), rules=rules)
-    return Peer(config, service, AiohttpServer(), directory, neighbours)
+    return Peer(config, service, AiohttpServer(), directory, neighbours, network)
 
 
 @contextlib.asynccontextmanager

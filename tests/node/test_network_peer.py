@@ -1,0 +1,112 @@
+"""The swarm over the peer network: the same answers as over HTTP, from and to peers that HTTP does not reach."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_manifest, make_run
+
+from prime_node.adapters.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.holdings import Holding, Holdings
+from prime_node.broadcast.network_peer import NetworkPeer, serve_over
+from prime_node.broadcast.part_store import PartStore
+from prime_node.broadcast.piece_sets import span
+from prime_node.broadcast.serving import PeerService
+from prime_node.broadcast.uplink import Uplink
+from prime_protocol.chunk_index import open_index
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.peers import PeerRecord, PeerTicket, authorization
+from prime_protocol.pieces import cut_pieces
+
+RUN, CLOCK = make_run(), SystemClock()
+SIGNED, BLOBS = make_manifest(RUN, None)
+[ENCODING] = SIGNED.manifest.encodings
+
+
+@contextlib.asynccontextmanager
+async def linked(folder: Path, *, shows_ticket: bool = True) -> AsyncIterator[tuple[NetworkPeer, PeerService]]:
+    """ANNA serves policy 0; BEN is linked to her."""
+    switch = MemorySwitch()
+    anna, ben = (MemoryNetwork(switch, key.key_id, run=RUN.digest) for key in (ANNA, BEN))
+    parts, holdings = PartStore(folder, bytes_max=2**30), Holdings()
+    for entry, blob in zip(ENCODING.blobs, BLOBS, strict=True):
+        parts.write(entry.digest, blob)
+    service = PeerService(
+        RUN,
+        ANNA,
+        holdings,
+        parts,
+        Uplink(clock=CLOCK),
+        CLOCK,
+        lambda version: SIGNED.envelope if version == 0 else None,
+    )
+    serve_over(anna, service)
+    await anna.start()
+    await ben.start()
+    ticket = PeerTicket(run=RUN.digest, peer=BEN.key_id, expires_at_ms=CLOCK.now_ms() + 60_000)
+    text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
+    shown = authorization(text, ANNA.key_id, RUN.digest, BEN, now_ms=CLOCK.now_ms()) if shows_ticket else None
+    record = PeerRecord(peer=ANNA.key_id, addresses=anna.addresses() or ("/memory/anna",))
+    link = NetworkPeer(ben, record, bounds=RUN.spec.limits, authorization=lambda: shown)
+    await ben.connect(link._address)
+    try:
+        yield link, service
+    finally:
+        await anna.close()
+        await ben.close()
+
+
+async def test_a_policy_is_read_over_the_network_as_over_http(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (link, service):
+        assert (await link.run_spec()).digest == RUN.digest
+        assert await link.head() is None
+        service.holdings.staged(0)
+        head = await link.head()
+        assert head is not None
+        assert head.digest == SIGNED.digest
+        assert (await link.manifest(0)).digest == SIGNED.digest
+        for entry, blob in zip(ENCODING.blobs, BLOBS, strict=True):
+            assert await link.blob(entry.digest, start=0, end=entry.size) == blob
+            assert await link.blob(entry.digest, start=1, end=5) == blob[1:5]
+            assert await link.blob(entry.digest) == blob
+        assert service.uplink.served_bytes > 0
+
+
+async def test_news_come_when_there_are_some(tmp_path: Path) -> None:
+    pieces = cut_pieces(ENCODING, open_index(BLOBS[0], ENCODING, SIGNED.manifest.tensors))
+    async with linked(tmp_path) as (link, service):
+        news = link.news()
+        assert (await anext(news)).pieces == {}
+        service.holdings.add(Holding(ENCODING, pieces, span(0, len(pieces))))
+        assert (await anext(news)).pieces == {ENCODING.index.digest: ((0, len(pieces)),)}
+        service.holdings.staged(0)
+        assert (await anext(news)).head == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/manifests/7", ErrorCode.NOT_FOUND),
+        ("/v1/blobs/" + "0" * 64, ErrorCode.NOT_FOUND),
+        ("/etc", ErrorCode.NOT_FOUND),
+    ],
+)
+async def test_what_is_not_there_is_said_so(tmp_path: Path, path: str, code: ErrorCode) -> None:
+    async with linked(tmp_path) as (link, _):
+        with pytest.raises(PeerError) as caught:
+            await link._ask(path, 1_000)
+        assert caught.value.code is code
+
+
+async def test_strangers_learn_nothing_of_who_has_what(tmp_path: Path) -> None:
+    async with linked(tmp_path, shows_ticket=False) as (link, _):
+        assert (await link.run_spec()).digest == RUN.digest
+        for ask in (anext(link.news()), link.peers()):
+            with pytest.raises(PeerError) as caught:
+                await ask
+            assert caught.value.code is ErrorCode.BAD_SIGNATURE
