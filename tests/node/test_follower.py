@@ -12,6 +12,7 @@ import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 
+from prime_node.adapters.http_answers import STALL_S
 from prime_node.broadcast.follower import Follower, Progress
 from prime_node.broadcast.part_store import PartStore
 from prime_node.ports.transport import Unreachable
@@ -390,3 +391,27 @@ def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 
     with pytest.raises(LocalError, match="checkpoint folder"):
         asyncio.run(make())
+
+
+class Dripping(MemorySource):
+    """Shows every head at once, and gives no bytes. Like the HTTP client it is given up when nothing has moved for a while."""
+
+    clock: JumpClock
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        await self.clock.sleep(STALL_S)
+        raise Unreachable("no answer, or one that does not move")
+
+
+async def test_slow_retrieval_costs_one_patience_and_not_the_policy(tmp_path: Path) -> None:
+    clock, slow, honest = JumpClock(), Dripping(RUN), MemorySource(RUN)
+    slow.clock = clock
+    for version in range(3):
+        slow.publish(table_weights(version))
+        honest.publish(table_weights(version))
+    began_s = clock.monotonic_s()
+    named = [("slow", slow), ("honest", honest)]
+    follower = Follower(RUN, named, tmp_path, clock=clock, poll_s=0.1, rng=random.Random(1))
+    async with following(follower):
+        assert (await follower.wait_newer(-1)).version == 2
+    assert clock.monotonic_s() - began_s < 2 * STALL_S

@@ -9,7 +9,7 @@ import pytest
 
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, Role
@@ -111,6 +111,14 @@ def test_gaps_rollbacks_and_foreign_rings_are_refused(
     if "extra" in changes:
         envelope = seal(envelope.payload[:-1] + b',"extra":1}', PayloadType.KEY_RING, sample.root)
     raises(code, run.keys.add, envelope)
+
+
+def test_every_changed_byte_of_a_ring_is_noticed(run: PinnedRun, sample: Any) -> None:
+    data = ring(run.keys, sample.root, keys={"trainer": ids(NEW_TRAINER)}).to_bytes()
+    for place in range(0, len(data), 5):
+        with pytest.raises(PeerError):
+            run.keys.add(open_envelope(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]))
+    assert run.keys.version == 0
 
 
 def test_another_kind_of_envelope_is_no_ring(run: PinnedRun, sample: Any, raises: Raises) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
@@ -54,6 +54,13 @@ def test_a_timestamp_of_another_run_or_kind_or_size_is_refused(sample: Any, rais
     raises(ErrorCode.WRONG_PAYLOAD_TYPE, open_timestamp, receipt, sample.run)
     large = seal(b" " * (limits.TIMESTAMP_BYTES_MAX + 1), PayloadType.TIMESTAMP, sample.coordinator)
     raises(ErrorCode.TOO_LARGE, open_timestamp, large, sample.run)
+
+
+def test_every_changed_byte_of_a_timestamp_is_noticed(sample: Any) -> None:
+    data = signed(stamp(sample), sample.coordinator).to_bytes()
+    for place in range(len(data)):
+        with pytest.raises(PeerError):
+            open_timestamp(open_envelope(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]), sample.run)
 
 
 @pytest.mark.parametrize("lifetime_ms", [0, -1, int(limits.TIMESTAMP_LIFETIME_S_MAX * 1_000) + 1])
