@@ -65,7 +65,7 @@ class Size:
     steps: int
 
 
-FULL, QUICK = Size(151_936, 1_024, 3, 9), Size(32_768, 2_048, 2, 5)
+FULL, QUICK = Size(151_936, 1_024, 3, 7), Size(32_768, 2_048, 2, 5)
 
 
 @dataclass(frozen=True)

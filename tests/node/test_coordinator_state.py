@@ -14,6 +14,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import invariants, records, scheduler, snapshot
+from prime_node.coordinator.curriculum import Pool, Rating
 from prime_node.coordinator.records import Banned, BundleForgotten, Settled, State, Topic, Woken
 from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
 from prime_node.coordinator.state import tick
@@ -410,6 +411,14 @@ class AnyRun(RuleBasedStateMachine):
                 if isinstance(effect, Settled):
                     assert effect.bundle not in self.verdicts, "a bundle was settled twice"
                     self.verdicts[effect.bundle] = effect.status is BundleStatus.ACCEPTED
+            filled = self.state.steps[lease.step].accepted if lease.step in self.state.steps else {}
+            mine = [slot for slot in lease.slots if slot in filled and filled[slot].bundle == bundle]
+            if mine and data.draw(st.booleans()):
+                thrown_away = data.draw(st.sampled_from([None, Pool.EASY, Pool.HARD]))
+                ratings = tuple(
+                    Rating(slot, str(slot), "letters", slot, 0.5, Pool.NORMAL, thrown_away) for slot in mine
+                )
+                self.run_.do(ev.GroupsRated(lease.step, ratings))
 
     @rule(data=st.data())
     def hand_back(self, data: st.DataObject) -> None:

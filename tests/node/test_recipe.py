@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from dataclasses import replace
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from prime_node.algo.advantages import ADVANTAGES, AdvantageInputs, LengthCost, RolloutView, find_advantage, inputs_of
-from prime_node.algo.filters import Filter, FilterInputs, find_filter, flags
+from prime_node.algo.filters import FILTERS, Filter, FilterInputs, find_filter, flags
+from prime_node.algo.losses import LOSSES
 from prime_node.algo.schedule import Damping, LinearSchedule
 from prime_node.ports.train_backend import Group
 from prime_protocol.errors import LocalError
@@ -173,6 +175,17 @@ def test_the_first_filter_that_matches_names_the_rollout() -> None:
         find_filter("zero")
     with pytest.raises(LocalError, match="filter repetition: got an unexpected keyword argument 'treshold'"):
         find_filter("repetition", kwargs={"treshold": 0.4})
+
+
+def test_the_documents_list_every_algorithm_with_its_settings() -> None:
+    listed = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].split("`")[1]: line for line in listed.splitlines() if line.startswith("| `")}
+    functions = {name: known.function for name, known in LOSSES.items()} | dict(ADVANTAGES) | dict(FILTERS)
+    del functions["default"]  # a second name
+    for name, function in functions.items():
+        section = listed if name in FILTERS else rows[name]
+        for setting in list(inspect.signature(function).parameters)[1:]:
+            assert f"`{setting}`" in section, f"docs/algorithms.md: {name} has a setting {setting}"
 
 
 def test_the_schedule_rises_and_falls() -> None:

@@ -47,8 +47,11 @@ class Assigner:
         secret: bytes,
         environments: Mapping[str, Environment],
         tokenizer: Tokenizer,
+        draws: Mapping[int, int] | None = None,
     ) -> None:
+        """`draws`: the slots whose problem is not the first draw (curriculum.py); it is looked at each time."""
         self._run = run
+        self._draws = {} if draws is None else draws
         self._secret = secret
         self._environments = environments
         self._tokenizer = tokenizer
@@ -57,9 +60,14 @@ class Assigner:
         # A slot is rendered for its lease, its check and its batch; the window is a few steps.
         self._rendered = lru_cache(maxsize=4 * run.spec.groups_per_step + 1_024)(self._render)
 
-    def problem(self, slot: int) -> tuple[Problem, tuple[int, ...]]:
-        """A slot's problem, and its prompt as the worker has to feed it."""
-        return self._rendered(slot)
+    def problem(self, slot: int, draw: int | None = None) -> tuple[Problem, tuple[int, ...]]:
+        """A slot's problem, and its prompt as the worker has to feed it. `draw`: another one than the state says."""
+        return self._rendered(slot, self._draws.get(slot, 0) if draw is None else draw)
+
+    def example(self, slot: int, draw: int) -> str:
+        """A name for what is asked: the same for indices that give the same prompt."""
+        problem, prompt = self._rendered(slot, draw)
+        return self._hash("example", problem.environment, *prompt, num_bytes=16).hex()
 
     def lease_id(self, worker: str, number: int) -> str:
         """A name for the number-th lease that nobody can guess."""
@@ -94,9 +102,9 @@ class Assigner:
         stream = self._hash(*fields, num_bytes=8 * num)
         return tuple(int.from_bytes(stream[8 * i : 8 * i + 8], "big") & SEED_MAX for i in range(num))
 
-    def _render(self, slot: int) -> tuple[Problem, tuple[int, ...]]:
+    def _render(self, slot: int, first_draw: int) -> tuple[Problem, tuple[int, ...]]:
         longest = self._run.spec.limits.prompt_tokens_max
-        for draw in range(DRAWS_MAX):
+        for draw in range(first_draw, first_draw + DRAWS_MAX):
             problem = self._draw(slot, draw)
             text = self._environments[problem.environment].prompt(problem.index)
             prompt = tuple(self._tokenizer.encode_prompt(text))

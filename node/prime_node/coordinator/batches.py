@@ -41,6 +41,22 @@ def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[E
     return [LEASE_NEWS]
 
 
+def _groups_rated(state: State, event: ev.GroupsRated, at_ms: int) -> list[Effect]:
+    curriculum, rules = state.curriculum, state.rules
+    curriculum.forget_before(state.first_step, groups_per_step=rules.groups_per_step)
+    for rating in event.ratings:
+        curriculum.rate(rating, step=event.step, num_rollouts=rules.rollouts_per_group)
+    filtered = [rating.slot for rating in event.ratings if rating.filtered is not None]
+    for slot in filtered:
+        slots.drop(state, slot)
+    return [LEASE_NEWS] if filtered else []
+
+
+def _examples_lifted(state: State, event: ev.ExamplesLifted, at_ms: int) -> list[Effect]:
+    state.curriculum.lift(event.examples)
+    return []
+
+
 def _trainer_durable(state: State, event: ev.TrainerDurable, at_ms: int) -> list[Effect]:
     assert all(state.is_given(number) for number in range(state.durable_step, event.step))
     for number in range(state.durable_step, event.step):
@@ -89,6 +105,8 @@ def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BatchFixed: _batch_fixed,
     ev.GroupsDropped: _groups_dropped,
+    ev.GroupsRated: _groups_rated,
+    ev.ExamplesLifted: _examples_lifted,
     ev.TrainerDurable: _trainer_durable,
     ev.ManifestPublished: _manifest_published,
     ev.EncodingsForgotten: _encodings_forgotten,

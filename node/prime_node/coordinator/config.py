@@ -4,10 +4,54 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_node.config import Settings, SettingsConfigDict
+from prime_node.coordinator.curriculum import Pool
 from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
+
+
+class CurriculumConfig(BaseModel):
+    """Which problems are asked. With both thresholds away and no filtering, every problem is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    easy_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    """A problem whose group's mean reward is at or above this is not asked again."""
+    hard_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    """A problem whose group's mean reward is at or below this is not asked again."""
+    easy_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the easy pool that is asked again from each start of the coordinator on, drawn at random."""
+    hard_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the hard pool likewise."""
+    online_difficulty_filtering: bool = False
+    """Groups whose rewards are all 0 or all 1 do not reach the trainer; another problem takes their place."""
+    oversampling_factor: float = Field(default=2.0, ge=1.0)
+    """Groups generated for a step over those that it trains on, at most; beyond that, such groups reach the trainer after all."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CurriculumConfig:
+        low, high = self.hard_threshold, self.easy_threshold
+        if low is not None and high is not None and low >= high:
+            raise ValueError("hard_threshold must be below easy_threshold")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.online_difficulty_filtering or self.easy_threshold is not None or self.hard_threshold is not None
+
+    def pool_of(self, reward_mean: float) -> Pool:
+        if self.easy_threshold is not None and reward_mean >= self.easy_threshold:
+            return Pool.EASY
+        if self.hard_threshold is not None and reward_mean <= self.hard_threshold:
+            return Pool.HARD
+        return Pool.NORMAL
+
+    def filtered_as(self, reward_mean: float) -> Pool | None:
+        """Why a group teaches nothing, None where it may."""
+        if not self.online_difficulty_filtering or 0.0 < reward_mean < 1.0:
+            return None
+        return Pool.HARD if reward_mean <= 0.0 else Pool.EASY
 
 
 class CoordinatorConfig(Settings):
@@ -29,6 +73,8 @@ class CoordinatorConfig(Settings):
     checkpoints_kept: int | None = Field(default=None, ge=1)
     """Newest policies whose every encoding is kept, beside the anchor of policy 0 and the cheapest way from nothing to each of
     them. A worker that was away longer begins from there. None keeps all, so that the whole chain can be verified."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which problems are asked."""
     requests_per_second: float = Field(default=50.0, gt=0.0)
     """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
     faults_per_second: float = Field(default=5.0, gt=0.0)

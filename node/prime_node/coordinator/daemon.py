@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from prime_node.coordinator import curation, judging
 from prime_node.coordinator import events as ev
-from prime_node.coordinator import judging
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
@@ -129,7 +130,13 @@ async def open_core(parts: Parts) -> Core:
         config=config,
         clock=parts.clock,
         journal=journal,
-        assigner=Assigner(run, secret=parts.secret, environments=parts.environments, tokenizer=parts.tokenizer),
+        assigner=Assigner(
+            run,
+            secret=parts.secret,
+            environments=parts.environments,
+            tokenizer=parts.tokenizer,
+            draws=journal.state.curriculum.draws,
+        ),
         store=parts.store,
         bundles=parts.bundles,
         public=parts.public,
@@ -145,6 +152,7 @@ async def open_core(parts: Parts) -> Core:
     await restore_head(core)
     for pending in core.state.bundles.values():
         core.checks.add(pending.bundle, pending.lease.policy_version)
+    await curation.restore(core, random.Random())
     await _sweep(core)
     await sweep_blobs(core)
     return core
@@ -166,8 +174,12 @@ async def _keep_time(core: Core) -> None:
     # Workers may have tried in vain while the daemon was away: they get a moment before their leases expire.
     grace_s = min(HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds, core.run.spec.lease_seconds)
     expire_from_s = core.clock.monotonic_s() + grace_s
+    saved_step = core.state.durable_step
     while True:
         await core.clock.sleep(core.config.tick_seconds)
+        if core.config.curriculum.is_on and core.state.durable_step > saved_step:
+            saved_step = core.state.durable_step
+            await curation.save(core)
         now_s = core.clock.monotonic_s()
         if now_s >= expire_from_s and (expired := expired_leases(core.state, core.clock.now_ms())):
             log.info("%d leases expired", len(expired))

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.paths import Route
+from prime_node.coordinator.curriculum import Rating
 from prime_protocol.verdict import RejectReason
 
 
@@ -71,6 +72,8 @@ class LeaseGranted:
     policy_digest: str
     slots: tuple[int, ...]
     expires_at_ms: int
+    draws: tuple[int, ...] = ()
+    """Which problem each slot is (curriculum.py); empty: those it was before, the first at first."""
     type: Literal["lease_granted"] = "lease_granted"
 
 
@@ -152,6 +155,23 @@ class GroupsDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsRated:
+    """Accepted groups were put into difficulty pools; those that are filtered are thrown away and their slots leased again."""
+
+    step: int
+    ratings: tuple[Rating, ...]
+    type: Literal["groups_rated"] = "groups_rated"
+
+
+@dataclass(frozen=True, slots=True)
+class ExamplesLifted:
+    """Pooled examples are drawn again."""
+
+    examples: tuple[str, ...]
+    type: Literal["examples_lifted"] = "examples_lifted"
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerDurable:
     """The trainer would resume at this step: what earlier steps trained on may be forgotten."""
 
@@ -200,6 +220,8 @@ Event = (
     | VerdictGiven
     | BatchFixed
     | GroupsDropped
+    | GroupsRated
+    | ExamplesLifted
     | TrainerDurable
     | ManifestPublished
     | EncodingsForgotten

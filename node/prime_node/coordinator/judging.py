@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prime_node.coordinator import curation
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
@@ -56,6 +57,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             unscored=request.unscored,
         )
     )
+    if verdict.accepted:
+        curation.rate(core, pending.lease, request.bundle)
     for name, value in request.measured.items():
         core.metrics.observe("prime_check_measured", value, number=name)
 

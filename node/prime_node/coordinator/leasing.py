@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.curation import draws_of
 from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, require_role
 from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
@@ -131,8 +132,9 @@ def _by_todays_key(core: Core, receipt: str) -> str:
 
 def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Envelope:
     state, rules = core.state, core.state.rules
-    for slot in grant.slots:  # before anything is promised: an environment may fail
-        core.assigner.problem(slot)
+    draws = draws_of(core, grant.slots)
+    for place, slot in enumerate(grant.slots):  # before anything is promised: an environment may fail
+        core.assigner.problem(slot, draws[place] if draws else None)
     lease_id = core.assigner.lease_id(signer, state.num_leases)
     core.decide(
         ev.LeaseGranted(
@@ -143,6 +145,7 @@ def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Enve
             policy_digest=request.policy_digest,
             slots=grant.slots,
             expires_at_ms=core.clock.now_ms() + rules.lease_ms,
+            draws=draws,
         )
     )
     return seal(core.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, core.key)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.broadcast.paths import Route
+from prime_node.coordinator.curriculum import Curriculum
 from prime_node.coordinator.rules import Rules
 from prime_protocol.schedule import StalenessFrom
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -209,12 +210,13 @@ class State:
     num_accepted_groups: int = 0
     """Groups ever accepted; those that were dropped again too."""
     num_dropped_groups: int = 0
-    """Accepted groups that were thrown away because they had become stale."""
+    """Accepted groups that were thrown away: they had become stale, or taught nothing."""
     rollout_ms: float = 0.0
     """How long a rollout takes on average, a mean over bundles that forgets; 0 before the first one."""
     step_ms: float = 0.0
     """Between two publications, likewise."""
     published_at_ms: int = 0
+    curriculum: Curriculum = field(default_factory=Curriculum)
     unverifiable: int = 0
     """Bundles in a row that no validator could judge."""
     unverifiable_detail: str = ""

@@ -112,6 +112,8 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         expires_at_ms=event.expires_at_ms,
     )
     state.leases[event.lease_id] = lease
+    if event.draws:
+        state.curriculum.drawn(event.slots, event.draws)
     slots.hold(state, lease)
     worker.leases.append(event.lease_id)
     state.num_leases += 1

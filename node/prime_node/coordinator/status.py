@@ -34,6 +34,7 @@ METRICS = (
         "prime_policy_usable_seconds",
         "From a policy's publication to its use in a worker's engine.",
     ),
+    Metric(MetricKind.GAUGE, "prime_curriculum", "Difficulty pools and what they evicted and filtered.", ("name",)),
     Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
 )
 

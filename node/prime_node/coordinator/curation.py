@@ -1,0 +1,140 @@
+"""Decides about the curriculum: which problem a slot draws, where an accepted group puts its problem, which group is thrown away.
+
+The pools live with the coordinator, because it is the coordinator that chooses problems and knows the validators' rewards
+first. They are part of its state, so a restart goes on with them; beside that they are written out whenever the trainer's
+checkpoint moves on, as easy_examples.jsonl and hard_examples.jsonl, and a run whose folder holds such files begins with them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import statistics
+
+from prime_node.coordinator import events as ev
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.curriculum import Example, Pool, Rating
+from prime_node.coordinator.records import LeaseRecord
+from prime_protocol.errors import LocalError
+
+log = logging.getLogger(__name__)
+
+TRIES_MAX = 64
+"""Draws in a row that meet pooled problems, before a slot takes what comes: then nearly everything is pooled."""
+_FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
+
+
+def draws_of(core: Core, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """The draw of each slot that is about to be leased; empty where all take their first."""
+    curriculum = core.state.curriculum
+    if not core.config.curriculum.is_on and not curriculum.draws:
+        return ()
+    draws = tuple(_draw(core, slot) for slot in slots)
+    return draws if any(draws) else ()
+
+
+def _draw(core: Core, slot: int) -> int:
+    state = core.state
+    draw = state.curriculum.draws.get(slot, 0)
+    if slot in state.steps[slot // state.rules.groups_per_step].held:
+        return draw  # somebody works on it already
+    if slot in state.curriculum.redraw:
+        draw += 1
+    for tried in range(draw, draw + TRIES_MAX):
+        if not state.curriculum.is_pooled(core.assigner.example(slot, tried)):
+            return tried
+    return draw
+
+
+def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
+    """After a bundle was accepted: rate the groups that now fill their slots."""
+    config, state = core.config.curriculum, core.state
+    step = state.steps.get(lease.step)
+    if not config.is_on or step is None:
+        return
+    ratings: list[Rating] = []
+    for slot in lease.slots:
+        group = step.accepted.get(slot)
+        if group is None or group.bundle != bundle:
+            continue  # another one was faster
+        unscored = set(group.unscored)
+        rewards = [reward for place, reward in enumerate(group.rewards) if place not in unscored]
+        if not rewards:
+            continue
+        mean = statistics.fmean(rewards)
+        filtered = config.filtered_as(mean)
+        thrown_away = state.curriculum.filtered.get(lease.step, 0) + sum(each.filtered is not None for each in ratings)
+        if thrown_away >= (config.oversampling_factor - 1.0) * state.rules.groups_per_step:
+            filtered = None
+        problem, _ = core.assigner.problem(slot)
+        example = core.assigner.example(slot, state.curriculum.draws.get(slot, 0))
+        ratings.append(Rating(slot, example, problem.environment, problem.index, mean, config.pool_of(mean), filtered))
+    if ratings:
+        core.decide(ev.GroupsRated(lease.step, tuple(ratings)))
+        report(core)
+
+
+def report(core: Core) -> None:
+    """Every figure under the name that prime-rl gives it."""
+    for name, value in {**core.state.curriculum.shares(), **core.state.curriculum.counts}.items():
+        core.metrics.set("prime_curriculum", value, name=name)
+
+
+async def restore(core: Core, rng: random.Random) -> None:
+    """When the coordinator starts: take in what an earlier run left, and lift shares of the pools back into `normal`.
+
+    Raises LocalError where a file cannot be read.
+    """
+    config, curriculum = core.config.curriculum, core.state.curriculum
+    if not config.is_on:
+        return
+    if not curriculum.examples and core.journal.number == 0:
+        found = [rating for pool in _FILES for rating in await _read(core, pool)]
+        if found:
+            core.decide(ev.GroupsRated(0, tuple(found)))
+            log.info("curriculum: %d pooled examples of an earlier run", len(found))
+    lifted: list[str] = []
+    for pool, share in ((Pool.EASY, config.easy_fraction), (Pool.HARD, config.hard_fraction)):
+        pooled = [example for example, known in curriculum.examples.items() if known.pool is pool]
+        lifted += rng.sample(pooled, round(share * len(pooled)))
+    if lifted:
+        core.decide(ev.ExamplesLifted(tuple(lifted)))
+        log.info("curriculum: %d pooled examples are drawn again", len(lifted))
+    report(core)
+
+
+async def save(core: Core) -> None:
+    """Write the pools out, one example a line."""
+    for pool, name in _FILES.items():
+        lines = [
+            json.dumps(_line(example, known), sort_keys=True)
+            for example, known in core.state.curriculum.examples.items()
+            if known.pool is pool
+        ]
+        await core.private.write(name, "".join(f"{line}\n" for line in lines).encode())
+
+
+async def _read(core: Core, pool: Pool) -> list[Rating]:
+    try:
+        data = await core.private.read(_FILES[pool])
+    except KeyError:
+        return []
+    try:
+        rows = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+        return [
+            Rating(-1, str(row["example"]), str(row["environment"]), int(row["index"]), float(row["reward_mean"]), pool)
+            for row in rows
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LocalError(f"{_FILES[pool]}: {error!r}; mend it or delete it") from None
+
+
+def _line(example: str, known: Example) -> dict[str, object]:
+    return {
+        "example": example,
+        "environment": known.environment,
+        "index": known.index,
+        "reward_mean": known.reward_mean,
+        "step": known.step,
+    }

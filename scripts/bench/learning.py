@@ -1,0 +1,406 @@
+"""Which loss learns, and how far behind may the sampler be? Held-out accuracy by loss and by async_level k, three seeds a row.
+
+    python scripts/bench/learning.py --out DIR                     the whole grid: 126 runs, hours; goes on where it stopped
+    python scripts/bench/learning.py --out DIR --minutes 10        as many runs as begin within ten minutes
+    python scripts/bench/learning.py --out DIR --report            tables of what there is; --plot FILE draws the curves
+    python scripts/bench/learning.py --quick [--json]              two losses, two levels, a few steps, under a minute
+
+Engine, environment, losses and train backend in one process, without the wire. Every run of a task and a seed begins with the
+same weights, taught by supervised steps until a fifth of sampled answers is right. Step n trains on rollouts of policy
+max(0, n - k), sampled from its published bf16 weights by the engine that workers use. All runs take AdamW and the same learning
+rate with a linear decay and no damping, so that what one loss survives and another does not is seen. `grpo` is grpo_is with
+importance correction switched off: it takes the rollouts for the trainer's own. Evaluation is on held-out problems that no
+stopping rule saw.
+
+Each run is one JSON file in DIR: its settings, the evaluations, and each step's reward, mean |log ratio| and gradient norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from prime_node.adapters.hf_tokenizer import HfTokenizer
+from prime_node.adapters.pretrained_model import pretrained_weights
+from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
+from prime_node.adapters.tiny_model import model_files
+from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.algo.losses import find_loss
+from prime_node.algo.schedule import LinearSchedule
+from prime_node.broadcast.safetensors_file import write_safetensors
+from prime_node.envs.registry import build_environment, from_source
+from prime_node.ports.engine import GenerateRequest
+from prime_node.ports.train_backend import Group, OptimizerSettings, TrainingDiverged
+from prime_node.trainer.batch import prepare
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.recipe import Recipe
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import FinishReason
+from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.weights import Weights
+
+TASKS: dict[str, dict[str, str | int | float | bool]] = {
+    "spell_backward": {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6},
+    "chain_sum": {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+}
+LOSSES: dict[str, dict[str, str | float]] = {
+    "aipo": {"type": "aipo"},
+    "dppo_kl": {"type": "dppo_kl"},
+    "grpo_is": {"type": "grpo_is"},
+    "gspo": {"type": "gspo"},
+    "cispo": {"type": "cispo"},
+    "grpo": {"type": "grpo"},
+    "gspo_wide": {"type": "gspo", "eps_low": 0.03, "eps_high": 0.04},
+}
+"""The losses of the table, as [trainer.loss] has them. `gspo_wide`: bounds above the mismatch of trainer and sampler."""
+LEVELS = (0, 2, 4)
+SEEDS = (1, 2, 3)
+GROUPS, ROLLOUTS, COMPLETION_TOKENS = 48, 8, 8
+TAUGHT = 0.2
+"""Sampled accuracy at which the supervised steps end."""
+EVALUATIONS = 8
+"""Of a run, beside the one before it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    task: str
+    loss: str
+    async_level: int
+    seed: int
+    steps: int
+    lr: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.loss}-k{self.async_level}-seed{self.seed}-{self.steps}"
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    value: float
+    bar: str
+    ok: bool
+
+
+class Bench:
+    """The parts that all runs of a task and a seed share."""
+
+    def __init__(self, folder: Path, out: Path, task: str, seed: int, *, evaluation: int) -> None:
+        for name, data in model_files().items():
+            (folder / name).write_bytes(data)
+        self._folder, self._seed = folder, seed
+        spec = EnvironmentSpec(name=task, id="reasoning_gym", seed=seed, options=TASKS[task])
+        self._environment = build_environment(spec, {"reasoning_gym": from_source(ReasoningGymSource)})
+        self._tokenizer = HfTokenizer(folder)
+        stop = (self._tokenizer.stop_token_id,)
+        self._sampling = Sampling(completion_tokens_max=COMPLETION_TOKENS, stop_token_ids=stop)
+        self._engine = TransformersEngine(folder, threads=1)
+        environments = {task: self._environment}
+        questions = held_out(environments, self._tokenizer, evaluation=evaluation, stopping=256)
+        self._evaluator = Evaluator(self._engine, self._tokenizer, questions, self._sampling, seed=1)
+        self._lessons = Lessons(environments, {task: 1.0}, self._tokenizer, seed=seed, problems=8_192, batch_size=64)
+        self._start = out / f"start-{task}-seed{seed}"
+
+    async def teach(self, steps_max: int) -> None:
+        """Weights to begin with, once for all losses and levels."""
+        if (self._start / "model.safetensors").exists():
+            return
+        backend = TorchBackend(self._folder, seed=self._seed, threads=1, published_dtype="fp32")
+        backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.01))
+        loss, schedule = find_loss("sft"), LinearSchedule(2e-3, 30, 1, 1.0)
+        for step in range(steps_max):
+            if step and step % 5 == 0:
+                weights = _rounded(backend, self._folder)
+                if await self._evaluator.stopping_accuracy(weights, step) >= TAUGHT:
+                    break
+            backend.train_step(self._lessons.batch(step), loss, lr=schedule.at(step))
+        self._start.mkdir(parents=True, exist_ok=True)
+        partial = self._start / "partial"
+        write_safetensors(partial, backend.snapshot())
+        partial.rename(self._start / "model.safetensors")
+
+    async def run(self, row: Row) -> dict[str, Any]:
+        weights = pretrained_weights(str(self._start))
+        backend = TorchBackend(self._folder, weights, seed=self._seed, threads=1)
+        backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0))
+        config = TrainerConfig.load(
+            {
+                "trainer": {
+                    "loss": LOSSES[row.loss],
+                    "optimizer": {"lr": row.lr, "warmup_steps": 5},
+                    "lr_final_share": 0.1,
+                }
+            }
+        )
+        recipe = Recipe.of(
+            config,
+            max_steps=row.steps,
+            completion_tokens_max=COMPLETION_TOKENS,
+            vocab_size=self._tokenizer.vocab_size,
+        )
+        policies: deque[Weights] = deque([backend.snapshot()], maxlen=row.async_level + 1)
+        began = time.perf_counter()
+        evaluations = [await self._evaluate(policies[-1], 0)]
+        steps: dict[str, list[float]] = {"reward": [], "log_ratio_abs": [], "grad_norm": []}
+        diverged = False
+        for step in range(row.steps):
+            groups = await self._rollouts(step, max(0, step - row.async_level), policies[0])
+            prepared = prepare(groups, recipe, step=step)
+            try:
+                stats = backend.train_step(prepared.samples, recipe.loss, lr=recipe.schedule.at(step))
+            except TrainingDiverged:
+                diverged = True
+                break
+            policies.append(backend.snapshot())
+            steps["reward"].append(round(prepared.metrics["reward_mean"], 4))
+            steps["log_ratio_abs"].append(round(stats.log_ratio_abs, 5))
+            steps["grad_norm"].append(round(stats.grad_norm, 4))
+            if (step + 1) % max(1, row.steps // EVALUATIONS) == 0 or step + 1 == row.steps:
+                evaluations.append(await self._evaluate(policies[-1], step + 1))
+        seconds = time.perf_counter() - began
+        return {**asdict(row), "evaluations": evaluations, **steps, "diverged": diverged, "seconds": round(seconds, 1)}
+
+    async def close(self) -> None:
+        await self._evaluator.close()
+
+    async def _rollouts(self, step: int, policy: int, weights: Weights) -> list[Group]:
+        """One step's groups, scored."""
+        await self._engine.load(weights, policy_version=policy)
+        slots = range(step * GROUPS, (step + 1) * GROUPS)
+        prompts = [tuple(self._tokenizer.encode_prompt(self._environment.prompt(slot))) for slot in slots]
+        requests = [
+            GenerateRequest(prompt, seed=(self._seed << 40) + slot * ROLLOUTS + number)
+            for slot, prompt in zip(slots, prompts, strict=True)
+            for number in range(ROLLOUTS)
+        ]
+        completions = await self._engine.generate(requests, self._sampling)
+        groups = []
+        for index, (slot, prompt) in enumerate(zip(slots, prompts, strict=True)):
+            mine = tuple(completions[index * ROLLOUTS : (index + 1) * ROLLOUTS])
+            rewards = tuple(
+                self._environment.score(
+                    slot, self._tokenizer.decode(list(one.token_ids)), finished=one.finish is FinishReason.STOP
+                )
+                for one in mine
+            )
+            groups.append(Group(slot, prompt, mine, rewards, (policy,) * ROLLOUTS, "here"))
+        return groups
+
+    async def _evaluate(self, weights: Weights, step: int) -> dict[str, float]:
+        marks = await self._evaluator.evaluate(weights, step)
+        return {"step": step, "greedy": round(marks["eval_greedy"], 4), "sampled": round(marks["eval_sampled"], 4)}
+
+
+def _rounded(backend: TorchBackend, folder: Path) -> Weights:
+    """bf16, as they would be published."""
+    from prime_node.adapters.torch_weights import to_torch, to_weights
+
+    exact = backend.snapshot()
+    return to_weights(((name, to_torch(tensor)) for name, tensor in exact.items()), dtype="bf16")
+
+
+# The grid
+
+
+def grid(options: argparse.Namespace) -> Iterator[Row]:
+    """Seeds outermost: whenever it is stopped, as many rows as possible are complete."""
+    for seed, task, level, loss in itertools.product(options.seeds, options.tasks, options.levels, options.losses):
+        yield Row(task, loss, level, seed, options.steps, options.lr)
+
+
+async def fill(options: argparse.Namespace, out: Path, *, evaluation: int) -> None:
+    """Every row of the grid that DIR does not have yet; none is begun after `--minutes`."""
+    began = time.monotonic()
+    missing = [row for row in grid(options) if not _path(out, row).exists()]
+    for (seed, task), rows in itertools.groupby(missing, key=lambda row: (row.seed, row.task)):
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(Path(folder), out, task, seed, evaluation=evaluation)
+            await bench.teach(options.teach_steps)
+            for row in rows:
+                if options.minutes is not None and time.monotonic() - began > 60.0 * options.minutes:
+                    await bench.close()
+                    return
+                found = await bench.run(row)
+                partial = _path(out, row).with_suffix(".partial")
+                partial.write_text(json.dumps(found))
+                partial.rename(_path(out, row))
+                last = found["evaluations"][-1]
+                say = (
+                    f"{row.name}: greedy {last['greedy']:.3f}, sampled {last['sampled']:.3f}, {found['seconds']:.0f} s"
+                )
+                print(say, file=sys.stderr, flush=True)
+            await bench.close()
+
+
+def _path(out: Path, row: Row) -> Path:
+    return out / f"{row.name}.json"
+
+
+# What it says
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*-k*-seed*.json"))]
+
+
+def final(run: dict[str, Any]) -> float:
+    """Sampled held-out accuracy after the last step; 0 where it diverged."""
+    return 0.0 if run["diverged"] else float(run["evaluations"][-1]["sampled"])
+
+
+def lost(run: dict[str, Any]) -> float:
+    """What it had at its best evaluation and has no more at the end."""
+    return max(float(mark["sampled"]) for mark in run["evaluations"]) - final(run)
+
+
+def cell(runs: Sequence[dict[str, Any]]) -> str:
+    """Median and range of the final accuracy, the worst loss from a peak, the mean reward of the last tenth, seeds."""
+    if not runs:
+        return "-"
+    values = [final(run) for run in runs]
+    tail = [statistics.fmean(run["reward"][-max(1, len(run["reward"]) // 10) :] or [0.0]) for run in runs]
+    return (
+        f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f}), -{max(map(lost, runs)):.2f},"
+        f" {statistics.fmean(tail):.2f}, n={len(runs)}"
+    )
+
+
+def report(runs: Sequence[dict[str, Any]]) -> None:
+    for task, steps in sorted({(run["task"], run["steps"]) for run in runs}):
+        mine = [run for run in runs if (run["task"], run["steps"]) == (task, steps)]
+        begins = sorted({float(run["evaluations"][0]["sampled"]) for run in mine})
+        print(f"\n{task}, {steps} steps, lr {mine[0]['lr']:g}; sampled held-out accuracy before: {begins}")
+        print(
+            "Each cell: final accuracy, median (range); worst loss from a peak; mean reward of the last tenth; seeds.\n"
+        )
+        print("| loss | " + " | ".join(f"k = {level}" for level in LEVELS) + " |")
+        print("|---" * (1 + len(LEVELS)) + "|")
+        for loss in LOSSES:
+            cells = [
+                cell([run for run in mine if run["loss"] == loss and run["async_level"] == level]) for level in LEVELS
+            ]
+            if any(each != "-" for each in cells):
+                print(f"| {loss} | " + " | ".join(cells) + " |")
+
+
+def checks(runs: Sequence[dict[str, Any]]) -> list[Check]:
+    """Of what there is."""
+    whole = len(LOSSES) * len(LEVELS) * len(SEEDS) * len(TASKS)
+    found = [Check("runs of the whole grid", float(len(runs)), str(whole), len(runs) >= whole)]
+    for level in sorted({run["async_level"] for run in runs}):
+        pairs = [
+            (final(run), final(other))
+            for run, other in itertools.product(runs, runs)
+            if run["loss"] == "grpo_is"
+            and other["loss"] == "grpo"
+            and run["async_level"] == other["async_level"] == level
+            and all(run[key] == other[key] for key in ("task", "seed", "steps"))
+        ]
+        if pairs:
+            gain = statistics.fmean(corrected - plain for corrected, plain in pairs)
+            found.append(Check(f"accuracy that importance correction adds at k = {level}", gain, ">= 0", gain >= 0.0))
+    improved = [
+        final(run) - float(run["evaluations"][0]["sampled"]) for run in runs if run["loss"] not in ("grpo", "gspo")
+    ]
+    if improved:
+        worst = min(improved)
+        found.append(Check("least accuracy gained by a run, grpo and gspo left out", worst, "> 0", worst > 0.0))
+    return found
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """One panel for each task and level; a line a loss, the mean over seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    tasks = sorted({run["task"] for run in runs})
+    levels = sorted({run["async_level"] for run in runs})
+    figure = Figure(figsize=(4 * len(levels), 3 * len(tasks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(tasks), len(levels), squeeze=False, sharex=True, sharey="row")
+    for (row, task), (column, level) in itertools.product(enumerate(tasks), enumerate(levels)):
+        panel = axes[row][column]
+        panel.set_title(f"{task}, k = {level}", fontsize=9)
+        for loss in LOSSES:
+            mine = [run for run in runs if (run["task"], run["async_level"], run["loss"]) == (task, level, loss)]
+            if mine:
+                marks = [run["evaluations"] for run in mine]
+                shortest = min(map(len, marks))
+                steps = [mark["step"] for mark in marks[0][:shortest]]
+                means = [statistics.fmean(each[place]["sampled"] for each in marks) for place in range(shortest)]
+                panel.plot(steps, means, label=f"{loss} ({len(mine)})", linestyle="--" if loss == "grpo" else "-")
+        panel.legend(fontsize=6)
+        panel.set_xlabel("step", fontsize=8)
+        panel.set_ylabel("sampled accuracy, held out", fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--levels", type=int, nargs="+", default=LEVELS)
+    parser.add_argument("--minutes", type=float, help="begin no run after this long")
+    parser.add_argument("--teach-steps", type=int, default=1_000, help="supervised steps at most")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
+    parser.add_argument("--quick", action="store_true", help="two losses, two levels, a few steps")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
+    options = parser.parse_args()
+    if options.out is None and not options.quick:
+        parser.error("give --out DIR, or --quick")
+    with tempfile.TemporaryDirectory() as scratch:
+        out, evaluation = options.out or Path(scratch), 1_024
+        if options.quick:
+            options.seeds, options.tasks, options.losses, options.levels = (
+                (1,),
+                ["spell_backward"],
+                ("grpo_is", "grpo"),
+                (0, 4),
+            )
+            options.steps, options.teach_steps, evaluation = 6, 40, 128
+        out.mkdir(parents=True, exist_ok=True)
+        if not options.report:
+            asyncio.run(fill(options, out, evaluation=evaluation))
+        runs = read(out)
+    if not runs:
+        sys.exit(f"no runs in {out}")
+    if options.plot:
+        plot(runs, options.plot)
+    if options.json:
+        print(json.dumps({"checks": [asdict(check) for check in checks(runs)]}))
+        return
+    report(runs)
+    print()
+    for check in checks(runs):
+        print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
+
+
+if __name__ == "__main__":
+    main()

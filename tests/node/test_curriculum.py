@@ -1,0 +1,235 @@
+"""Difficulty pools and online filtering against the real daemon: what is asked, what no more, what outlives a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    TRAINER,
+    VALIDATOR,
+    Letters,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.curriculum import EXAMPLES_MAX, Curriculum, Pool, Rating
+from prime_node.coordinator.daemon import Parts
+from prime_protocol.assignment import Problem
+from prime_protocol.envelope import Envelope, parse_json
+from prime_protocol.errors import LocalError
+from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
+from prime_protocol.verdict import Verdict
+
+QUESTIONS = 6
+POOLS = {"easy_threshold": 0.9, "hard_threshold": 0.1}
+
+
+class FewQuestions(Letters):
+    """A data set: indices beyond its end repeat it."""
+
+    def prompt(self, index: int) -> str:
+        return f"question {index % QUESTIONS}"
+
+
+def question(problem: Problem) -> int:
+    return problem.index % QUESTIONS
+
+
+Judge = Callable[[Problem], tuple[float, float]]
+"""Rewards of a group's two rollouts."""
+
+
+def mixed(problem: Problem) -> tuple[float, float]:
+    return (1.0, 0.0)
+
+
+def by_question(problem: Problem) -> tuple[float, float]:
+    """Question 0 is solved always, question 1 never."""
+    return {0: (1.0, 1.0), 1: (0.0, 0.0)}.get(question(problem), (1.0, 0.0))
+
+
+def few(parts: Parts) -> Parts:
+    return replace(parts, environments={"letters": FewQuestions()})
+
+
+async def train_step(world: World, step: int, judge: Judge) -> tuple[TrainBatch, list[Problem]]:
+    """One whole step. Returns its batch, and all problems that were asked for it."""
+    asked: list[Problem] = []
+    trainer, validator = world.client(TRAINER), world.client(VALIDATOR)
+    while True:
+        answer = await trainer.batch(BatchRequest(step=step, durable_step=step))
+        if isinstance(answer, Envelope):
+            world.batch = answer.digest
+            return parse_json(answer.payload, TrainBatch), asked
+        lease = await world.lease(ANNA)
+        asked += [group.problem for group in lease.groups]
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        task = await validator.check(CheckRequest(policy_versions=(), wait_s=5.0))
+        assert isinstance(task, CheckTask)
+        assert task.lease.groups == lease.groups  # the check sees the problems that were leased
+        rewards = tuple(reward for group in lease.groups for reward in judge(group.problem))
+        await validator.check_result(
+            CheckResultRequest(bundle=task.bundle, verdict=Verdict.accept(), rewards=rewards, num_tokens=2)
+        )
+
+
+async def figures(world: World) -> dict[str, float]:
+    """The curriculum's metrics by prime-rl's names."""
+    _, text, _ = await world.get("/metrics")
+    lines = [line for line in text.decode().splitlines() if line.startswith("prime_curriculum{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+async def begin(world: World) -> None:
+    await world.join(ANNA)
+    await world.publish()
+
+
+async def test_solved_and_hopeless_problems_are_asked_no_more() -> None:
+    async with running(few(memory_parts(make_run(), curriculum=POOLS))) as world:
+        await begin(world)
+        asked: list[int] = []
+        for step in range(12):
+            batch, problems = await train_step(world, step, by_question)
+            assert [group.problem for group in batch.groups] == problems
+            asked += [question(problem) for problem in problems]
+            await world.publish()
+        assert 0 in asked
+        assert 1 in asked
+        # Steps ahead are leased one by one here, so a problem comes twice only within the lease that first rated it.
+        last = max(asked.index(0), asked.index(1)) // 4 * 4 + 4
+        assert not {0, 1} & set(asked[last:])
+        assert len(set(asked[last:])) == QUESTIONS - 2
+        found = await figures(world)
+        assert found["pool/letters/easy"] == found["pool/letters/hard"] == pytest.approx(1 / QUESTIONS)
+        assert found["pool/letters/normal"] == pytest.approx(4 / QUESTIONS)
+        assert (found["evicted_examples/letters/easy"], found["evicted_examples/letters/hard"]) == (1, 1)
+
+
+async def test_groups_without_a_lesson_are_replaced_by_other_problems() -> None:
+    settings = {"online_difficulty_filtering": True, "oversampling_factor": 9.0}
+    async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
+        await begin(world)
+        thrown_away = 0
+        for step in range(6):
+            batch, asked = await train_step(world, step, by_question)
+            assert {group.rewards for group in batch.groups} == {(1.0, 0.0)}
+            assert not {0, 1} & {question(group.problem) for group in batch.groups}
+            assert all(group.problem in asked for group in batch.groups)
+            thrown_away += len(asked) - len(batch.groups)
+            await world.publish()
+        assert thrown_away > 0
+        found = await figures(world)
+        easy, hard = (found.get(f"filtered_rollouts/letters/{pool}", 0.0) for pool in ("easy", "hard"))
+        assert easy + hard == 2 * thrown_away
+
+
+async def test_oversampling_has_an_end() -> None:
+    settings = {"online_difficulty_filtering": True, "oversampling_factor": 1.5}
+    async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
+        await begin(world)
+        batch, asked = await train_step(world, 0, lambda problem: (0.0, 0.0))
+        assert (len(asked), len(batch.groups)) == (6, 4)
+        assert {group.rewards for group in batch.groups} == {(0.0, 0.0)}
+
+
+async def test_the_pools_outlive_a_restart_and_a_share_of_them_is_lifted(tmp_path: Path) -> None:
+    run = make_run()
+    async with running(few(await folder_parts(run, tmp_path, curriculum=POOLS))) as world:
+        await begin(world)
+        for step in range(8):
+            await train_step(world, step, by_question)
+            await world.publish()
+        before = await figures(world)
+        head = world.head
+        written = tmp_path / "private" / "easy_examples.jsonl"
+
+        async def is_written() -> bool:
+            return written.exists() and bool(written.read_text())
+
+        await world.until(is_written)
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [line["index"] % QUESTIONS for line in lines] == [0]
+    assert lines[0].keys() == {"example", "environment", "index", "reward_mean", "step"}
+
+    async with running(few(await folder_parts(run, tmp_path, curriculum=POOLS))) as world:
+        assert await figures(world) == before
+    async with running(few(await folder_parts(run, tmp_path, curriculum=POOLS | {"easy_fraction": 1.0}))) as world:
+        lifted = await figures(world)
+        assert (lifted["pool/letters/easy"], lifted["pool/letters/hard"]) == (0.0, before["pool/letters/hard"])
+        world.head = head
+        await world.join(ANNA)
+        asked: list[int] = []
+        for step in range(8, 13):
+            asked += [question(problem) for problem in (await train_step(world, step, mixed))[1]]
+            await world.publish()
+        assert 0 in asked
+        assert 1 not in asked
+
+
+async def test_a_new_run_begins_with_the_pools_that_lie_in_its_folder() -> None:
+    parts = few(memory_parts(make_run(), curriculum=POOLS))
+    async with running(parts) as world:
+        await begin(world)
+        for step in range(8):
+            await train_step(world, step, by_question)
+            await world.publish()
+
+        async def is_written() -> bool:
+            try:
+                return bool(await parts.private.read("hard_examples.jsonl"))
+            except KeyError:
+                return False
+
+        await world.until(is_written)
+    later = few(memory_parts(make_run(), curriculum=POOLS))
+    for name in ("easy_examples.jsonl", "hard_examples.jsonl"):
+        await later.private.write(name, await parts.private.read(name))
+    async with running(later) as world:
+        await begin(world)
+        asked = [question(problem) for problem in (await train_step(world, 0, mixed))[1]]
+        assert not {0, 1} & set(asked)
+    broken = few(memory_parts(make_run(), curriculum=POOLS))
+    await broken.private.write("hard_examples.jsonl", b"[]\n")
+    with pytest.raises(LocalError, match=r"hard_examples\.jsonl: .* mend it or delete it"):
+        async with running(broken):
+            pass
+
+
+async def test_without_a_curriculum_every_slot_keeps_its_first_draw() -> None:
+    async with (
+        running(few(memory_parts(make_run()))) as world,
+        running(few(memory_parts(make_run(), curriculum=POOLS))) as watched,
+    ):
+        await begin(world)
+        await begin(watched)
+        plain, _ = await train_step(world, 0, mixed)
+        same, _ = await train_step(watched, 0, mixed)
+        assert [group.problem for group in plain.groups] == [group.problem for group in same.groups]
+        assert await figures(world) == {}
+
+
+def test_the_memory_of_examples_is_bounded_and_forgets_the_one_not_seen_for_longest() -> None:
+    curriculum = Curriculum()
+    for number in (*range(EXAMPLES_MAX), 0, EXAMPLES_MAX):
+        rating = Rating(0, str(number), "letters", number, 1.0, Pool.EASY)
+        curriculum.rate(rating, step=0, num_rollouts=2)
+    assert len(curriculum.examples) == EXAMPLES_MAX
+    assert "1" not in curriculum.examples
+    assert "0" in curriculum.examples
+    assert curriculum.counts == {"evicted_examples/letters/easy": EXAMPLES_MAX + 1}
+
+
+def test_thresholds_that_overlap_are_refused() -> None:
+    with pytest.raises(LocalError, match="hard_threshold must be below easy_threshold"):
+        CoordinatorConfig.load({"coordinator": {"curriculum": {"easy_threshold": 0.3, "hard_threshold": 0.4}}})
