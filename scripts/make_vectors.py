@@ -1,6 +1,6 @@
 """Write golden vectors: inputs as they are on the wire, and what every implementation must make of them.
 
-    python scripts/make_vectors.py tests/vectors/v2
+    python scripts/make_vectors.py tests/vectors/v3
 
 A folder is written once. Old vectors stay as they are and keep verifying; a change of the wire gets a new folder. All keys
 and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
@@ -50,6 +50,7 @@ from vectors_folder import (
     fields,
     flipped,
 )
+from vectors_peers import peers
 from vectors_trust import trust
 
 CONFIG = b'{"model_type": "qwen3", "vocab_size": 264}'
@@ -430,6 +431,7 @@ def main() -> None:
     noise(folder)
     run = runs(folder)
     trust(folder, run)
+    peers(folder, run)
     lease = lease_of(run, checkpoints(folder, run))
     messages(folder, run, lease, bundles(folder, run, lease))
 

@@ -28,10 +28,12 @@ from prime_protocol.envelope import (
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.limits import Limits
-from prime_protocol.manifest import open_manifest
+from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
 from prime_protocol.messages import BlobHeader
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import open_parcel
+from prime_protocol.peers import check_authorization, open_peer_list
+from prime_protocol.pieces import cut_pieces
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.timestamp import check_fresh, open_timestamp
@@ -178,8 +180,31 @@ def noise(case: Case, folder: Path) -> Any:
     }
 
 
+def authorization(case: Case, folder: Path) -> Any:
+    return check_authorization(case["header"], case["me"], _run_of(case, folder), now_ms=case["now_ms"])
+
+
+def peer_list(case: Case, folder: Path) -> Any:
+    return fields(open_peer_list(case["list"], _run_of(case, folder)))
+
+
+def pieces(case: Case, folder: Path) -> Any:
+    packed = data_of(case, folder)
+    encoding = Encoding(
+        kind=CheckpointKind.ANCHOR,
+        base=None,
+        index=PartEntry(digest=digest_of(packed), size=len(packed)),
+        parts=tuple(PartEntry(digest=digest_of(b"part"), size=size) for size in case["parts"]),
+    )
+    count = int.from_bytes(packed[4:8], "little")
+    tensor = TensorEntry(name="w", dtype="bf16", shape=(count,), digest=digest_of(b"w"))
+    cut = cut_pieces(encoding, open_index(packed, encoding, [tensor]))
+    return [[piece.part, piece.start, piece.end, piece.first_chunk, piece.last_chunk] for piece in cut]
+
+
 KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "assignment": assignment,
+    "authorization": authorization,
     "blob": blob,
     "bundle": bundle,
     "checkpoint": checkpoint,
@@ -190,6 +215,8 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "key_ring": key_ring,
     "message": message,
     "noise": noise,
+    "peer_list": peer_list,
+    "pieces": pieces,
     "public_key": public_key,
     "run_spec": run_spec,
     "seed": seed,
