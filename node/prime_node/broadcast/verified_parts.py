@@ -1,8 +1,9 @@
 """A publication's parts, read, hashed and decoded side by side, for whoever checks a checkpoint.
 
-Who waits for whom: PARTS_AT_ONCE readers take the next part that nobody has taken; each reads, hashes and decodes its own, in
-threads that hold no GIL while they do. The first that fails ends the others. Invariant: no more than PARTS_AT_ONCE parts are
-held at one time, and nothing of a part is decoded before the whole part had its digest.
+Who waits for whom: PARTS_AT_ONCE readers take the next part that nobody has taken; each hashes and decodes its own while its next
+one is read, in threads that hold no GIL while they do: so no thread waits until the event loop has its turn. The first that fails
+ends the others. Invariant: no more than two parts for each reader are held at one time, and nothing of a part is decoded before
+the whole part had its digest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
-"""One more than the cores, so that a disk or a server works while every core hashes; four hold 64 MiB."""
+"""One more than the cores, so that a disk or a server works while every core hashes; four hold 128 MiB."""
 
 
 def bound_threads() -> None:
@@ -79,14 +80,31 @@ async def _feed(
     on_part: Callable[[int], None],
 ) -> None:
     """One reader."""
-    for number in numbers:
-        entry = parts[number]
-        try:
-            data = await source.blob(entry.digest, start=0, end=entry.size)
-        except (PeerError, Unreachable) as error:
-            raise CheckFailed(5, error) from None
-        await asyncio.to_thread(_take, entry, decoder, number, data, what)
-        on_part(entry.size)
+    reading = _read(source, parts, numbers)
+    try:
+        while reading is not None:
+            number, task = reading
+            data = await task
+            reading = _read(source, parts, numbers)
+            await asyncio.to_thread(_take, parts[number], decoder, number, data, what)
+            on_part(parts[number].size)
+            del data
+    except (PeerError, Unreachable) as error:
+        raise CheckFailed(5, error) from None
+    finally:
+        if reading is not None:
+            reading[1].cancel()
+            await asyncio.gather(reading[1], return_exceptions=True)
+
+
+def _read(
+    source: CheckpointSource, parts: Sequence[PartEntry], numbers: Iterator[int]
+) -> tuple[int, asyncio.Task[bytes]] | None:
+    """Begin to read the next part, if there is one."""
+    number = next(numbers, None)
+    if number is None:
+        return None
+    return number, asyncio.create_task(source.blob(parts[number].digest, start=0, end=parts[number].size))
 
 
 def _take(entry: PartEntry, decoder: TakesParts, number: int, data: bytes, what: str) -> None:
