@@ -9,7 +9,9 @@ import pytest
 from tests.node.swarm_world import ANNA, BEN, CORA, WORKERS, from_peers, linked, swarm, until
 
 from prime_node.broadcast.audit import audit
+from prime_node.broadcast.topology import TopologyRules, parents
 from prime_node.cli import wire
+from prime_protocol.identity import SigningKey
 from prime_protocol.weights import root_of
 
 NOWHERE = "http://127.0.0.1:9"
@@ -114,3 +116,24 @@ async def test_a_peer_can_be_verified_as_a_coordinator_can(tmp_path: Path) -> No
             report = await audit(source, made.world.run.digest)
         assert report.passed, report.checks[-1]
         assert report.policy_version == published.manifest.policy_version
+
+
+async def test_a_small_delta_goes_down_the_tree_of_many_peers(tmp_path: Path) -> None:
+    keys = [SigningKey(bytes([200 + number]) * 32) for number in range(5)]
+    async with swarm(tmp_path) as made:
+        for key in keys:
+            await made.worker(key, neighbours_max=3)
+        for _, peer in made.workers:
+            await until(lambda peer=peer: len(peer.directory.records) == 5 and len(peer.neighbours.linked) >= 3)
+        await made.publish()
+        for follower, _ in made.workers:
+            await follower.wait_newer(-1)
+        asked = made.chunks.num_bytes
+        published = await made.publish(delta=True)
+        size = published.manifest.encodings[0].sent_bytes
+        for follower, peer in made.workers:
+            assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
+            assert peer.neighbours is not None
+            above = parents(peer.directory.me, peer.directory.records, made.world.run.digest, TopologyRules())
+            assert follower.pool.parents(size) == (frozenset(above) or None)
+        assert made.chunks.num_bytes - asked < len(keys) * size

@@ -42,6 +42,7 @@ class Directory:
         rng: random.Random,
     ) -> None:
         self.me = key.key_id
+        self.run_digest = run.digest
         self.offer: Callable[[], PeersRequest] = PeersRequest
         """What we ask, with the address at which we serve, if we do."""
         self.records: dict[KeyId, PeerRecord] = {}

@@ -31,6 +31,8 @@ from prime_protocol.pieces import Piece, check_piece, chunks_of, cut_pieces
 
 TICK_S = 0.1
 """How often to look whether a silent source's work should be taken over."""
+TREE_S_MAX = 2.0
+"""Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
 PIECE_S_MAX = 30.0
 """A source that needs longer for a piece is left, and asked again later."""
 
@@ -85,6 +87,8 @@ class Download:
         sizes = [piece.size for piece in self._pieces]
         share = self.pool.share(self._name, len(sizes))
         self._picker = Picker(sizes, rng=self.rng, rules=self.rules, have=have, share=share)
+        self._parents = self.pool.parents(self.encoding.sent_bytes)
+        self._tree_until_s = self.clock.monotonic_s() + TREE_S_MAX
         listening = asyncio.create_task(self._listen())
         try:
             await self._fetch_all()
@@ -145,6 +149,9 @@ class Download:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
                         await self._news.wait()
+            elif not self._picker.is_done and not self._news.is_set() and self._parents is not None:
+                self._parents = None if self.clock.monotonic_s() >= self._tree_until_s else self._parents
+                await self.pool.rest()
             elif not self._picker.is_done and not self._news.is_set():
                 self._check_somebody_has(missing)
                 if rounds >= ROUNDS_MAX:
@@ -161,11 +168,12 @@ class Download:
 
     def _ask(self) -> None:
         """Give every source that is awake as much to do as the picker has for it."""
-        ready = {named.name: named for named in self.pool.ready()}
+        now_s = self.clock.monotonic_s()
+        only = self._parents if now_s < self._tree_until_s else None
+        ready = {named.name: named for named in self.pool.ready() if only is None or named.name in only}
         for name in self._picker.sources:
             if name not in ready:
                 self._picker.remove(name)
-        now_s = self.clock.monotonic_s()
         for name, named in ready.items():
             if name not in self._picker.sources:
                 self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)

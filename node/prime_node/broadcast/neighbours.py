@@ -17,7 +17,7 @@ from typing import NoReturn
 from prime_node.broadcast.directory import Directory
 from prime_node.broadcast.piece_sets import span
 from prime_node.broadcast.sources import NamedSource, SourceKind, SourcePool
-from prime_node.broadcast.topology import TopologyRules, share_of
+from prime_node.broadcast.topology import Topology, TopologyRules, parents, share_of, topology_for
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
@@ -69,6 +69,7 @@ class Neighbours:
         self._wake = asyncio.Event()
         pool.lied = self._lied
         pool.share = self._share
+        pool.parents = self._parents
 
     @property
     def linked(self) -> tuple[KeyId, ...]:
@@ -99,13 +100,15 @@ class Neighbours:
 
     def _link_more(self) -> None:
         now_s = self._clock.monotonic_s()
-        room = self._rules.neighbours_max - len(self._tasks)
-        waiting = [
-            record
+        waiting = {
+            peer: record
             for peer, record in self._directory.records.items()
             if peer not in self._tasks and peer not in self.liars and self._rests.get(peer, _Rest()).until_s <= now_s
-        ]
-        for record in self._rng.sample(waiting, min(max(0, room), len(waiting))):
+        }
+        above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)
+        first = [waiting.pop(peer) for peer in above if peer in waiting]
+        room = max(0, self._rules.neighbours_max - len(self._tasks) - len(first))
+        for record in [*first, *self._rng.sample(list(waiting.values()), min(room, len(waiting)))]:
             link = self._connect(record)
             if link is not None:
                 self._links[record.peer] = link
@@ -158,7 +161,15 @@ class Neighbours:
             self._pool.remove(named.name)
 
     def _share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
-        """Ours, among the linked peers that do not have the encoding whole yet."""
+        """Ours, among the listed peers that do not have the encoding whole yet: the same list at everybody, as far as may be."""
         whole = span(0, num_pieces)
-        receivers = [named.name for named in self._pool.peers if named.has.get(encoding, 0) != whole]
-        return share_of(self._directory.me, receivers, encoding)
+        done = {named.name for named in self._pool.peers if named.has.get(encoding, 0) == whole}
+        return share_of(self._directory.me, self._directory.records.keys() - done, encoding)
+
+    def _parents(self, sent_bytes: int) -> frozenset[str] | None:
+        """Those of ours that are linked, where so many bytes go down the tree. None at its root, and in a swarm."""
+        directory = self._directory
+        if topology_for(sent_bytes, len(directory.records) + 1, self._rules) is Topology.SWARM:
+            return None
+        above = parents(directory.me, directory.records, directory.run_digest, self._rules)
+        return frozenset(above).intersection(self.linked) or None

@@ -75,6 +75,8 @@ class SourcePool:
         self._changed = asyncio.Event()
         self.share: Callable[[str, int], tuple[float, float]] = lambda encoding, num_pieces: (0.0, 0.0)
         """The part of an encoding of so many pieces that this machine asks for first."""
+        self.parents: Callable[[int], frozenset[str] | None] = lambda sent_bytes: None
+        """Whom alone to ask at first for an encoding of so many bytes: our parents in the tree. None: everybody."""
         self.download_turn: Callable[[int], Awaitable[None]] | None = None
         """Waits until so many bytes may be asked for: the owner's limit."""
         self.gave: Callable[[NamedSource, int], None] = lambda named, num_bytes: None
