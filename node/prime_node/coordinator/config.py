@@ -68,6 +68,8 @@ class CoordinatorConfig(Settings):
     """How long a validator has for one bundle before another one gets it."""
     check_attempts_max: int = Field(default=3, ge=1)
     """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""
+    watchdog_seconds: float = Field(default=120.0, gt=0.0)
+    """When nothing has moved for so long, the log says who everything waits for."""
     snapshot_events: int = Field(default=2_000, ge=1)
     """A snapshot of the state is written after this many events; a restart replays at most these."""
     checkpoints_kept: int | None = Field(default=None, ge=1)

@@ -80,6 +80,8 @@ class Core:
     """Who serves checkpoints to others."""
     usable: Usable = field(default_factory=Usable)
     """When policies could be used where."""
+    environment_fault: str = ""
+    """Why the last problem could not be made into a prompt; empty once one could."""
     hints: dict[str, str] = field(default_factory=dict)
     """Worker -> why its last request for work got nothing, for its screen and for the operator."""
 

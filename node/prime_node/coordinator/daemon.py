@@ -34,6 +34,7 @@ from prime_node.coordinator.scheduler import expired_leases
 from prime_node.coordinator.statements import renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.status import METRICS
 from prime_node.coordinator.waiting import News
+from prime_node.coordinator.watchdog import Watchdog
 from prime_node.patience import first_of
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -175,6 +176,7 @@ async def _keep_time(core: Core) -> None:
     grace_s = min(HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds, core.run.spec.lease_seconds)
     expire_from_s = core.clock.monotonic_s() + grace_s
     saved_step = core.state.durable_step
+    watchdog = Watchdog(core.config.watchdog_seconds)
     while True:
         await core.clock.sleep(core.config.tick_seconds)
         if core.config.curriculum.is_on and core.state.durable_step > saved_step:
@@ -191,6 +193,8 @@ async def _keep_time(core: Core) -> None:
             core.decide(ev.WorkersLost(lost))
         core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
+        if bark := watchdog.look(core, now_s):
+            log.warning("%s", bark)
         await forget_old_encodings(core)
         await renew_timestamp(core)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.curation import draws_of
@@ -9,7 +11,7 @@ from prime_node.coordinator.records import Topic
 from prime_node.coordinator.requests import Caller, require_role
 from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
 from prime_protocol.messages import (
     HeartbeatReply,
     HeartbeatRequest,
@@ -23,8 +25,12 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
 )
 
+log = logging.getLogger(__name__)
+
 RECEIPTS_MAX = 256
 """Receipts in one answer."""
+ENVIRONMENT_RETRY_S = 5.0
+"""After an environment failed: it may be a service that comes back."""
 RETRY_S = 0.2
 """How soon to ask again where waiting here would not help, a new policy being needed first."""
 
@@ -130,11 +136,26 @@ def _by_todays_key(core: Core, receipt: str) -> str:
     return seal(envelope.payload, PayloadType.RECEIPT, core.key).to_bytes().decode()
 
 
-def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Envelope:
+def _environment_fault(core: Core, grant: Grant, draws: tuple[int, ...]) -> str:
+    """Why a grant's problems cannot be made, before anything is promised. The slots stay open, and the operator is told."""
+    try:
+        for place, slot in enumerate(grant.slots):
+            core.assigner.problem(slot, draws[place] if draws else None)
+    except Exception as error:  # an environment's code is not ours: whatever it raises, the coordinator goes on
+        if not core.environment_fault:
+            log.exception("step %d: a problem cannot be made; nothing of it is leased until it can", grant.step)
+        detail = str(error) if isinstance(error, LocalError) else type(error).__name__
+        core.environment_fault = printable(f"an environment fails at slots of step {grant.step}: {detail}")[:300]
+        return core.environment_fault
+    core.environment_fault = ""
+    return ""
+
+
+def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Envelope | NotYet:
     state, rules = core.state, core.state.rules
     draws = draws_of(core, grant.slots)
-    for place, slot in enumerate(grant.slots):  # before anything is promised: an environment may fail
-        core.assigner.problem(slot, draws[place] if draws else None)
+    if fault := _environment_fault(core, grant, draws):
+        return NotYet(reason=fault, retry_after_s=ENVIRONMENT_RETRY_S)
     lease_id = core.assigner.lease_id(signer, state.num_leases)
     core.decide(
         ev.LeaseGranted(

@@ -7,7 +7,7 @@ from typing import Any
 
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import State, Worker
-from prime_node.coordinator.scheduler import waits_for
+from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
 
 USABLE_SHOWN_MAX = 16
@@ -53,7 +53,7 @@ def status(core: Core) -> dict[str, Any]:
         "async_level": state.rules.async_level,
         "draining": state.draining,
         "complete": state.is_complete,
-        "waiting_for": waits_for(state),
+        "waiting_for": waiting(core),
         "rollouts": {"accepted": state.accepted, "refused": dict(state.refused)},
         "bytes_published": state.bytes_published,
         "policies_kept": len(state.published),

@@ -8,10 +8,11 @@ from prime_node.coordinator import events as ev
 from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.core import BatchDigests, Core
 from prime_node.coordinator.records import Topic
-from prime_node.coordinator.scheduler import forgettable_step, waits_for
+from prime_node.coordinator.scheduler import forgettable_step
+from prime_node.coordinator.watchdog import waiting
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, PeerError, printable
 from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | No
         wait_s=request.wait_s,
     )
     if not is_fixed:
-        return NotYet(reason="; ".join(waits_for(state))[:500], retry_after_s=RETRY_S)
+        return NotYet(reason=printable("; ".join(waiting(core)))[:500], retry_after_s=RETRY_S)
     return seal_batch(core, request.step, request.part)
 
 
