@@ -25,8 +25,10 @@ import pytest_asyncio
 from prime_node.adapters.tiny_model import initial_weights, model_files
 from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
+from prime_node.validator.spans import prefill_spans
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights, WeightTensor
 
@@ -296,6 +298,35 @@ async def test_info_names_the_software(engine: Engine) -> None:
     assert engine.info.name in ("transformers", "vllm")
     assert engine.info.version[0].isdigit()
     assert (engine.info.dtype, engine.info.device) in {("fp32", "cpu"), ("bf16", "cuda")}
+
+
+@pytest.mark.parametrize("swap", [swap for swap in SwapPolicy if swap.spans_policies])
+async def test_a_swap_under_way_cuts_each_completion_where_its_spans_say(
+    engine: Engine, scorer: TransformersEngine, policies: list[Weights], swap: SwapPolicy
+) -> None:
+    """Each part is what its own policy samples, by the assigned seed, with keys and values as the swap promises."""
+    if swap not in engine.swaps:
+        pytest.skip(f"this engine does not offer {swap.value}")
+    asked, sampling = requests(48), Sampling(temperature=1.0, completion_tokens_max=64, stop_token_ids=(STOP,))
+    for wait_s in (0.0, 0.2, 0.5, 1.0, 0.1):  # vLLM works in another process: until a swap met it at work
+        await engine.load(policies[0], policy_version=0)
+        under_way = asyncio.create_task(engine.generate(asked, sampling))
+        await asyncio.sleep(wait_s)
+        await engine.update(policies[1], policy_version=1, swap=swap)
+        completions = await under_way
+        spans = [each.spans or ((0, len(each.token_ids)),) for each in completions]
+        if any(len(each) == 2 for each in spans):
+            break
+    assert any(len(each) == 2 for each in spans), "the swap cut nothing"
+    scored = [ScoreRequest(a.prompt_token_ids, c.token_ids, a.seed) for a, c in zip(asked, completions, strict=True)]
+    named = dict(enumerate(policies))
+    found = await prefill_spans(scorer, scored, spans, sampling, named, swap=swap)
+    claimed_T = np.array([nats for completion in completions for nats in completion.logprobs])
+    assert np.abs(found.logprobs_T - claimed_T).max() < LOGPROB_ERROR_MAX
+    assert (found.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+    assert [sum(num for _, num in each) for each in spans] == [len(each.token_ids) for each in completions]
+    again = await engine.generate(asked[:8], sampling)
+    assert all(each.spans == () for each in again), "from now on it is policy 1's"
 
 
 @pytest.mark.vllm

@@ -18,7 +18,9 @@ import asyncio
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_node.adapters.causal_model import CausalModel
-from prime_node.adapters.vllm_seeded_sampler import OWNER_SETTING, SEED_ARGUMENT, SeededSampler
+from prime_node.adapters.vllm_seeded_sampler import OFFSET_ARGUMENT, OWNER_SETTING, SEED_ARGUMENT, SeededSampler
 from prime_node.adapters.vllm_worker_extension import TensorPlace, WorkerExtension
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
@@ -62,8 +65,51 @@ ENVIRONMENT = {
 """What vLLM can only be told through the environment. What the user has set stays."""
 
 
+@dataclass
+class _Draft:
+    """A completion in the making."""
+
+    request: GenerateRequest
+    sampling: Sampling
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: Counter[int] = field(default_factory=Counter)
+    """Policy version -> tokens, in the order of the policies."""
+
+    def rest(self) -> tuple[Any, SamplingParams]:
+        """What vLLM is asked for: the completion from where it stands."""
+        seeded = {SEED_ARGUMENT: self.request.seed, OFFSET_ARGUMENT: len(self.token_ids)}
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
+            stop_token_ids=list(self.sampling.stop_token_ids),
+            ignore_eos=True,  # the run's stop tokens and no others
+            logprobs=0,  # of the sampled token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=seeded if self.sampling.temperature else None,
+        )
+        return tokens_input([*self.request.prompt_token_ids, *self.token_ids]), params
+
+    def take(self, output: Any, policy_version: int) -> None:
+        """What vLLM has sampled of it."""
+        self.token_ids += output.token_ids
+        self.logprobs += [
+            places[token].logprob for places, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        if output.token_ids:
+            self.versions[policy_version] += len(output.token_ids)
+
+    def completion(self, asked_of: int) -> Completion:
+        """With its spans, unless the policy that was asked sampled all of it."""
+        stopped = self.token_ids[-1] in self.sampling.stop_token_ids
+        spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
+
+
 class VllmEngine:
-    """Implements ports.engine.Engine."""
+    """Implements ports.engine.SwappingEngine."""
 
     def __init__(
         self,
@@ -87,7 +133,10 @@ class VllmEngine:
         self._llm: Any = None
         self._temperature: float | None = None
         self._last_probe: tuple[str, list[Completion]] | None = None
-        self._loaded = False
+        self._loaded, self._version = False, -1
+        self._resumed = asyncio.Event()
+        """Cleared while a swap has cut the completions under way."""
+        self._resumed.set()
 
     @property
     def info(self) -> EngineInfo:
@@ -102,12 +151,36 @@ class VllmEngine:
             await self._start()
         self._loaded = False
         await self._swap(weights)
+        self._version = policy_version
         await self._check_probe(weights, policy_version)
         self._loaded = True
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         assert self._loaded, "no weights have been loaded"
         return await self._sample(requests, sampling)
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        """Both leave the same behind: keys and values that the new policy computed. Keeping the old ones is not offered."""
+        return frozenset({SwapPolicy.ABORT_AND_RESUME, SwapPolicy.KEEP_AND_RECOMPUTE})
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        assert swap in self.swaps
+        if self._llm is None or self._llm.errored:
+            await self.load(weights, policy_version=policy_version)
+            return
+        self._reference.require_fit(weights)
+        self._resumed.clear()
+        self._loaded = False
+        try:
+            await self._llm.pause_generation(mode="abort", clear_cache=True)
+            await self._swap(weights)
+            await self._llm.resume_generation()
+            self._version = policy_version
+            await self._check_probe(weights, policy_version)
+            self._loaded = True
+        finally:
+            self._resumed.set()
 
     async def close(self) -> None:
         starting, self._starting = self._starting, None
@@ -201,23 +274,17 @@ class VllmEngine:
         return list(await asyncio.gather(*(self._complete(request, sampling) for request in requests)))
 
     async def _complete(self, request: GenerateRequest, sampling: Sampling) -> Completion:
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=sampling.completion_tokens_max,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the run's stop tokens and no others
-            logprobs=0,  # of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={SEED_ARGUMENT: request.seed} if sampling.temperature else None,
-        )
-        prompt = tokens_input(list(request.prompt_token_ids))
-        (final,) = [output async for output in self._llm.generate(prompt, params, uuid.uuid4().hex)]
-        output = final.outputs[0]
-        token_ids = tuple(output.token_ids)
-        logprobs = tuple(places[token].logprob for places, token in zip(output.logprobs, token_ids, strict=True))
-        stopped = token_ids[-1] in sampling.stop_token_ids
-        return Completion(token_ids, logprobs, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        """One completion, taken up again after each swap that cuts it: what it has so far is forwarded anew."""
+        draft, asked_of = _Draft(request, sampling), self._version
+        while True:
+            (final,) = [output async for output in self._llm.generate(*draft.rest(), uuid.uuid4().hex)]
+            # A swap cuts everything that has been begun, so whatever ends here was sampled by the policy of this moment.
+            draft.take(final.outputs[0], self._version)
+            if final.outputs[0].finish_reason != "abort":
+                return draft.completion(asked_of)
+            await self._resumed.wait()
+            if not self._loaded:
+                raise EngineMismatch("the policy that was to go on with this completion could not be loaded")
 
 
 def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:

@@ -21,6 +21,8 @@ from prime_node.adapters.vllm_worker_extension import die_with
 
 SEED_ARGUMENT = "prime_seed"
 """Key of SamplingParams.extra_args. Requests without it get plain greedy decoding."""
+OFFSET_ARGUMENT = "prime_offset"
+"""Key of SamplingParams.extra_args: tokens of the completion that are in the prompt, because it goes on where it was cut."""
 OWNER_SETTING = "prime_owner_pid"
 """Key of vLLM's additional_config: the process that started the engine."""
 
@@ -30,6 +32,7 @@ class _Seeded:
     """One request of the batch."""
 
     seed: int
+    offset: int
     output_token_ids: list[int]
     """vLLM's own list of what it has sampled so far; it grows."""
 
@@ -60,7 +63,8 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
             self._rows.pop(row, None)
             seed = (params.extra_args or {}).get(SEED_ARGUMENT)
             if seed is not None:
-                self._rows[row] = _Seeded(seed, output_token_ids)
+                offset = (params.extra_args or {}).get(OFFSET_ARGUMENT, 0)
+                self._rows[row] = _Seeded(seed, offset, output_token_ids)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -73,7 +77,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
             return logits
         rows = sorted(self._rows)
         seeds = [self._rows[row].seed for row in rows]
-        positions = [len(self._rows[row].output_token_ids) for row in rows]
+        positions = [self._rows[row].offset + len(self._rows[row].output_token_ids) for row in rows]
         noise = gumbel_noise(seeds, positions, logits.shape[1], logits.device)
         logits[torch.tensor(rows, device=logits.device)] += noise
         return logits
