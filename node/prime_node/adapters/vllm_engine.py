@@ -76,8 +76,11 @@ class _Draft:
     versions: Counter[int] = field(default_factory=Counter)
     """Policy version -> tokens, in the order of the policies."""
 
-    def rest(self) -> tuple[Any, SamplingParams]:
-        """What vLLM is asked for: the completion from where it stands."""
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens of the request at hand, policy that sampled them up to there): swaps that kept it going."""
+
+    def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
+        """What vLLM is asked for: the completion from where it stands. Policies never share cached prefixes."""
         seeded = {SEED_ARGUMENT: self.request.seed, OFFSET_ARGUMENT: len(self.token_ids)}
         params = SamplingParams(
             temperature=0.0,
@@ -89,7 +92,12 @@ class _Draft:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=seeded if self.sampling.temperature else None,
         )
-        return tokens_input([*self.request.prompt_token_ids, *self.token_ids]), params
+        prompt = [*self.request.prompt_token_ids, *self.token_ids]
+        return tokens_input(prompt, cache_salt=f"policy {policy_version}"), params
+
+    def cut(self, num_tokens: int, policy_version: int) -> None:
+        """So many tokens of the request at hand are this policy's, or older ones'; what follows is another's."""
+        self.cuts.append((num_tokens, policy_version))
 
     def take(self, output: Any, policy_version: int) -> None:
         """What vLLM has sampled of it."""
@@ -97,8 +105,12 @@ class _Draft:
         self.logprobs += [
             places[token].logprob for places, token in zip(output.logprobs, output.token_ids, strict=True)
         ]
-        if output.token_ids:
-            self.versions[policy_version] += len(output.token_ids)
+        done = 0
+        for end, version in [*self.cuts, (len(output.token_ids), policy_version)]:
+            if end > done:
+                self.versions[version] += end - done
+                done = end
+        self.cuts.clear()
 
     def completion(self, asked_of: int) -> Completion:
         """With its spans, unless the policy that was asked sampled all of it."""
@@ -134,6 +146,8 @@ class VllmEngine:
         self._temperature: float | None = None
         self._last_probe: tuple[str, list[Completion]] | None = None
         self._loaded, self._version = False, -1
+        self._drafts: dict[str, _Draft] = {}
+        """By the names of their requests at hand."""
         self._resumed = asyncio.Event()
         """Cleared while a swap has cut the completions under way."""
         self._resumed.set()
@@ -161,8 +175,8 @@ class VllmEngine:
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
-        """Both leave the same behind: keys and values that the new policy computed. Keeping the old ones is not offered."""
-        return frozenset({SwapPolicy.ABORT_AND_RESUME, SwapPolicy.KEEP_AND_RECOMPUTE})
+        """Two of them are done alike, for they leave the same behind: keys and values that the new policy computed."""
+        return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
         assert swap in self.swaps
@@ -173,8 +187,12 @@ class VllmEngine:
         self._resumed.clear()
         self._loaded = False
         try:
-            await self._llm.pause_generation(mode="abort", clear_cache=True)
-            await self._swap(weights)
+            if swap is SwapPolicy.KEEP_KV:
+                await self._freeze()
+                await self._put(weights)
+            else:
+                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                await self._swap(weights)
             await self._llm.resume_generation()
             self._version = policy_version
             await self._check_probe(weights, policy_version)
@@ -230,15 +248,32 @@ class VllmEngine:
                 f"vLLM did not start ({error}); its own messages are above. --engine transformers does without it"
             ) from error
 
+    async def _freeze(self) -> None:
+        """Stop between two tokens, with all keys and values, and note how far each completion has come.
+
+        What has not been begun is cut instead: it would be begun on keys and values of prompts that the old policy computed.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        (lengths,) = await self._llm.collective_rpc("prime_lengths")
+        begun = {name[: len(uuid.UUID(int=0).hex)]: length for name, length in lengths.items()}
+        for name, draft in self._drafts.items():
+            if begun.get(name):
+                draft.cut(begun[name], self._version)
+            else:
+                await self._llm.abort(name)
+
     async def _swap(self, weights: Weights) -> None:
+        await self._put(weights)
+        if not await self._llm.reset_prefix_cache():
+            raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
+
+    async def _put(self, weights: Weights) -> None:
         memory, places = _share(weights, aliases=self._reference.tied if self._unties else {})
         try:
             path = f"/proc/{os.getpid()}/fd/{memory}"
             await self._llm.collective_rpc("prime_load", args=(path, places))
         finally:
             os.close(memory)
-        if not await self._llm.reset_prefix_cache():
-            raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
 
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
         requests = _probe_requests(self._reference.vocab_size)
@@ -277,7 +312,12 @@ class VllmEngine:
         """One completion, taken up again after each swap that cuts it: what it has so far is forwarded anew."""
         draft, asked_of = _Draft(request, sampling), self._version
         while True:
-            (final,) = [output async for output in self._llm.generate(*draft.rest(), uuid.uuid4().hex)]
+            name = uuid.uuid4().hex
+            self._drafts[name] = draft
+            try:
+                (final,) = [output async for output in self._llm.generate(*draft.rest(self._version), name)]
+            finally:
+                del self._drafts[name]
             # A swap cuts everything that has been begun, so whatever ends here was sampled by the policy of this moment.
             draft.take(final.outputs[0], self._version)
             if final.outputs[0].finish_reason != "abort":

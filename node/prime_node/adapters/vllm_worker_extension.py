@@ -35,6 +35,10 @@ class WorkerExtension:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.model_runner.reload_weights(weights_iterator=_tensors(memory, places), is_checkpoint_format=True)
 
+    def prime_lengths(self) -> dict[str, int]:
+        """Tokens sampled so far of each request that is in work, by vLLM's own names for them."""
+        return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
+
     def prime_set_temperature(self, temperature: float) -> None:
         """Divide all logits from here on, before vLLM takes logprobs of them and before the noise is added."""
         model = self.model_runner.get_model()
