@@ -1,4 +1,4 @@
-"""Schedules through the real daemon: batches of a step, stale groups, failing environments, a watchdog that names what waits."""
+"""Schedules through the real daemon: batches of a step, stale groups, failing environments, and who everything waits for."""
 
 from __future__ import annotations
 
