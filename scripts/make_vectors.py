@@ -33,6 +33,7 @@ from prime_protocol.noise import SEED_MAX
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RunSpec
+from prime_protocol.schedule import Schedule
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 from prime_protocol.weights import Weights, WeightTensor, root_of, state_root
@@ -87,10 +88,19 @@ def runs(folder: Folder) -> Envelope:
     later = seal(b'{"protocol_version":2,"what":"the future"}', PayloadType.RUN_SPEC, ROOT)
     strange = seal(spec, PayloadType.RUN_SPEC, STRANGER)
     unknown = seal(json.dumps(fields(spec) | {"x": 1}).encode(), PayloadType.RUN_SPEC, ROOT)
+    partial = Schedule.model_validate({"preset": "verl_partial", "trigger_parameter_sync_step": 2})
+    scheduled = spec.model_copy(update={"async_level": 1, "schedule": partial})
+    timed = seal(scheduled, PayloadType.RUN_SPEC, ROOT)
     folder.cases(
         "run_spec",
         [
             wire | {"name": "pinned and signed", "expect": fields(spec)},
+            {
+                "name": "a schedule",
+                "text": timed.to_bytes().decode(),
+                "pinned": timed.digest,
+                "expect": fields(scheduled),
+            },
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
             *(
                 {"name": name, "text": other.to_bytes().decode(), "pinned": other.digest, "error": code}
@@ -175,12 +185,14 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         )
         for i, group in enumerate(lease.groups)
     )
+    second = TrainBatch(run=run.digest, step=2, groups=groups[:1], part=1, previous=digest_of(b"first batch"))
     signed: list[tuple[str, PayloadType, WireModel, SigningKey]] = [
         ("lease", PayloadType.LEASE, lease, COORDINATOR),
         ("join request", PayloadType.REQUEST, stamped(join), WORKER),
         ("lease request", PayloadType.REQUEST, stamped(work), WORKER),
         ("receipt", PayloadType.RECEIPT, receipt, COORDINATOR),
         ("batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=groups), COORDINATOR),
+        ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),
     ]
     cases = []
     for name, kind, message, key in signed:
@@ -271,7 +283,19 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
         cases.append(base | {"name": name, "input": folder.file(f"bundle_bad_{i:02}.parcel", data), "error": code})
     folder.cases("bundle", cases)
 
+    def spanning(*policies: int) -> bytes:
+        """The first completion's two tokens by two policies."""
+        spans = [*((0, version, 1) for version in policies), *rollouts.spans_S3[1:].tolist()]
+        return parcel(*frame(spans=np.array(spans, np.int32)))
+
+    spans: list[tuple[str, bytes, RejectReason | None]] = [
+        ("spans of two policies", spanning(1, 2), None),
+        ("spans that go back", spanning(2, 1), RejectReason.WRONG_POLICY),
+        ("a span before the lease's policy", spanning(0, 1), RejectReason.WRONG_POLICY),
+        ("a span of a policy that is not published", spanning(1, 3), RejectReason.WRONG_POLICY),
+    ]
     judged: list[tuple[str, bytes, RejectReason | None]] = [
+        ("spans of two policies where the run drains", spans[0][1], RejectReason.WRONG_POLICY),
         ("honest", good, None),
         ("another policy", parcel(policy_version=0), RejectReason.WRONG_POLICY),
         ("another step", parcel(step=1), RejectReason.WRONG_ASSIGNMENT),
@@ -289,6 +313,10 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
         [
             base | {"name": name, "input": folder.file(f"judged_{i}.parcel", data), "expect": reason}
             for i, (name, data, reason) in enumerate(judged)
+        ]
+        + [
+            base | {"name": name, "newest_policy": 2, "input": folder.file(f"spans_{i}.parcel", data), "expect": reason}
+            for i, (name, data, reason) in enumerate(spans)
         ],
     )
     blob = BlobHeader(body_digest=digest_of(CONFIG), body_bytes=len(CONFIG), run=run.digest, issued_at_ms=NOW_MS)

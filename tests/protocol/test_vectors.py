@@ -134,7 +134,8 @@ def bundle(case: Case, folder: Path) -> Any:
 
 def assignment(case: Case, folder: Path) -> Any:
     lease = parse_json(json.dumps(case["lease"]).encode(), Lease)
-    judged = check_assignment(*opened_bundle(case, folder), lease, vocab_size=case["vocab_size"])
+    newest = case.get("newest_policy")
+    judged = check_assignment(*opened_bundle(case, folder), lease, vocab_size=case["vocab_size"], newest_policy=newest)
     return judged.reason
 
 
