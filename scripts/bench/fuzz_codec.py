@@ -34,7 +34,7 @@ from prime_protocol.codec import (
 from prime_protocol.codec.kernels.vector import HAS_WIDE
 from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_chunk, write_head
 
-COUNT = 400
+COUNT = 1100
 GUARD = 64
 DTYPES = ("bf16", "fp16", "fp8_e4m3", "fp32")
 
@@ -92,7 +92,7 @@ def seeds() -> list[tuple[bytes, str]]:
     for dtype, base in BASES.items():
         element = TYPES[dtype]
         found += [(chunk.data, dtype) for chunk in encode_tensor(base, None, dtype=dtype)]
-        for seed, (density, spread) in enumerate([(0.02, 1), (0.3, 2), (0.7, 20), (1.0, 300)]):
+        for seed, (density, spread) in enumerate([(0.01, 1), (0.01, 3000), (0.05, 2), (0.3, 2), (0.7, 20), (1.0, 300)]):
             rng, new = np.random.default_rng(seed), base.copy()
             where = rng.random(COUNT) < density
             new[where] += rng.integers(-spread, spread + 1, int(where.sum())).astype(base.dtype)
