@@ -69,6 +69,19 @@ def encode_parts(
     Returns what a manifest says, and the index. A pool of threads encodes chunks side by side; the bytes are the same.
     """
     old = None if base is None else base[1]
+    tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
+    chunks = ((chunk.data, chunk.count) for _, chunk in encode_tensors(tensors, pool=pool))
+    return assemble(chunks, None if base is None else base[0], keep=keep, part_bytes=part_bytes)
+
+
+def assemble(
+    chunks: Iterable[tuple[bytes, int]],
+    base: BasePolicy | None,
+    *,
+    keep: Callable[[PartEntry, bytearray], object],
+    part_bytes: int = PART_BYTES,
+) -> tuple[Encoding, bytes]:
+    """`encode_parts` of (bytes, elements) of the chunks in order, wherever they were encoded, and wherever they were cut."""
     rows: list[tuple[int, int, str]] = []
     parts: list[PartEntry] = []
     part = bytearray()
@@ -77,19 +90,18 @@ def encode_parts(
         parts.append(_entry(part))
         keep(parts[-1], part)
 
-    tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
-    for _, chunk in encode_tensors(tensors, pool=pool):
+    for data, count in chunks:
         if len(part) >= part_bytes:
             close()
             part = bytearray()
-        rows.append((len(chunk.data), chunk.count, digest_of(chunk.data)))
-        part += chunk.data
+        rows.append((len(data), count, digest_of(data)))
+        part += data
     if part:
         close()
     index = pack_index(rows)
     encoding = Encoding(
         kind=CheckpointKind.ANCHOR if base is None else CheckpointKind.DELTA,
-        base=None if base is None else base[0],
+        base=base,
         index=_entry(index),
         parts=tuple(parts),
     )

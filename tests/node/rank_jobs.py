@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ import numpy.typing as npt
 
 from prime_node.adapters.lora import LoraSettings
 from prime_node.adapters.ranks import Ranks
+from prime_node.adapters.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.sharding import PLAIN, Placement
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_protocol.checkpoint import EncodedCheckpoint, root_of_table
 from prime_protocol.errors import LocalError
+from prime_protocol.manifest import BasePolicy
 from prime_protocol.weights import Weights, root_of
 
 
@@ -138,3 +142,36 @@ def _ready(model: Path, ranks: Ranks, *, seed: int = 5) -> TorchBackend:
     backend = TorchBackend(model, seed=seed, ranks=ranks, row_tokens=16, micro_batch_tokens=48, published_dtype="fp32")
     backend.new_optimizer(OptimizerSettings(eps=1e-6, grad_norm_max=0.5))
     return backend
+
+
+def publish_in_shards(ranks: Ranks, *, model: Path) -> tuple[Any, ...]:
+    """Two policies with a step between them: on rank 0 their tables, an anchor of the first and a delta to the second; and
+    how many bytes each rank holds of a policy, and how many are left when both copies are dropped.
+    """
+    aside = ranks.aside()
+    backend, copies = _ready(model, ranks), ShardCopies(ranks, aside)
+    backend.take_copy(0, copies)
+    whole = [backend.snapshot()]
+    curve(backend, [1])
+    backend.take_copy(1, copies)
+    whole.append(backend.snapshot())
+    held = sum(tensor.data.nbytes for tensor in copies.of(0).values())
+    if not ranks.is_first:
+        follower = threading.Thread(target=follow_copies, args=(copies, aside), daemon=True)
+        follower.start()
+        ranks.gather(None)
+        return held, copies.held
+    first, second = (ShardedCopy(number, copies, aside, raw_bytes=0) for number in range(2))
+    tables = [first.tensors(), second.tensors()]
+    base = BasePolicy(policy_version=0, state_root=root_of_table(tables[0]))
+    encodings = []
+    for copy, against in ((first, None), (second, (base, first))):
+        parts: list[bytes] = []
+        encoding, index = copy.encode(against, keep=lambda _, part, parts=parts: parts.append(bytes(part)))
+        encodings.append(EncodedCheckpoint(encoding, index, tuple(parts)))
+    first.drop()
+    second.drop()
+    second.drop()
+    first_root = root_of(whole[0])
+    ranks.gather(None)
+    return held, copies.held, whole, tables, encodings, first_root

@@ -17,6 +17,7 @@ from tests.node.worker_world import JumpClock, MemorySource, make_run, policy_of
 from prime_node.broadcast.encoder import SpanEncoder
 from prime_node.broadcast.follower import Follower
 from prime_node.broadcast.spans import SpanRules
+from prime_node.broadcast.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
@@ -54,12 +55,12 @@ def publish_all(source: MemorySource, policies: list[Weights], rules: SpanRules 
     for version, weights in enumerate(policies):
         parts: dict[str, bytes] = {}
         encoded = encoder.encode(
-            version, weights, lambda entry, data, parts=parts: parts.update({entry.digest: bytes(data)})
+            version, WholeCopy(weights), lambda entry, data, parts=parts: parts.update({entry.digest: bytes(data)})
         )
         signed = source.publish(weights, encodings=tuple(one.encoding for one in encoded))
         source.blobs |= {one.encoding.index.digest: one.index for one in encoded}
         source.blobs |= {part.digest: parts[part.digest] for one in encoded for part in one.encoding.parts}
-        encoder.published(signed.manifest, weights, head=version)
+        encoder.published(signed.manifest, WholeCopy(weights), head=version)
 
 
 @pytest.fixture(scope="module")

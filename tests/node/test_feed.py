@@ -23,6 +23,7 @@ from tests.node.trainer_world import (
 )
 
 from prime_node.broadcast.publisher import Publisher
+from prime_node.broadcast.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle
@@ -43,7 +44,7 @@ async def coordinator() -> BatchCoordinator:
     await publisher.start()
     for version in range(4):
         weights = {"layer": WeightTensor("bf16", (4,), np.full(4, version, np.uint16))}
-        await publisher.submit(version, weights, provenance(version))
+        await publisher.submit(version, WholeCopy(weights), provenance(version))
     await publisher.flush()
     await publisher.close()
     return made

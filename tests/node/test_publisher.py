@@ -21,6 +21,7 @@ from tests.node.trainer_world import (
 from prime_node.broadcast.encoder import SpanEncoder
 from prime_node.broadcast.publisher import Published, Publisher
 from prime_node.broadcast.spans import SpanRules
+from prime_node.broadcast.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import Manifest
@@ -297,7 +298,7 @@ async def test_the_trainer_holds_one_policy_for_each_span_and_policy_0() -> None
     encoder = SpanEncoder(SpanRules())
     coordinator = BatchCoordinator(make_run(max_steps=40))
     for version in range(40):
-        encoder.encode(version, sparse(version), lambda entry, data: None)
+        encoder.encode(version, WholeCopy(sparse(version)), lambda entry, data: None)
         manifest = Manifest(
             run=coordinator.run.digest,
             policy_version=version,
@@ -309,5 +310,5 @@ async def test_the_trainer_holds_one_policy_for_each_span_and_policy_0() -> None
             produced_by=provenance(version),
             created_at_ms=0,
         )
-        encoder.published(manifest, sparse(version), head=version)
+        encoder.published(manifest, WholeCopy(sparse(version)), head=version)
         assert set(encoder.held) == {0, version, version - version % 4, version - version % 16}

@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 from tests.node import rank_jobs
 from tests.node.rank_pool import RankPool
-from tests.node.trainer_world import tiny_files, write_model
+from tests.node.trainer_world import make_run, provenance, tiny_files, write_model
 
 from prime_node.adapters.ranks import ALONE
 from prime_node.adapters.sharding import Placement
 from prime_node.algo.losses import LOSSES
 from prime_node.ports.train_backend import OptimizerSettings
+from prime_protocol.checkpoint import CheckpointDecoder, root_of_table, tensor_table
+from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import LocalError
+from prime_protocol.manifest import Manifest
+from prime_protocol.weights import Weights, num_bytes, root_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ADAMW = OptimizerSettings(eps=1e-6, grad_norm_max=0.5)
@@ -181,3 +185,38 @@ def test_a_damaged_checkpoint_is_said(model: Path, tmp_path: Path) -> None:
     (tmp_path / ".metadata").unlink()
     with pytest.raises(LocalError, match="cannot be taken up"):
         rank_jobs.resume(ALONE, model=model, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_policies_leave_the_ranks_in_shards_and_are_whole_again_at_a_worker(
+    pool: RankPool, model: Path, ranks: int, replicas: int
+) -> None:
+    (held, left, whole, tables, encodings, _), *others = pool.run(
+        rank_jobs.publish_in_shards, ranks=ranks, replicas=replicas, model=model
+    )
+    assert tables == [tensor_table(weights) for weights in whole]
+    decoded: list[Weights] = []
+    run = make_run()
+    for version, encoded in enumerate(encodings):
+        manifest = Manifest(
+            run=run.digest,
+            policy_version=version,
+            previous=run.digest if version else None,
+            model_config_digest=run.digest,
+            state_root=root_of_table(tables[version]),
+            tensors=tables[version],
+            encodings=(encoded.encoding,),
+            produced_by=provenance(version),
+            created_at_ms=0,
+        )
+        decoder = CheckpointDecoder(
+            manifest, encoded.encoding, open_index(encoded.index, encoded.encoding, manifest.tensors), *decoded
+        )
+        for number, part in enumerate(encoded.parts):
+            decoder.feed_part(number, part)
+        decoded = [decoder.finish()]
+        assert root_of(decoded[0]) == root_of(whole[version])
+    assert left == 0
+    shards = ranks // replicas
+    assert held + sum(other[0] for other in others) == replicas * num_bytes(whole[0])
+    assert held <= num_bytes(whole[0]) / shards + 4_096 * len(whole[0])

@@ -80,7 +80,7 @@ def test_the_learning_rate_warms_up_falls_and_is_damped(whole: BatchCoordinator,
 PLACES = [
     *(("after train_step", at) for at in (1, 3, 4, 7)),
     *((place, at) for place in ("within save", "within write") for at in (1, 2, 3)),
-    *(("snapshot", at) for at in (1, 2, 5)),
+    *(("copy", at) for at in (1, 2, 5)),
     *((place, at) for place in ("put_blob", "before publish", "after publish") for at in (1, 3)),
     ("batch", 2),
     ("bundle", 2),
@@ -193,7 +193,7 @@ async def test_killed_while_it_was_ahead_of_the_publisher_it_announces_what_was_
     coordinator.takes_in_max = 2
     config = CONFIG.model_copy(update={"checkpoint_every": 1, "checkpoints_kept": 1})
     with pytest.raises(KilledError):
-        await run(make_trainer(tmp_path, coordinator, fuse=Fuse("snapshot", 7), config=config), asyncio.Event())
+        await run(make_trainer(tmp_path, coordinator, fuse=Fuse("copy", 4), config=config), asyncio.Event())
     assert checkpoint_steps(tmp_path)[-2:] == [2, 3]
     assert len(coordinator.manifests) == 2
     coordinator.takes_in_max = 10**9

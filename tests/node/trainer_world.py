@@ -21,7 +21,7 @@ from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.broadcast.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainBackend, TrainSample
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainBackend, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.feed import Feed
 from prime_node.trainer.checkpointing import Checkpoints
@@ -349,8 +349,11 @@ class FusedBackend:
         return self.inner.proximal_logprobs(samples)
 
     def snapshot(self) -> Weights:
-        self._fuse.passes("snapshot")
         return self.inner.snapshot()
+
+    def copy(self) -> PolicyCopy:
+        self._fuse.passes("copy")
+        return self.inner.copy()
 
     def save(self, folder: Path) -> Callable[[], None]:
         write = self.inner.save(folder)

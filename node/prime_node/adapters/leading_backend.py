@@ -11,15 +11,17 @@ wait for its next call. Anything else ends the rank, and with it the job.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from prime_node.adapters.ranks import Ranks
+from prime_node.adapters.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_node.algo.shares import Share
-from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainSample
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 Build = Callable[[Ranks], TorchBackend]
 """Makes this rank's backend. It travels to the followers, so it is a function of a module, or a partial of one."""
 _DISMISSED = "dismissed"
+_TAKE_COPY = "take_copy"
 
 
 class LeadingBackend:
@@ -39,6 +42,9 @@ class LeadingBackend:
         self._ranks = ranks
         ranks.lead([build] * ranks.count)
         self._backend = build(ranks)
+        self._aside = ranks.aside()
+        self._copies = ShardCopies(ranks, self._aside)
+        self._num_copies = 0
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self._call("new_optimizer", settings)
@@ -66,6 +72,11 @@ class LeadingBackend:
         weights: Weights = self._call("snapshot")
         return weights
 
+    def copy(self) -> PolicyCopy:
+        number, self._num_copies = self._num_copies, self._num_copies + 1
+        self._call(_TAKE_COPY, number)
+        return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
+
     def save(self, folder: Path) -> Callable[[], None]:
         write: Callable[[], None] = self._call("save", folder)
         return write
@@ -77,6 +88,8 @@ class LeadingBackend:
         """`own`: what each rank gets besides, first."""
         calls = [(method, own[rank : rank + 1], arguments) for rank in range(self._ranks.count)]
         self._ranks.lead(calls)
+        if method == _TAKE_COPY:
+            return self._backend.take_copy(arguments[0], self._copies)
         return getattr(self._backend, method)(*calls[0][1], *arguments)
 
 
@@ -90,18 +103,23 @@ def follow(ranks: Ranks) -> None:
     build = ranks.next_call()
     if build == _DISMISSED:
         return
-    backend: TorchBackend | None = None
     try:
-        backend = build(ranks)
+        backend: TorchBackend = build(ranks)
     except LocalError as error:
         log.info("no backend: %s", error)
+        assert ranks.next_call() == _DISMISSED  # rank 0 has the same error
+        return
+    aside = ranks.aside()
+    copies = ShardCopies(ranks, aside)
+    # A daemon: when rank 0 dies, this process ends by its main thread's error, whatever the publisher was at.
+    threading.Thread(target=follow_copies, args=(copies, aside), name="copies", daemon=True).start()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="save") as writer:
-        while True:
-            call = ranks.next_call()
-            if call == _DISMISSED:
-                return
+        while (call := ranks.next_call()) != _DISMISSED:
             method, own, arguments = call
             try:
+                if method == _TAKE_COPY:
+                    backend.take_copy(arguments[0], copies)
+                    continue
                 result = getattr(backend, method)(*own, *arguments)
             except LocalError as error:
                 log.info("%s: %s", method, error)

@@ -7,7 +7,7 @@ Every method but the properties is a collective: all ranks call it, in the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,8 @@ class Ranks:
     """Another, for the thread that writes checkpoints: collectives of one group must not cross."""
     call_group: Any = None
     """Another, without a deadline, for what rank 0 calls."""
+    aside_groups: tuple[Any, ...] = ()
+    """The first and the last of these once more, for the thread that publishes."""
 
     @classmethod
     def join(cls, *, device: str, replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
@@ -71,14 +73,23 @@ class Ranks:
                 f"trainer.replicas: {count} ranks cannot hold {replicas} copies of the model; it must divide them"
             )
         ranks = list(members)
-        host, save, call = (dist.new_group(ranks, timeout=wait, backend="gloo") for wait in (timeout, timeout, _IDLE))
+        waits = (timeout, timeout, _IDLE, timeout, _IDLE)
+        host, save, call, *aside = (dist.new_group(ranks, timeout=wait, backend="gloo") for wait in waits)
         if replicas > 1:
             placed = torch.tensor(ranks).reshape(replicas, -1)
             mesh = DeviceMesh(kind, placed, mesh_dim_names=("replicate", "shard"))
         else:
             mesh = DeviceMesh(kind, ranks, mesh_dim_names=("shard",))
         rank = dist.get_rank()
-        return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save, call)
+        return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save, call, tuple(aside))
+
+    def aside(self) -> Ranks:
+        """The same ranks with groups of their own, for the publisher's thread."""
+        return (
+            self
+            if self.mesh is None
+            else replace(self, host_group=self.aside_groups[0], call_group=self.aside_groups[1])
+        )
 
     @property
     def is_first(self) -> bool:
@@ -103,6 +114,12 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def gather_at(self, rank: int, value: Any) -> list[Any] | None:
+        """Every rank's value at one of them; None on the others."""
+        values: list[Any] | None = [None] * self.count if rank == self.rank else None
+        dist.gather_object(value, values, group=self.host_group, group_dst=rank)
         return values
 
     def lead(self, calls: Sequence[Any]) -> None:

@@ -31,12 +31,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters import train_state
-from prime_node.adapters.lora import LoraSettings, merged
+from prime_node.adapters.lora import LoraSettings, is_adapter, merged
 from prime_node.adapters.packed_attention import Layout
 from prime_node.adapters.policy_build import build_policy
 from prime_node.adapters.pretrained_model import pretrained_weights
 from prime_node.adapters.ranks import ALONE, Ranks
 from prime_node.adapters.sequence_attention import SequenceLayout
+from prime_node.adapters.shard_copies import ShardCopies
 from prime_node.adapters.sharding import DTYPES, PLAIN, Placement, gathered, units
 from prime_node.adapters.torch_batch import Tallies, drift, loss_inputs
 from prime_node.adapters.torch_optimizers import make_optimizer
@@ -45,7 +46,8 @@ from prime_node.adapters.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, Share, shares
-from prime_node.ports.train_backend import Loss, OptimizerSettings, StepStats, TrainingDiverged, TrainSample
+from prime_node.broadcast.whole_copy import WholeCopy
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainingDiverged, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -219,6 +221,22 @@ class TorchBackend:
         if self._ranks.mesh is None:
             return to_weights(self._published(), dtype=self._published_dtype)
         return gathered(self._published(), self._ranks, dtype=self._published_dtype)
+
+    def copy(self) -> PolicyCopy:
+        assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy"
+        return WholeCopy(self.snapshot())
+
+    def take_copy(self, number: int, copies: ShardCopies) -> None:
+        """This rank's rows, for the publisher."""
+        copies.take(number, self._published(), dtype=self._published_dtype)
+
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors of one policy."""
+        size = DTYPES[self._published_dtype].itemsize
+        return size * sum(
+            int(tensor.numel()) for name, tensor in self._policy.model.named_parameters() if not is_adapter(name)
+        )
 
     def save(self, folder: Path) -> Callable[[], None]:
         settings = json.dumps(asdict(self._settings)).encode()

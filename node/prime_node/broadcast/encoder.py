@@ -8,9 +8,7 @@ thread. A base that is not held (after a restart) is left out until it comes rou
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_node.broadcast.paths import Route, routes_of
@@ -22,15 +20,10 @@ from prime_node.broadcast.spans import (
     planned_bases,
     worth_remembering,
 )
-from prime_protocol.checkpoint import encode_parts
+from prime_node.ports.train_backend import PolicyCopy
 from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry
-from prime_protocol.weights import Weights, num_bytes
 
 log = logging.getLogger(__name__)
-
-
-ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Half the cores: encoding goes on behind the next step, which wants the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class Encoded:
 @dataclass(frozen=True, slots=True)
 class _Held:
     policy: BasePolicy
-    weights: Weights
+    copy: PolicyCopy
 
 
 class SpanEncoder:
@@ -61,7 +54,7 @@ class SpanEncoder:
         return tuple(sorted(self._held))
 
     def encode(
-        self, policy_version: int, weights: Weights, keep: Callable[[PartEntry, bytearray], object]
+        self, policy_version: int, copy: PolicyCopy, keep: Callable[[PartEntry, bytearray], object]
     ) -> list[Encoded]:
         """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
 
@@ -71,24 +64,27 @@ class SpanEncoder:
         deltas: dict[int, Encoded] = {}
         for base_version in planned_bases(policy_version, self.rules):
             if base := self._held.get(base_version):
-                deltas[base_version] = _encoded(weights, (base.policy, base.weights), keep)
+                deltas[base_version] = Encoded(*copy.encode((base.policy, base.copy), keep=keep))
         sizes = {base: delta.encoding.sent_bytes for base, delta in deltas.items()}
         paying = paying_deltas(policy_version, sizes, self._routes, anchor_bytes=anchor_bytes)
         chosen = {base: sizes[base] for base in paying}
         needs_anchor = anchor_is_due(policy_version, chosen, self._routes, self.rules, anchor_bytes=anchor_bytes)
-        anchor = [_encoded(weights, None, keep)] if needs_anchor else []
+        anchor = [Encoded(*copy.encode(None, keep=keep))] if needs_anchor else []
         return anchor + [deltas[base] for base in paying]
 
-    def published(self, manifest: Manifest, weights: Weights, *, head: int) -> None:
+    def published(self, manifest: Manifest, copy: PolicyCopy, *, head: int) -> None:
         """Take up a published policy; forget what no policy after `head` needs."""
         version = manifest.policy_version
         self._routes = worth_remembering({**self._routes, version: routes_of(manifest)})
         needed = needed_later(head, self.rules)
         if version in needed and version not in self._held:
             policy = BasePolicy(policy_version=version, state_root=manifest.state_root)
-            self._held[version] = _Held(policy, weights)
-        self._held = {held: kept for held, kept in self._held.items() if held in needed}
-        log.debug("policies %s are held, %d bytes each", self.held, num_bytes(weights))
+            self._held[version] = _Held(policy, copy)
+        else:
+            copy.drop()
+        for gone in self._held.keys() - needed:
+            self._held.pop(gone).copy.drop()
+        log.debug("policies %s are held, %d bytes each", self.held, copy.raw_bytes)
 
     def _anchor_bytes(self) -> int | None:
         """What an anchor takes: the newest one's size, as all are of much the same."""
@@ -97,12 +93,3 @@ class SpanEncoder:
                 if route.base_version is None:
                     return route.sent_bytes
         return None
-
-
-def _encoded(
-    weights: Weights, base: tuple[BasePolicy, Weights] | None, keep: Callable[[PartEntry, bytearray], object]
-) -> Encoded:
-    if ENCODE_THREADS == 1:
-        return Encoded(*encode_parts(weights, base, keep=keep))
-    with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode") as pool:
-        return Encoded(*encode_parts(weights, base, keep=keep, pool=pool))

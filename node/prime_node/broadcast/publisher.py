@@ -28,11 +28,13 @@ from prime_node.broadcast.encoder import Encoded, SpanEncoder
 from prime_node.broadcast.part_spool import PartSpool
 from prime_node.broadcast.paths import Route, routes_of
 from prime_node.broadcast.spans import SpanRules
+from prime_node.broadcast.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
+from prime_node.ports.train_backend import PolicyCopy
 from prime_node.ports.transport import TrainerPort
 from prime_protocol.chain import check_manifest
-from prime_protocol.checkpoint import CheckpointDecoder, root_of_table, tensor_table
+from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
@@ -46,7 +48,7 @@ from prime_protocol.manifest import (
     sign_manifest,
 )
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.weights import Weights, num_bytes, root_of
+from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class Published:
 @dataclass(frozen=True, slots=True)
 class _Submission:
     policy_version: int
-    weights: Weights
+    copy: PolicyCopy
     provenance: Provenance
 
 
@@ -133,12 +135,16 @@ class Publisher:
                 await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
-    async def submit(self, policy_version: int, weights: Weights, provenance: Provenance) -> None:
-        """Publish `weights` behind. They must not change any more. Raises what went wrong with an earlier one."""
+    async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
+        """Publish it behind, and drop the copy when it is needed no more. Raises what went wrong with an earlier one.
+
+        `policy`: weights that do not change any more, or a train backend's copy.
+        """
         self._raise_error()
         assert self._worker is not None, "start() first"
         async with self._changed:
-            self._pending.append(_Submission(policy_version, weights, provenance))
+            copy = WholeCopy(policy) if isinstance(policy, Mapping) else policy
+            self._pending.append(_Submission(policy_version, copy, provenance))
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._error is not None or len(self._pending) <= self._pending_max)
         self._raise_error()
@@ -192,18 +198,18 @@ class Publisher:
                 f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has"
             )
         began_s = self._clock.monotonic_s()
-        tensors = await asyncio.to_thread(tensor_table, submission.weights)
+        tensors = await asyncio.to_thread(submission.copy.tensors)
         with PartSpool(self._spool_folder) as spool:
-            encoded = await asyncio.to_thread(self._encoder.encode, version, submission.weights, spool.keep)
+            encoded = await asyncio.to_thread(self._encoder.encode, version, submission.copy, spool.keep)
             signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
             await self._upload(signed, encoded, spool)
         self._head = signed
-        self._encoder.published(signed.manifest, submission.weights, head=version)
+        self._encoder.published(signed.manifest, submission.copy, head=version)
         self._on_published(
             Published(
                 version,
                 signed.manifest.state_root,
-                num_bytes(submission.weights),
+                submission.copy.raw_bytes,
                 {_name_of(route, version): route.sent_bytes for route in routes_of(signed.manifest)},
                 self._clock.monotonic_s() - began_s,
             )
@@ -244,7 +250,7 @@ class Publisher:
             for number, part in enumerate(anchor.parts):
                 await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
             weights = await asyncio.to_thread(decoder.finish)
-            self._encoder.published(manifest, weights, head=self.head)
+            self._encoder.published(manifest, WholeCopy(weights), head=self.head)
         except PeerError as error:
             log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
 
@@ -267,7 +273,7 @@ class Publisher:
         published = self._head
         if published is None or published.manifest.policy_version != version:
             published = await self._published_manifest(version)
-        ours = await asyncio.to_thread(root_of, submission.weights)
+        ours = root_of_table(await asyncio.to_thread(submission.copy.tensors))
         theirs = published.manifest.state_root
         if published.manifest.policy_version != version or ours != theirs:
             raise LocalError(
@@ -275,7 +281,7 @@ class Publisher:
                 " exactly only on the same kind of machine, with the same settings, number of threads and software"
             )
         log.info("policy %d was computed again and is the published one", version)
-        self._encoder.published(published.manifest, submission.weights, head=self.head)
+        self._encoder.published(published.manifest, submission.copy, head=self.head)
 
     def _manifest(
         self, submission: _Submission, tensors: tuple[TensorEntry, ...], encoded: Sequence[Encoded]

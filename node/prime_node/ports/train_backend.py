@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prime_protocol.errors import LocalError
+from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, TensorEntry
 from prime_protocol.rollout import Completion
 from prime_protocol.weights import Weights
 
@@ -145,6 +146,35 @@ class Loss(Protocol):
         ...
 
 
+class PolicyCopy(Protocol):
+    """One policy's weights as they are published, whole or in shards. They never change.
+
+    For the publisher: methods are heavy and may run in another thread than the backend's, one at a time, beside later steps.
+    """
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of all tensors."""
+        ...
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """What a manifest says about them."""
+        ...
+
+    def encode(
+        self, base: tuple[BasePolicy, Any] | None, *, keep: Callable[[PartEntry, bytearray], object]
+    ) -> tuple[Encoding, bytes]:
+        """Alone (an anchor), or against an older copy by the same backend (a delta), as prime_protocol.checkpoint.encode_parts.
+
+        `keep` gets each part in order. Returns what a manifest says, and the index.
+        """
+        ...
+
+    def drop(self) -> None:
+        """It is needed no more. Idempotent."""
+        ...
+
+
 class TrainBackend(Protocol):
     """Synchronous: it is called from the trainer's own thread, but for what says otherwise.
 
@@ -180,7 +210,11 @@ class TrainBackend(Protocol):
         ...
 
     def snapshot(self) -> Weights:
-        """The weights as they are published (bf16 by default), copied: later steps do not change them."""
+        """The weights as they are published (bf16 by default), copied and whole: for an evaluation on this machine."""
+        ...
+
+    def copy(self) -> PolicyCopy:
+        """The same for the publisher, left where they are: each rank copies its shard, and nothing else, before it returns."""
         ...
 
     def save(self, folder: Path) -> Callable[[], None]:

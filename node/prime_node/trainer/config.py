@@ -152,7 +152,7 @@ class PublishConfig(BaseModel):
     spans: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
     """Steps that deltas go over, at policies whose version they divide. The trainer holds one policy's weights for each."""
     root_every: int = Field(default=16, ge=0)
-    """Policies between two deltas against policy 0, which the trainer then holds too; 0 makes none."""
+    """Policies between two deltas against policy 0, which the trainer then holds too; 0 and several ranks make none."""
     anchor_pays: float = Field(default=2.0, ge=1.0)
     """An anchor is made where a newcomer would otherwise download more than this many times as much."""
 
@@ -259,3 +259,7 @@ class TrainerConfig(Settings):
     """Bundles that are fetched at once."""
     leave_seconds: float = Field(default=10.0, ge=0.0)
     """When it is stopped while the coordinator is away: how long to wait for it."""
+
+    def of_ranks(self) -> TrainerConfig:
+        """What holds on several ranks: none of them takes up policy 0 whole after a restart, so no delta is made against it."""
+        return self.model_copy(update={"publish": self.publish.model_copy(update={"root_every": 0})})

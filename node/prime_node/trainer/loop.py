@@ -77,6 +77,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             idle_seconds=trained.idle_seconds,
             train_seconds=trained_s - began_s - trained.idle_seconds,
             save_seconds=saved_s - trained_s,
+            copy_seconds=trainer.copy_seconds,
             submit_seconds=ended_s - saved_s,
             step_seconds=ended_s - began_s,
             idle_share=trained.idle_seconds / max(ended_s - began_s, 1e-9),

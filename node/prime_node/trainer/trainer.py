@@ -43,6 +43,8 @@ class Trainer:
     clock: Clock
     teacher: Teacher | None = None
     state: TrainerState = field(init=False)
+    copy_seconds: float = field(default=0.0, init=False)
+    """How long the last policy's copy for the publisher kept the next step waiting."""
     _thread: ThreadPoolExecutor = field(init=False)
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -101,15 +103,17 @@ class Trainer:
             self._saving = asyncio.create_task(asyncio.to_thread(finish))
 
     async def publish(self) -> None:
-        """Hand the policy at hand to the publisher; waits only while too many are pending."""
-        weights = await self.in_thread(self.backend.snapshot)
+        """Hand the policy at hand to the publisher; waits for the copy, and while too many are pending."""
+        began_s = self.clock.monotonic_s()
+        copy = await self.in_thread(self.backend.copy)
+        self.copy_seconds = self.clock.monotonic_s() - began_s
         provenance = Provenance(
             step=self.state.step - 1,
             optimizer_steps=self.state.optimizer_steps,
             batch=self.state.batch,
             software=f"prime-node {__version__}",
         )
-        await self.publisher.submit(self.state.step, weights, provenance)
+        await self.publisher.submit(self.state.step, copy, provenance)
 
     async def evaluate_if_due(self) -> None:
         every, step = self.config.evaluate_every, self.state.step

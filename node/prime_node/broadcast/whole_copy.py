@@ -1,0 +1,41 @@
+"""A policy's weights in this process's memory, as the publisher takes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from prime_protocol.checkpoint import encode_parts, tensor_table
+from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, TensorEntry
+from prime_protocol.weights import Weights, num_bytes
+
+ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Half the cores: encoding goes on behind the next step, which wants the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCopy:
+    """Implements ports.train_backend.PolicyCopy. The weights must not change any more."""
+
+    weights: Weights
+
+    @property
+    def raw_bytes(self) -> int:
+        return num_bytes(self.weights)
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return tensor_table(self.weights)
+
+    def encode(
+        self, base: tuple[BasePolicy, WholeCopy] | None, *, keep: Callable[[PartEntry, bytearray], object]
+    ) -> tuple[Encoding, bytes]:
+        old = None if base is None else (base[0], base[1].weights)
+        if ENCODE_THREADS == 1:
+            return encode_parts(self.weights, old, keep=keep)
+        with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode") as pool:
+            return encode_parts(self.weights, old, keep=keep, pool=pool)
+
+    def drop(self) -> None:
+        """Python frees it."""
