@@ -12,7 +12,7 @@ import sys
 import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 
 def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
@@ -27,6 +27,33 @@ def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, b
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+class Recorder(Protocol):
+    """Takes rows of numbers: a file, gauges, a service."""
+
+    def record(self, **fields: Any) -> None:
+        """Example: record(step=3, reward=0.4)."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class Recorders:
+    """Gives every row to each of several."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def record(self, **fields: Any) -> None:
+        for recorder in self._recorders:
+            recorder.record(**fields)
+
+    def close(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
 
 
 class JsonLines:

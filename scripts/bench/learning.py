@@ -42,7 +42,7 @@ from prime_node.adapters.tiny_model import model_files
 from prime_node.adapters.torch_backend import TorchBackend
 from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import LinearSchedule
+from prime_node.algo.schedule import Schedule
 from prime_node.broadcast.safetensors_file import write_safetensors
 from prime_node.envs.registry import build_environment, from_source
 from prime_node.ports.engine import GenerateRequest
@@ -129,7 +129,7 @@ class Bench:
             return
         backend = TorchBackend(self._folder, seed=self._seed, threads=1, published_dtype="fp32")
         backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.01))
-        loss, schedule = find_loss("sft"), LinearSchedule(2e-3, 30, 1, 1.0)
+        loss, schedule = find_loss("sft"), Schedule(2e-3, 30, 1, 1.0)
         for step in range(steps_max):
             if step and step % 5 == 0:
                 weights = _rounded(backend, self._folder)

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -237,8 +237,12 @@ class OurStep:
         self.backend.train_step(self._samples, self._loss, lr=LR)
 
 
-def measure_steps(size: Size) -> dict[str, Any]:
-    """In a process of its own."""
+Competitor = Callable[[Batch, Path], Callable[[], None]]
+"""Makes what does one step, from the batch and an empty folder."""
+
+
+def measure_steps(size: Size, competitors: Mapping[str, Competitor] | None = None) -> dict[str, Any]:
+    """In a process of its own; `competitors` take their turns in the same rounds."""
     load_trl()
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -270,6 +274,7 @@ def measure_steps(size: Size) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         padded, packed = PaddedLoop(batch), OurStep(batch, Path(folder))
+        more = {name: make(batch, Path(tempfile.mkdtemp(dir=folder))) for name, make in (competitors or {}).items()}
 
         class Turns(TrainerCallback):  # type: ignore[misc]
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -278,7 +283,7 @@ def measure_steps(size: Size) -> dict[str, Any]:
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 seconds["TRL"].append(time.perf_counter() - self.began)
                 peaks["TRL"].append(peak_bytes() - self.before)
-                for name, step in (("plain", padded.step), ("ours", packed.step)):
+                for name, step in (("plain", padded.step), ("ours", packed.step), *more.items()):
                     before, began = reset_peak(), time.perf_counter()
                     step()
                     seconds[name].append(time.perf_counter() - began)

@@ -38,7 +38,7 @@ from prime_node.adapters.pretrained_model import pretrained_weights
 from prime_node.adapters.ranks import ALONE, Ranks
 from prime_node.adapters.sequence_attention import SequenceLayout
 from prime_node.adapters.shard_copies import ShardCopies
-from prime_node.adapters.sharding import DTYPES, PLAIN, Placement, gathered, units
+from prime_node.adapters.sharding import DTYPES, PLAIN, Placement, gathered, local_rows, units
 from prime_node.adapters.torch_batch import Tallies, drift, loss_inputs
 from prime_node.adapters.torch_optimizers import make_optimizer
 from prime_node.adapters.torch_weights import to_weights
@@ -104,6 +104,7 @@ class TorchBackend:
             micro_batch_tokens=micro_batch_tokens,
             quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
         )
+        self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
         self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         self._proximal: list[Tensor] = []
         self._prepared: deque[tuple[Sequence[TrainSample], list[Share]]] = deque(maxlen=PREPARED_MAX)
@@ -168,6 +169,9 @@ class TorchBackend:
                 "packing_share": share.packing_share,
                 "balance_share": share.balance_share,
                 "sharing_ratio": share.sharing_ratio,
+                "num_computed_tokens": share.computed_tokens,
+                "ranks": self._ranks.count,
+                "model_flops": 6.0 * self._num_parameters * share.computed_tokens,
                 "passes_seconds": reduced_s - began_s,
                 "optimizer_seconds": ended_s - reduced_s,
                 **self._memory(),
@@ -237,6 +241,13 @@ class TorchBackend:
         return size * sum(
             int(tensor.numel()) for name, tensor in self._policy.model.named_parameters() if not is_adapter(name)
         )
+
+    def state_bytes(self) -> int:
+        """What this rank holds between two steps: its rows of the weights, and what the optimizer remembers of them."""
+        held = [local_rows(parameter)[0] for parameter in self._policy.parameters()]
+        for state in self._optimizer.state.values():
+            held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
         settings = json.dumps(asdict(self._settings)).encode()

@@ -1,4 +1,4 @@
-"""Learning rates: warm-up and linear decay, and a brake for when inference and trainer drift apart.
+"""Learning rates: warm-up and decay, and a brake for when inference and trainer drift apart.
 
 The brake reads the mean |log ratio| of rollouts that a validator has accepted, so a worker can push it by no more than the
 validator's tolerance. One that adapts to unchecked claims would hand the learning rate to strangers.
@@ -6,22 +6,42 @@ validator's tolerance. One that adapts to unchecked claims would hand the learni
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Decay(StrEnum):
+    """How the learning rate goes from its height after the warm-up to its final share."""
+
+    CONSTANT = "constant"
+    """Not at all."""
+    LINEAR = "linear"
+    COSINE = "cosine"
+    """Half a wave: slow, fast, slow (arXiv 1608.03983, without restarts)."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinearSchedule:
-    """Up to `lr` over the warm-up, then down to `final_share * lr`. Example: LinearSchedule(4e-4, 5, 400, 0.1).at(0) is 8e-5."""
+class Schedule:
+    """Up to `lr` over the warm-up, then down to `final_share * lr`. Example: Schedule(4e-4, 5, 400, 0.1).at(0) is 8e-5."""
 
     lr: float
     warmup_steps: int
     total_steps: int
     final_share: float
+    decay: Decay = Decay.LINEAR
 
     def at(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
         progress = min(1.0, step / max(1, self.total_steps))
-        return self.lr * warmup * (1.0 - (1.0 - self.final_share) * progress)
+        match self.decay:
+            case Decay.CONSTANT:
+                fallen = 0.0
+            case Decay.LINEAR:
+                fallen = progress
+            case Decay.COSINE:
+                fallen = 0.5 - 0.5 * math.cos(math.pi * progress)
+        return self.lr * warmup * (1.0 - (1.0 - self.final_share) * fallen)
 
 
 @dataclass(frozen=True, slots=True)

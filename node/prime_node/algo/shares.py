@@ -58,6 +58,8 @@ class Share:
     """Trainable tokens of the whole batch."""
     num_sequences: int
     """Sequences of the whole batch that have any."""
+    computed_tokens: int
+    """Of all ranks, padding not counted, shared prefixes once."""
     packing_share: float
     """Of the tokens that all ranks compute, those that are no padding."""
     balance_share: float
@@ -88,6 +90,7 @@ def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: 
             num_passes=max(map(len, passes)),
             num_tokens=num_tokens,
             num_sequences=num_sequences,
+            computed_tokens=distinct,
             packing_share=distinct / max(1, computed),
             balance_share=sum(loads) / max(1e-9, len(loads) * max(loads)),
             sharing_ratio=whole / max(1, distinct),

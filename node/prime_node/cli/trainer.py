@@ -19,6 +19,7 @@ from prime_protocol.run_spec import PinnedRun
 if TYPE_CHECKING:
     from prime_node.broadcast.trust import Trust
     from prime_node.cli.wire_training import Ranks
+    from prime_node.observe import Recorder
     from prime_node.ports.transport import TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
@@ -154,13 +155,14 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
             if settings.swarm.enabled and not settings.swarm.private:
                 publish_to, peer = wire_swarm.trainer_seeding(run, place.key, client, settings.swarm, place.folder)
                 await seeding.enter_async_context(peer.running())
-            return await asyncio.to_thread(parts_of, run, trust, publish_to, model)
+            rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
+            return await asyncio.to_thread(parts_of, run, trust, publish_to, rows, model)
 
-        def parts_of(run: PinnedRun, trust: Trust, publish_to: TrainerPort, model: Path) -> Trainer:
+        def parts_of(run: PinnedRun, trust: Trust, publish_to: TrainerPort, rows: Recorder, model: Path) -> Trainer:
             backend = wire_training.train_backend(settings, run.spec, ranks, model=model)
             mine = settings if ranks is None else settings.of_ranks()
             return wire.trainer_parts(
-                run, client, place.key, mine, backend,
+                run, client, place.key, mine, backend, rows,
                 trust=trust, publish_to=publish_to, model=model, folder=place.folder,
             )  # fmt: skip
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
+    from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.teacher import Teacher
@@ -296,6 +297,7 @@ def trainer_parts(
     key: SigningKey,
     settings: TrainerConfig,
     backend: TrainBackend,
+    metrics: Recorder,
     *,
     trust: Trust,
     publish_to: TrainerPort,
@@ -304,7 +306,6 @@ def trainer_parts(
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
     from prime_node.broadcast.publisher import Publisher
-    from prime_node.observe import JsonLines
     from prime_node.replay.feed import Feed
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.evaluate import Evaluator, held_out
@@ -312,7 +313,6 @@ def trainer_parts(
     from prime_node.trainer.trainer import Trainer, record_published
 
     spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
-    metrics = JsonLines(folder / "metrics.jsonl")
     questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
     engine = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     return Trainer(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.wire import missing_extra
-from prime_protocol.run_spec import RunSpec
+from prime_protocol.run_spec import PinnedRun, RunSpec
 
 if TYPE_CHECKING:
     from prime_node.adapters.ranks import Ranks as Ranks
+    from prime_node.observe import Recorder
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.trainer.config import TrainerConfig
+
+log = logging.getLogger(__name__)
 
 
 def is_launched() -> bool:
@@ -50,6 +56,7 @@ def dismiss(ranks: Ranks) -> None:
 def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *, model: Path) -> TrainBackend:
     """In this process, or on all ranks, which this one then leads. Raises LocalError."""
     from prime_node.adapters.leading_backend import LeadingBackend
+    from prime_node.adapters.lora import LoraSettings
     from prime_node.adapters.ranks import ALONE, Ranks
     from prime_node.adapters.sharding import Placement
     from prime_node.adapters.torch_backend import make_backend
@@ -62,6 +69,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         offload=how.offload,
         reduce_each_pass=how.reduce_each_pass,
     )
+    lora = None if settings.lora is None else LoraSettings(**settings.lora.model_dump())
     make = partial(
         make_backend,
         model_folder=model,
@@ -74,7 +82,43 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         device=settings.device,
         threads=settings.threads,
         placement=placement,
+        lora=lora,
     )
     if ranks is None:
         return make(Ranks.single(device=settings.device) if placement.needs_ranks else ALONE)
     return LeadingBackend(make, ranks)
+
+
+@contextlib.asynccontextmanager
+async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) -> AsyncIterator[Recorder]:
+    """Where the trainer's rows go: metrics.jsonl always, and wherever the settings say. Raises LocalError."""
+    from prime_node.observe import JsonLines, Recorders
+
+    rows: list[Recorder] = [JsonLines(folder / "metrics.jsonl")]
+    if settings.tensorboard:
+        try:
+            from prime_node.adapters.tensorboard_rows import TensorboardRows
+        except ImportError as error:
+            raise missing_extra("tensorboard", "rows for TensorBoard", error) from None
+        rows.append(TensorboardRows(folder / "tensorboard"))
+    if settings.wandb_project is not None:
+        try:
+            from prime_node.adapters.wandb_rows import WandbRows
+        except ImportError as error:
+            raise missing_extra("wandb", "rows for Weights & Biases", error) from None
+        rows.append(WandbRows(folder, project=settings.wandb_project, run=run.digest, name=run.spec.name))
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.metrics_port is not None:
+            try:
+                from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+            except ImportError as error:
+                raise missing_extra("coordinator", "metrics for Prometheus", error) from None
+            from prime_node.adapters.aiohttp_server import AiohttpServer
+            from prime_node.trainer.gauges import Gauges, metrics_route
+
+            metrics, server = PrometheusMetrics(), AiohttpServer()
+            port = await server.start([metrics_route(metrics)], host=settings.metrics_host, port=settings.metrics_port)
+            stack.push_async_callback(server.stop, grace_s=1.0)
+            log.info("metrics on http://%s:%d/metrics", settings.metrics_host, port)
+            rows.append(Gauges(metrics))
+        yield Recorders(*rows)

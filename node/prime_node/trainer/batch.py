@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,29 @@ def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "num_rollouts": len(rewards),
         "num_workers": len({group.worker for group in groups}),
         "reward_mean": sum(rewards) / len(rewards),
+        "reward_std": statistics.pstdev(rewards),
         "completion_tokens_mean": sum(len(completion.token_ids) for completion in completions) / len(completions),
+        "completion_tokens_max": max(len(completion.token_ids) for completion in completions),
         "finished_share": sum(c.finish is FinishReason.STOP for c in completions) / len(completions),
         "lag_mean": sum(lags) / len(lags),
         "lag_max": max(lags),
+        **_by_environment(groups),
     }
+
+
+def _by_environment(groups: Sequence[Group]) -> dict[str, float]:
+    """`name/environment`, where there are several."""
+    names = sorted({group.environment for group in groups})
+    found: dict[str, float] = {}
+    for name in names if len(names) > 1 else ():
+        here = [group for group in groups if group.environment == name]
+        rewards = [reward for group in here for reward in group.rewards]
+        lengths = [len(completion.token_ids) for group in here for completion in group.completions]
+        found |= {
+            f"num_rollouts/{name}": len(rewards),
+            f"reward_mean/{name}": sum(rewards) / len(rewards),
+            f"reward_std/{name}": statistics.pstdev(rewards),
+            f"completion_tokens_mean/{name}": sum(lengths) / len(lengths),
+            f"completion_tokens_max/{name}": max(lengths),
+        }
+    return found

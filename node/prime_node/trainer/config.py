@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_node.algo.advantages.length_penalty import LengthCost
+from prime_node.algo.schedule import Decay
 from prime_node.algo.shares import Packing
 from prime_node.broadcast.spans import SpanRules
 from prime_node.broadcast.swarm_config import SwarmConfig
@@ -35,11 +36,35 @@ class AdamW(BaseModel):
     """Decoupled weight decay."""
     grad_norm_max: float = Field(default=1.0, gt=0.0)
     """Gradients are scaled down to this global norm."""
+    import_path: str | None = None
+    """Another optimizer, "package.module.Class"; then beta1, beta2 and weight_decay are not used."""
+    kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
+    """What that one takes beside the parameters."""
 
     def settings(self) -> OptimizerSettings:
         return OptimizerSettings(
-            betas=(self.beta1, self.beta2), weight_decay=self.weight_decay, grad_norm_max=self.grad_norm_max
+            betas=(self.beta1, self.beta2),
+            weight_decay=self.weight_decay,
+            grad_norm_max=self.grad_norm_max,
+            import_path=self.import_path,
+            kwargs=self.kwargs,
         )
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay, and small factors beside them are trained.
+
+    Policies are published merged, so workers need to know nothing of adapters.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    rank: int = Field(ge=1)
+    """Width of the factors."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapters' product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, such as "q_proj"; none takes all but the head."""
 
 
 class Chosen(BaseModel):
@@ -199,8 +224,10 @@ class TrainerConfig(Settings):
     """Where the model is trained, in torch's words."""
     optimizer: AdamW = AdamW()
     """Of the reinforcement learning."""
+    lr_decay: Decay = Decay.LINEAR
+    """constant, linear or cosine."""
     lr_final_share: float = Field(default=1.0, ge=0.0, le=1.0)
-    """The learning rate falls linearly to this share of itself at the run's last step; 1 keeps it constant."""
+    """The learning rate falls to this share of itself at the run's last step; 1 keeps it constant."""
     lr_damping_nats: float | None = Field(default=None, gt=0.0)
     """The learning rate is damped while the mean |log ratio| of trainer and (validated) inference is above this."""
     loss: LossConfig = LossConfig()
@@ -231,6 +258,8 @@ class TrainerConfig(Settings):
     """Tokens of a tree's row. Attention costs its square; short rows waste more on padding."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Tokens of one forward pass of one rank; bounds the memory."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights."""
     ranks: RanksConfig = RanksConfig()
     """How the model lies on several processes and devices."""
     sft: SftConfig = SftConfig()
@@ -253,6 +282,17 @@ class TrainerConfig(Settings):
     """Older ones are deleted."""
     checkpoints_keep_every: int = Field(default=0, ge=0)
     """Those at steps that this divides are never deleted; 0 keeps none of them."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Serve /metrics on this port, for Prometheus; none serves nothing. The rows are in metrics.jsonl in any case."""
+    metrics_host: str = "127.0.0.1"
+    """Its address."""
+    tensorboard: bool = False
+    """Write the same rows for TensorBoard, beside metrics.jsonl."""
+    wandb_project: str | None = None
+    """Send the same rows to this project of Weights & Biases, which keeps its own settings in WANDB_* variables."""
+    device_flops_max: float | None = Field(default=None, gt=0.0)
+    """What one device computes at best in a second, in the type of `ranks.compute_dtype`; the model FLOPs' utilisation is told
+    against it. An H100 has 9.9e14 in bf16."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """How long the coordinator may hold a request for a batch."""
     fetches_max: int = Field(default=8, ge=1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from prime_node.replay.feed import StepBatch
@@ -76,6 +76,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             **trained.metrics,
             idle_seconds=trained.idle_seconds,
             train_seconds=trained_s - began_s - trained.idle_seconds,
+            **speed(trained.metrics, trained_s - began_s - trained.idle_seconds, trainer.config.device_flops_max),
             save_seconds=saved_s - trained_s,
             copy_seconds=trainer.copy_seconds,
             submit_seconds=ended_s - saved_s,
@@ -84,6 +85,19 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         )
         await trainer.evaluate_if_due()
     await trainer.save()
+
+
+def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: float | None) -> dict[str, float]:
+    """Tokens a second, and the model FLOPs' utilisation: 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), of
+    what all devices compute at best. Attention's own part is left out, which for short sequences is little.
+    """
+    seconds = max(train_seconds, 1e-9)
+    rows = {"tokens_per_second": metrics["num_tokens"] / seconds}
+    if "model_flops" in metrics:
+        rows["computed_tokens_per_second"] = metrics["num_computed_tokens"] / seconds
+        if device_flops_max is not None:
+            rows["mfu"] = metrics["model_flops"] / (seconds * device_flops_max * metrics["ranks"])
+    return rows
 
 
 async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:

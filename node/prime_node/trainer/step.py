@@ -38,9 +38,9 @@ class Trained:
         merged: dict[str, float] = {}
         for name in dict.fromkeys(name for _, row in self.rows for name in row):
             found = [(weight, row[name]) for weight, row in self.rows if name in row]
-            if name.startswith(("num_", "filtered_", "flagged_")):
+            if name.startswith(("num_", "filtered_", "flagged_")) or name.endswith(("_seconds", "_flops")):
                 merged[name] = sum(value for _, value in found)
-            elif name.endswith("_max"):
+            elif "_max" in name:
                 merged[name] = max(value for _, value in found)
             else:
                 total = sum(weight for weight, _ in found)
@@ -83,6 +83,7 @@ async def train_step(
                 "num_tokens": stats.num_tokens,
                 "log_ratio_abs": stats.log_ratio_abs,
                 **stats.metrics,
+                **stats.work,
             }
             trained.rows.append((float(len(groups)), numbers))
     return trained

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.publisher import Published, Publisher
-from prime_node.observe import JsonLines
+from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher
 from prime_node.ports.train_backend import Loss, StepStats, TrainBackend, TrainSample
@@ -39,7 +39,7 @@ class Trainer:
     evaluator: Evaluator
     lessons: Lessons
     checkpoints: Checkpoints
-    metrics: JsonLines
+    metrics: Recorder
     clock: Clock
     teacher: Teacher | None = None
     state: TrainerState = field(init=False)
@@ -136,7 +136,7 @@ class Trainer:
         self.metrics.close()
 
 
-def record_published(metrics: JsonLines) -> Callable[[Published], None]:
+def record_published(metrics: Recorder) -> Callable[[Published], None]:
     """What the publisher is to tell: a row for each announced policy."""
 
     def record(published: Published) -> None:

@@ -1,0 +1,22 @@
+"""Rows of metrics in Weights & Biases. `WANDB_MODE=offline` keeps them in the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+
+class WandbRows:
+    """Implements observe.Recorder. After a restart the rows go on under the same id, which follows from the run's digest."""
+
+    def __init__(self, folder: Path, *, project: str, run: str, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=project, id=run[:32], name=name, dir=str(folder), resume="allow")
+
+    def record(self, **fields: Any) -> None:
+        self._run.log({name: value for name, value in fields.items() if isinstance(value, int | float)})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,67 @@
+"""Where the trainer's rows go: gauges for Prometheus, TensorBoard, utilisation."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.node.trainer_world import make_run
+
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+from prime_node.cli import wire_training
+from prime_node.observe import read_json_lines
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.gauges import Gauges
+from prime_node.trainer.loop import speed
+
+
+def test_rows_become_gauges() -> None:
+    metrics = PrometheusMetrics()
+    gauges = Gauges(metrics)
+    gauges.record(step=3, loss=0.5, **{"reward_mean/words": 0.25, "reward_mean": 0.3})
+    gauges.record(step=4, loss=float("nan"), encodings={"anchor": 3})
+    text = metrics.exposition()[0].decode()
+    assert "prime_trainer_step 4.0" in text
+    assert "prime_trainer_loss 0.5" in text
+    assert 'prime_trainer_reward_mean_by_environment{environment="words"} 0.25' in text
+    assert "prime_trainer_reward_mean 0.3" in text
+    assert "encodings" not in text
+
+
+async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = TrainerConfig(metrics_port=0)
+    async with wire_training.trainer_rows(config, make_run(), tmp_path) as rows:
+        rows.record(step=7, loss=1.5)
+        address = next(word for word in caplog.text.split() if word.startswith("http://"))
+        body = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=5).read().decode())
+        rows.close()
+    assert "prime_trainer_step 7.0" in body
+    assert [row["loss"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1.5]
+
+
+async def test_rows_are_tensorboard_s_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    async with wire_training.trainer_rows(TrainerConfig(tensorboard=True), make_run(), tmp_path) as rows:
+        rows.record(step=1, loss=2.0)
+        rows.record(step=2, loss=1.0)
+        rows.record(sft_step=5, loss=9.0)
+        rows.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("sft/loss")] == [(5, 9.0)]
+
+
+def test_utilisation_is_told_against_what_all_devices_can_compute() -> None:
+    metrics = {"num_tokens": 100.0, "num_computed_tokens": 300.0, "model_flops": 6e9, "ranks": 2.0}
+    assert speed(metrics, 2.0, 1e10) == {
+        "tokens_per_second": 50.0,
+        "computed_tokens_per_second": 150.0,
+        "mfu": pytest.approx(0.15),
+    }
+    assert speed({"num_tokens": 0.0}, 0.0, 1e10) == {"tokens_per_second": 0.0}
