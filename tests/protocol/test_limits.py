@@ -46,7 +46,8 @@ def unbounded(schema: Any, place: str) -> Iterator[str]:
         yield f"{place}: str"
     if kind == "int" and not {"ge", "le"} <= schema.keys():
         yield f"{place}: int"
-    if kind in ("tuple", "list", "dict", "set") and "max_length" not in schema:
+    is_of_fixed_length = kind == "tuple" and "variadic_item_index" not in schema
+    if kind in ("tuple", "list", "dict", "set") and "max_length" not in schema and not is_of_fixed_length:
         yield f"{place}: {kind}"
     if kind in ("any", "bytes", "json"):
         yield f"{place}: {kind}"
