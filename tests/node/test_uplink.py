@@ -119,3 +119,15 @@ async def test_too_many_requests_of_one_peer_are_refused() -> None:
     assert caught.value.is_transient
     first()
     (await waiting)()
+
+
+async def test_a_slot_that_comes_free_as_somebody_gives_up_waiting_is_not_lost() -> None:
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
+    first = await uplink.slot("anna", 10, is_member=True)
+    gone, stays = (asyncio.create_task(uplink.slot(peer, 10, is_member=True)) for peer in ("ben", "cora"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    first()  # before the one that gives up has said so
+    await asyncio.gather(gone, return_exceptions=True)
+    (await asyncio.wait_for(stays, 1.0))()
+    (await asyncio.wait_for(uplink.slot("anna", 10, is_member=True), 1.0))()

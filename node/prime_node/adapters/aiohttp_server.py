@@ -254,11 +254,22 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
         with contextlib.suppress(ClientConnectionError, ConnectionResetError):
             await stream.prepare(request)
             if request.method != "HEAD":
-                await _copy(response.body, stream)
+                async with asyncio.timeout(_send_s_max(response)):
+                    await _copy(response.body, stream)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # a reader that stands still must not hold what `after` gives back
     finally:
         if response.after is not None:
             response.after()
     return stream
+
+
+def _send_s_max(response: Response) -> float | None:
+    """How long a body may take that holds something scarce; None for others, which may be streams without an end."""
+    if response.after is None or not isinstance(response.body, bytes):
+        return None
+    return BODY_GRACE_S + len(response.body) / BODY_BYTES_PER_S_MIN
 
 
 async def _copy(body: bytes | AsyncIterator[bytes], stream: web.StreamResponse) -> None:

@@ -20,7 +20,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 log = logging.getLogger(__name__)
 
-TURN_S_MAX = 10.0
+TURN_S_MAX = 3.0
 """A request that got no slot for so long is turned away; the asker tries another peer."""
 RETRY_S = 1.0
 BURST_S = 0.25
@@ -117,7 +117,7 @@ class Uplink:
         self._cap = cap
         self._may_serve = may_serve
         self._requests = 0
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._turns: dict[int, tuple[str, asyncio.Future[None]]] = {}
 
     def close(self) -> None:
         """Write down what the cap has counted."""
@@ -158,7 +158,8 @@ class Uplink:
             return
         if turn is Turn.REFUSED:
             raise PeerError(ErrorCode.UNAVAILABLE, "too many wait here already", retry_after_s=RETRY_S)
-        waiting = self._turns[request] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns[request] = peer, waiting
         try:
             async with asyncio.timeout(TURN_S_MAX):
                 await waiting
@@ -174,5 +175,9 @@ class Uplink:
             del self._turns[request]
 
     def _pass_on(self, request: int | None) -> None:
-        if request is not None:
-            self._turns[request].set_result(None)
+        while request is not None:
+            peer, waiting = self._turns[request]
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+            request = self._choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
