@@ -102,6 +102,8 @@ PEER_ADDRESSES_MAX = 8
 """Addresses of one peer that are dialled or remembered."""
 PEER_ADDRESS_CHARS_MAX = 256
 """One multiaddr as text."""
+BOOTSTRAP_PEERS_MAX = 8
+"""Peers that another stays linked to, come what may."""
 RELAY_CIRCUITS_MAX = 256
 """Circuits that a relay carries at a time, and peers that it holds a place for."""
 RELAY_CIRCUIT_BYTES_MAX = 2**20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.memory_network import MemoryNetwork, MemorySwitch
-from prime_node.ports.peers import Judgement, PeerAddress, PeerNetwork, Reachability
+from prime_node.ports.peers import Answer, Judgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
@@ -20,7 +20,7 @@ from prime_protocol.identity import KeyId, SigningKey
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN, OTHER_RUN = "a" * 64, "b" * 64
-ECHO, SLOW, STRICT, BIG = "echo", "slow", "strict", "big"
+ECHO, SLOW, STRICT, BIG, COUNTED = "echo", "slow", "strict", "big", "counted"
 
 
 @dataclass
@@ -33,12 +33,14 @@ class Node:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     working: int = 0
+    sent: int = 0
 
     def __post_init__(self) -> None:
         self.network.serve(ECHO, self.echo, request_bytes_max=2**20)
         self.network.serve(SLOW, self.slow, request_bytes_max=64)
         self.network.serve(STRICT, self.strict, request_bytes_max=64)
         self.network.serve(BIG, self.big, request_bytes_max=64)
+        self.network.serve(COUNTED, self.counted, request_bytes_max=64)
         self.network.subscribe("heads", self.judge, self.handle)
 
     async def echo(self, asker: KeyId, payload: bytes) -> bytes:
@@ -55,6 +57,13 @@ class Node:
 
     async def big(self, asker: KeyId, payload: bytes) -> bytes:
         return bytes(int(payload))
+
+    async def counted(self, asker: KeyId, payload: bytes) -> Answer:
+        return Answer(payload, self.count)
+
+    def count(self) -> None:
+        self.sent += 1
+        self.news.set()
 
     async def judge(self, sender: KeyId, data: bytes) -> Judgement:
         self.judged.append(data)
@@ -156,6 +165,19 @@ async def test_many_requests_are_under_way_at_once_and_a_slow_one_holds_up_no_ot
     assert [answer[-1] for answer in answers] == list(range(20))
     ben.go_on.set()
     assert await slow == b"slow"
+
+
+async def test_what_comes_after_an_answer_is_called_once(node: MakeNode) -> None:
+    anna, ben = await linked(node, 2)
+    assert await ask(anna, ben, COUNTED, b"piece") == b"piece"
+    await ben.until(lambda: ben.sent == 1)
+
+
+async def test_a_peer_to_stay_linked_to_is_linked_by_itself(node: MakeNode) -> None:
+    anna, ben = await node(), await node()
+    anna.network.stay_linked(ben.address)
+    while not (anna.network.connected() and ben.network.connected()):  # noqa: ASYNC110 - a network tells nobody
+        await asyncio.sleep(0.01)
 
 
 async def test_requests_of_one_peer_are_bounded(node: MakeNode) -> None:

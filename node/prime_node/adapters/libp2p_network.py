@@ -9,6 +9,7 @@ links, never the host. If the thread itself ends, every call raises Unreachable 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -24,9 +25,10 @@ from prime_node.adapters.libp2p_hints import Hints
 from prime_node.adapters.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.libp2p_nat import Holes
 from prime_node.adapters.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
-from prime_node.adapters.libp2p_streams import Streams, leads_through_relay
+from prime_node.adapters.libp2p_streams import Serve, Streams, leads_through_relay
 from prime_node.adapters.trio_thread import TrioThread
 from prime_node.ports.peers import (
+    Answer,
     ConnectedPeer,
     HandleAnnouncement,
     PeerAddress,
@@ -62,6 +64,7 @@ class Libp2pNetwork:
         self._served: dict[str, tuple[RequestHandler, int]] = {}
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
         self._known: dict[KeyId, PeerAddress] = {}
+        self._staying = {address.peer: address for address in settings.bootstrap[: limits.BOOTSTRAP_PEERS_MAX]}
         self._blocked: set[KeyId] = set()
         self._heard_s: dict[KeyId, float] = {}
         self._host: IHost | None = None
@@ -126,6 +129,15 @@ class Libp2pNetwork:
             if len(self._known) > limits.KNOWN_PEERS_MAX:
                 self._known.pop(next(iter(self._known)))
 
+    def stay_linked(self, address: PeerAddress) -> None:
+        is_new = address.peer not in self._staying and address.peer != self.peer_id
+        if is_new and len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
+            self._staying[address.peer] = address
+            if self._host is not None:
+                self._thread.spawn(functools.partial(self._stay_linked, address))
+        elif not is_new and address.peer in self._staying:
+            self._staying[address.peer] = address  # where it is to be found now
+
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
         linked = await self._thread.call(self._connect, address, timeout_s)
         self.learn((address,))
@@ -169,21 +181,21 @@ class Libp2pNetwork:
             self._host, self._gossip, self._hints = host, gossip, hints
             self._streams = streams = Streams(host, nursery)
             holes = Holes(host, streams, nursery, serves_as_relay=self._settings.relay)
-            self._reach = reach = Reach(host, self._settings, streams, holes, self._ask)
+            self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
             self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
             if not self._settings.private:
                 self._holes = holes
                 await stack.enter_async_context(holes.run())
                 self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
                 for name, (handler, bytes_max) in self._served.items():
-                    self._serve(streams, name, self._in_asyncio(handler), request_bytes_max=bytes_max)
+                    self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
                 nursery.start_soon(reach.look)
             host.get_network().register_notifee(_Doorkeeper(self._blocked, hints, self._holes, nursery))
             for topic, (validate, handle) in self._topics.items():
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
             nursery.start_soon(self._keep_alive)
-            for address in self._settings.bootstrap:
+            for address in self._staying.values():
                 nursery.start_soon(self._stay_linked, address)
             is_ready()
             await stopping.wait()
@@ -198,16 +210,24 @@ class Libp2pNetwork:
                     nursery.start_soon(host.get_network().close_peer, peer)
             await host.close()
 
+    def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | Answer]]:
+        async def there(asker: str, payload: bytes) -> bytes | Answer:
+            given = await self._thread.to_asyncio(handler, asker, payload)
+            if isinstance(given, Answer):
+                after = given.after
+                return Answer(given.payload, lambda: self._thread.soon(after))
+            return given
+
+        return there
+
     def _in_asyncio(self, function: Callable[[str, bytes], Awaitable[Any]]) -> Callable[[str, bytes], Awaitable[Any]]:
         async def there(peer: str, data: bytes) -> Any:
             return await self._thread.to_asyncio(function, peer, data)
 
         return there
 
-    def _serve(
-        self, streams: Streams, name: str, answer: Callable[[str, bytes], Awaitable[bytes]], *, request_bytes_max: int
-    ) -> None:
-        async def heard(peer: str, payload: bytes) -> bytes:
+    def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
+        async def heard(peer: str, payload: bytes) -> bytes | Answer:
             self._heard_s[peer] = trio.current_time()
             return await answer(peer, payload)
 
@@ -326,7 +346,7 @@ class Libp2pNetwork:
         reason = ""
         while True:
             try:
-                await self._connect(address, 10.0)
+                await self._connect(self._staying[address.peer], 10.0)
                 reason = ""
             except Unreachable as error:
                 if str(error) != reason:

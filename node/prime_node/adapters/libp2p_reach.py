@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import trio
 from libp2p.abc import IHost
@@ -43,7 +43,16 @@ Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
 class Reach:
     """What one host knows of its own reachability; and its help for others."""
 
-    def __init__(self, host: IHost, settings: PeerSettings, streams: Streams, holes: Holes, ask: Ask) -> None:
+    def __init__(
+        self,
+        host: IHost,
+        settings: PeerSettings,
+        bootstrap: Mapping[KeyId, PeerAddress],
+        streams: Streams,
+        holes: Holes,
+        ask: Ask,
+    ) -> None:
+        """`bootstrap` may grow: these peers are asked first, and a place is held at those of them that are relays."""
         self.found = Reachability.UNKNOWN
         self.confirmed: tuple[str, ...] = ()
         """Addresses at which somebody has reached this peer."""
@@ -51,6 +60,7 @@ class Reach:
         """Addresses through relays that hold a place."""
         self._host = host
         self._settings = settings
+        self._bootstrap = bootstrap
         self._streams = streams
         self._holes = holes
         self._ask = ask
@@ -86,8 +96,7 @@ class Reach:
 
     async def _look_once(self) -> None:
         helpers = [str(peer) for peer in list(self._host.get_network().connections)]
-        first = [address.peer for address in self._settings.bootstrap]
-        helpers.sort(key=lambda peer: peer not in first)
+        helpers.sort(key=lambda peer: peer not in self._bootstrap)
         answers = 0
         confirmed: set[str] = set()
         for helper in [peer for peer in helpers if self._streams.has_direct_link(peer)][:HELPERS_MAX]:
@@ -126,7 +135,7 @@ class Reach:
         return list(dict.fromkeys([*told, *guessed]))[: limits.PEER_ADDRESSES_MAX]
 
     async def _places(self) -> AsyncIterator[str]:
-        for relay in self._settings.bootstrap:
+        for relay in list(self._bootstrap.values()):
             if self._streams.has_direct_link(relay.peer) and await self._holes.reserve(relay.peer):
                 for address in relay.addresses[:1]:
                     yield f"{address}/p2p/{relay.peer}/p2p-circuit"

@@ -22,6 +22,7 @@ import trio
 from libp2p.abc import IHost, INetStream
 from libp2p.peer.id import ID
 
+from prime_node.ports.peers import Answer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -42,8 +43,8 @@ READ_BYTES = 256 * 2**10
 OPEN_S_MAX = 10.0
 """To agree on a protocol."""
 
-Answer = Callable[[str, bytes], Awaitable[bytes]]
-"""(key id of the asker, request) -> answer; runs on the trio side."""
+Serve = Callable[[str, bytes], Awaitable[bytes | Answer]]
+"""(key id of the asker, request) -> answer; runs on the trio side, and so does what comes after the answer."""
 
 
 @dataclass
@@ -154,7 +155,7 @@ class Streams:
         stream = await self._stream(peer, protocol)
         return await stream.ask(payload, reply_bytes_max=reply_bytes_max)
 
-    def serve(self, protocol: str, answer: Answer, *, request_bytes_max: int) -> None:
+    def serve(self, protocol: str, answer: Serve, *, request_bytes_max: int) -> None:
         async def handle(stream: INetStream) -> None:
             peer = str(stream.muxed_conn.peer_id)
             if self._held[peer] >= limits.PEER_STREAMS_MAX:
@@ -211,7 +212,7 @@ class Streams:
     def has_direct_link(self, peer: str) -> bool:
         return any(not leads_through_relay(link) for link in self.links(peer))
 
-    async def _answer_all(self, stream: INetStream, peer: str, answer: Answer, request_bytes_max: int) -> None:
+    async def _answer_all(self, stream: INetStream, peer: str, answer: Serve, request_bytes_max: int) -> None:
         writing = trio.Lock()
         async with trio.open_nursery() as nursery:
             while True:
@@ -234,11 +235,13 @@ class Streams:
                 nursery.start_soon(self._answer, stream, writing, peer, answer, number, payload)
 
     async def _answer(
-        self, stream: INetStream, writing: trio.Lock, peer: str, answer: Answer, number: int, payload: bytes
+        self, stream: INetStream, writing: trio.Lock, peer: str, answer: Serve, number: int, payload: bytes
     ) -> None:
+        given: bytes | Answer = b""
         try:
             try:
-                frame = pack_answer(number, await answer(peer, payload))
+                given = await answer(peer, payload)
+                frame = pack_answer(number, given.payload if isinstance(given, Answer) else given)
             except PeerError as error:
                 frame = pack_refusal(number, error)
             except Unreachable as error:
@@ -248,6 +251,8 @@ class Streams:
                 frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "a fault of this peer"))
             await _send(stream, writing, frame)
         finally:
+            if isinstance(given, Answer):
+                given.after()
             self._answering[peer] -= 1
             if not self._answering[peer]:
                 del self._answering[peer]

@@ -8,10 +8,12 @@ judges before it forwards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from typing import NoReturn
 
 from prime_node.ports.peers import (
+    Answer,
     ConnectedPeer,
     HandleAnnouncement,
     Judgement,
@@ -54,7 +56,8 @@ class MemoryNetwork:
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
         self._seen: set[tuple[str, str, KeyId]] = set()
         self._known: dict[KeyId, PeerAddress] = {}
-        self._answering: set[asyncio.Task[bytes]] = set()
+        self._answering: set[asyncio.Future[bytes | Answer]] = set()
+        self._staying: dict[KeyId, PeerAddress] = {}
 
     @property
     def peer_id(self) -> KeyId:
@@ -69,6 +72,9 @@ class MemoryNetwork:
 
     async def start(self) -> None:
         self._switch.peers[self._peer_id] = self
+        for address in self._staying.values():
+            with contextlib.suppress(Unreachable):
+                self._link(address)
 
     async def close(self) -> None:
         self._switch.peers.pop(self._peer_id, None)
@@ -105,7 +111,17 @@ class MemoryNetwork:
             if len(self._known) > limits.KNOWN_PEERS_MAX:
                 self._known.pop(next(iter(self._known)))
 
+    def stay_linked(self, address: PeerAddress) -> None:
+        """Linked as soon as both are there."""
+        if len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
+            self._staying[address.peer] = address
+            with contextlib.suppress(Unreachable):
+                self._link(address)
+
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
+        return self._link(address)
+
+    def _link(self, address: PeerAddress) -> ConnectedPeer:
         if address.peer in self._links:
             return ConnectedPeer(address.peer, is_relayed=False)
         other = self._switch.peers.get(address.peer)
@@ -170,7 +186,11 @@ class MemoryNetwork:
         task = asyncio.ensure_future(handler(asker, payload))
         self._answering.add(task)
         try:
-            return await task
+            answer = await task
+            if isinstance(answer, Answer):
+                answer.after()
+                return answer.payload
+            return answer
         except asyncio.CancelledError:
             if task.cancelled() and self._peer_id not in self._switch.peers:
                 raise Unreachable(f"{self._peer_id} went away") from None

@@ -170,6 +170,11 @@ class TrioThread:
             raise errors[0]
         return outcome[0]
 
+    def soon(self, function: Callable[[], None]) -> None:
+        """From a trio task: call `function` in the asyncio loop, without waiting."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
+
     def _spawn(self, function: Callable[[], Awaitable[None]]) -> None:
         def begin() -> None:
             with contextlib.suppress(RuntimeError):  # closed to new arrivals: the thread is ending

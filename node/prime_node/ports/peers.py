@@ -66,7 +66,16 @@ class ConnectedPeer:
         return not self.is_relayed
 
 
-RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes]]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a handler answers, where something is to happen once it is on its way: a slot is free again, say."""
+
+    payload: bytes
+    after: Callable[[], None]
+    """Called once, in the handler's event loop, whether the answer could be sent or not."""
+
+
+RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | Answer]]
 """(who asks, request) -> answer. May raise PeerError, which the asker then gets."""
 Validate = Callable[[KeyId, bytes], Awaitable[Judgement]]
 """(who sent it on, announcement) -> what becomes of it. Decides within ANNOUNCEMENT_JUDGE_S_MAX, or it counts as IGNORE."""
@@ -115,6 +124,10 @@ class PeerNetwork(Protocol):
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
         """Remember addresses, at most KNOWN_PEERS_MAX of them. Nothing is dialled."""
+        ...
+
+    def stay_linked(self, address: PeerAddress) -> None:
+        """Link to a peer now and whenever the link is lost: a bootstrap peer. At most BOOTSTRAP_PEERS_MAX of them."""
         ...
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
