@@ -9,6 +9,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
@@ -33,7 +34,7 @@ from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedMani
 from prime_protocol.weights import Weights, WeightTensor
 
 CORA = SigningKey(bytes([77]) * 32)
-LOCAL = SwarmConfig(host="127.0.0.1")
+LOCAL = SwarmConfig(host="127.0.0.1", p2p="off")
 NUM_TENSORS, ELEMENTS = 24, 2**15
 
 
@@ -145,10 +146,10 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def swarm(folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL) -> AsyncIterator[Swarm]:
-    """A coordinator, a trainer's seeder, and a worker for each key."""
+async def swarm(folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL, **replaced: Any) -> AsyncIterator[Swarm]:
+    """A coordinator, with these parts of its own replaced, a trainer's seeder, and a worker for each key."""
     server, run = CutServer(), make_run()
-    parts = dataclasses.replace(memory_parts(run), web=server, dial_back=HttpDialBack(run.digest))
+    parts = dataclasses.replace(memory_parts(run), **{"web": server, "dial_back": HttpDialBack(run.digest), **replaced})
     await parts.public.put(CONFIG_JSON)
     async with running(parts) as world, contextlib.AsyncExitStack() as stack:
         client = world.client(TRAINER)

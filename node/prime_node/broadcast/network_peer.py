@@ -8,13 +8,14 @@ ones, and the answer waits until there are some.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from pydantic import Field
 
 from prime_node.broadcast.serving import KEEP_ALIVE_S, PeerService
-from prime_node.ports.peers import PeerAddress, PeerNetwork
-from prime_node.ports.web import Handler, Request
+from prime_node.ports.peers import Answer, PeerAddress, PeerNetwork
+from prime_node.ports.transport import Unreachable
+from prime_node.ports.web import Handler, Request, Route
 from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
@@ -25,6 +26,8 @@ from prime_protocol.peers import PeerNews, PeerRecord
 
 PROTOCOL = "checkpoints"
 QUESTION_BYTES_MAX = 3 * limits.PEER_TICKET_BYTES_MAX
+LINK_S_MAX = 40.0
+"""To link to a peer, the punching of a hole included."""
 ANSWER_S_MAX = 30.0
 """For a piece: a slow line, and a turn at the other's uplink."""
 
@@ -45,24 +48,28 @@ class Question(WireModel):
 
 def serve_over(network: PeerNetwork, service: PeerService) -> None:
     """Answer other peers' questions over the network. To be called before it starts."""
-    paths = [(re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", r.path)), r.handler) for r in service.routes()]
+    serve_routes(network, service.routes(), service)
 
-    async def answer(peer: KeyId, payload: bytes) -> bytes:
+
+def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerService | None = None) -> None:
+    """As `serve_over`, for whoever has no service: the coordinator."""
+    paths = [(re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", r.path)), r.handler) for r in routes]
+
+    async def answer(peer: KeyId, payload: bytes) -> bytes | Answer:
         question = parse_json(payload, Question)
         handler, params = _find(paths, question.path)
         headers = {} if question.authorization is None else {"authorization": question.authorization}
         if question.start is not None and question.end is not None:
             headers["range"] = f"bytes={question.start}-{question.end - 1}"
         request = Request(params=params, body=b"", headers=headers, remote=peer)
-        if question.path == "/v1/have":
-            return await service.news_since(request, question.cursor, question.head)
+        if service is not None:
+            if service.member(request) not in (None, peer):
+                raise PeerError(ErrorCode.BAD_SIGNATURE, "this is another key's ticket")
+            if question.path == "/v1/have":
+                return await service.news_since(request, question.cursor, question.head)
         response = await handler(request)
-        try:
-            assert isinstance(response.body, bytes)
-            return response.body
-        finally:
-            if response.after is not None:
-                response.after()
+        assert isinstance(response.body, bytes)
+        return response.body if response.after is None else Answer(response.body, response.after)
 
     network.serve(PROTOCOL, answer, request_bytes_max=QUESTION_BYTES_MAX)
 
@@ -104,7 +111,6 @@ class NetworkPeer:
         return await self._ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
 
     async def news(self) -> AsyncIterator[PeerNews]:
-        await self._network.connect(self._address)
         news = PeerNews()
         while True:
             question = Question(path="/v1/have", cursor=news.cursor, head=news.head)
@@ -126,6 +132,7 @@ class NetworkPeer:
         return await self._request(Question(path=path, start=start, end=end), bytes_max)
 
     async def _request(self, question: Question, bytes_max: int, *, wait_s: float = 0.0) -> bytes:
+        await self._need_direct_link()
         asked = question.model_copy(update={"authorization": self._authorization()})
         return await self._network.request(
             self._address.peer,
@@ -134,3 +141,11 @@ class NetworkPeer:
             timeout_s=ANSWER_S_MAX + wait_s,
             reply_bytes_max=bytes_max,
         )
+
+    async def _need_direct_link(self) -> None:
+        """Raises Unreachable: a relay carries words, and bytes come from whoever is reached directly."""
+        linked = {link.peer: link for link in self._network.connected()}.get(self._address.peer)
+        if linked is None or not linked.is_direct:
+            linked = await self._network.connect(self._address, timeout_s=LINK_S_MAX)
+        if not linked.is_direct:
+            raise Unreachable(f"{self._address.peer} is reached over a relay alone")

@@ -57,6 +57,8 @@ class Peer:
         if not self.config.private:
             self.port = await self.web.start(self.service.routes(), host=self.config.host, port=self.config.port)
             log.info("serving peers on port %d", self.port)
+        if self.network is not None:
+            await self.network.start()
         self._task = asyncio.create_task(self._run())
         try:
             yield
@@ -64,6 +66,8 @@ class Peer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self.service.close()
+            if self.network is not None:
+                await self.network.close()
             await self.web.stop(grace_s=STOP_S)
             self.service.uplink.close()
 
@@ -75,6 +79,10 @@ class Peer:
             standing = f"not reachable on port {self.port} (forward it, or set swarm.private)"
         else:
             standing = f"port {self.port}"
+        if self.network is not None:
+            punched, tried = self.network.punched()
+            standing += f", libp2p {self.network.reachability()}"
+            standing += f" (holes punched to {punched} of {tried} peers)" if tried else ""
         linked = 0 if self.neighbours is None else len(self.neighbours.linked)
         return f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
 

@@ -20,6 +20,14 @@ class SwarmConfig(BaseModel):
     """Address to serve on."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to serve on; 0 takes any free one. Behind a router, forward a port of your choice and set it here."""
+    p2p: Literal["auto", "on", "off"] = "auto"
+    """libp2p beside HTTP, for links through NATs and announcements from peer to peer. auto: where the extra p2p is installed."""
+    p2p_listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Multiaddrs that libp2p listens on. Behind a router, forward a port of your choice and set it here."""
+    p2p_announce: tuple[str, ...] = ()
+    """Multiaddrs that you know to be open from outside, beside those that are found out."""
+    p2p_bootstrap: tuple[str, ...] = ()
+    """Peers to stay linked to beside the coordinator's host, as multiaddrs that end in /p2p/ and the peer's key id."""
     upload_slots: int = Field(default=16, ge=1, le=256)
     """Pieces on their way to others at one time."""
     upload_mbit_per_s: float = Field(default=0.0, ge=0.0)

@@ -120,7 +120,8 @@ class Session:
         self.status = await self._until_healthy()
         if self.status.get("complete"):
             return
-        await self._start(TRAINER, "--set", f"trainer.swarm.host={host}")
+        # On one machine there is no NAT to get through: libp2p would cost every process a second and buy nothing.
+        await self._start(TRAINER, "--set", f"trainer.swarm.host={host}", "--set", "trainer.swarm.p2p=off")
         await self._start(VALIDATOR)
         for number, name in enumerate(self._workers, start=1):
             arguments = [
@@ -133,6 +134,8 @@ class Session:
                 self._engine,
                 "--set",
                 f"worker.swarm.host={host}",
+                "--set",
+                "worker.swarm.p2p=off",
             ]
             cheat = self._settings.unsafe_cheaters.get(str(number))
             if cheat is not None:

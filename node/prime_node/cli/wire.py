@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
+    from prime_node.ports.peers import PeerNetwork
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.ports.transport import CheckpointSource, PublicSource, TrainerPort
@@ -212,7 +213,26 @@ async def coordinator_parts(
         environments=environments(run.spec),
         tokenizer=tokenizer(model),
         dial_back=HttpDialBack(run.digest),
+        network=_coordinator_network(run, key, settings),
     )
+
+
+def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorConfig) -> PeerNetwork | None:
+    """Raises LocalError."""
+    if not settings.p2p_listen:
+        return None
+    try:
+        from prime_node.adapters.libp2p_host import PeerSettings
+        from prime_node.adapters.libp2p_network import Libp2pNetwork
+    except ImportError as error:
+        raise missing_extra("p2p", "a libp2p host of the coordinator", error) from None
+    if not settings.p2p_announce and all("/0.0.0.0/" in listen for listen in settings.p2p_listen):
+        raise LocalError(
+            "coordinator.p2p_listen names no address that others could dial: set coordinator.p2p_announce, "
+            'for example ["/ip4/203.0.113.7/tcp/8401"]'
+        )
+    settings_of_host = PeerSettings(listen=settings.p2p_listen, announce=settings.p2p_announce, relay=True)
+    return Libp2pNetwork(key, run=run.digest, settings=settings_of_host)
 
 
 async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.wire import clock, trust
+from prime_node.cli.wire import clock, missing_extra, trust
+from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
@@ -55,12 +56,13 @@ def make_peer(
     pool: SourcePool | None = None,
     network: PeerNetwork | None = None,
 ) -> Peer:
-    """A peer over HTTP, and over `network` with those whom HTTP does not reach. The caller starts the network after this.
+    """A peer over HTTP, and over `network` with those whom HTTP does not reach; the peer starts and closes it.
 
     Without a `pool` to put neighbours into, the peer only serves.
     """
     from prime_node.adapters.aiohttp_server import AiohttpServer
     from prime_node.adapters.http_peer import HttpPeer
+    from prime_node.broadcast.announced import AnnouncedHeads
     from prime_node.broadcast.choker import ChokerRules
     from prime_node.broadcast.directory import Directory
     from prime_node.broadcast.neighbours import Neighbours
@@ -70,6 +72,7 @@ def make_peer(
     from prime_node.broadcast.sources import NamedSource, SourceKind
     from prime_node.broadcast.topology import TopologyRules
     from prime_node.broadcast.uplink import DataCap, RateLimit, Uplink
+    from prime_node.ports.peers import PeerAddress
     from prime_node.ports.swarm import PeerLink
     from prime_protocol.peers import PeerRecord
 
@@ -85,6 +88,9 @@ def make_peer(
         def shown() -> str | None:
             return directory.authorization(record.peer)
 
+        if network is not None and record.peer in run.keys.current.coordinator:
+            network.stay_linked(PeerAddress(record.peer, record.addresses))  # meeting point and relay
+            return None
         bounds = run.spec.limits
         if record.urls:
             return HttpPeer(record.urls[0], run=run.digest, clock=clock(), bounds=bounds, authorization=shown)
@@ -114,8 +120,36 @@ def make_peer(
         if config.download_bytes_per_s:
             pool.download_turn = RateLimit(config.download_bytes_per_s, clock()).take
         rules = TopologyRules(neighbours_max=config.neighbours_max)
+        if network is not None:
+            AnnouncedHeads(network, run, pool, clock())
         neighbours = Neighbours(directory, pool, connect, clock=clock(), rng=random.Random(), rules=rules)
     return Peer(config, service, AiohttpServer(), directory, neighbours, network)
+
+
+def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNetwork | None:
+    """libp2p with the role's key, or None where it is off or not installed. Raises LocalError where it is on and missing."""
+    if config.p2p == "off":
+        return None
+    try:
+        from prime_node.adapters.libp2p_host import PeerSettings
+        from prime_node.adapters.libp2p_network import Libp2pNetwork
+    except ImportError as error:
+        if config.p2p == "on":
+            raise missing_extra("p2p", "links over libp2p", error) from None
+        return None
+    from prime_node.ports.peers import PeerAddress
+
+    try:
+        bootstrap = tuple(PeerAddress.parse(text) for text in config.p2p_bootstrap)
+    except ValueError as error:
+        raise LocalError(f"swarm.p2p_bootstrap: {error}") from None
+    settings = PeerSettings(
+        listen=() if config.private else config.p2p_listen,
+        announce=config.p2p_announce,
+        bootstrap=bootstrap,
+        private=config.private,
+    )
+    return Libp2pNetwork(key, run=run.digest, settings=settings)
 
 
 @contextlib.asynccontextmanager
@@ -148,7 +182,17 @@ async def worker_follower(
         peer = None
         if settings.swarm.enabled:
             served = Served(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
-            peer = make_peer(run, key, client, settings.swarm, served, folder=folder / "swarm", pool=follower.pool)
+            network = peer_network(run, key, settings.swarm)
+            peer = make_peer(
+                run,
+                key,
+                client,
+                settings.swarm,
+                served,
+                folder=folder / "swarm",
+                pool=follower.pool,
+                network=network,
+            )
             await stack.enter_async_context(peer.running())
         yield follower, trusted, peer
 
@@ -164,7 +208,9 @@ def trainer_seeding(
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings)
     served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
-    return seeding, make_peer(run, key, client, config, served, folder=folder / "seed")
+    return seeding, make_peer(
+        run, key, client, config, served, folder=folder / "seed", network=peer_network(run, key, config)
+    )
 
 
 @contextlib.asynccontextmanager
@@ -187,7 +233,10 @@ async def mirror(
             parts_bytes_max=settings.parts_bytes_max,
         )
         served = Served(made.holdings, made.parts, made.shelf.manifest_at_hand, folder)
-        peer = make_peer(run, key, client, settings.swarm, served, folder=folder / "swarm", pool=made.pool)
+        network = peer_network(run, key, settings.swarm)
+        peer = make_peer(
+            run, key, client, settings.swarm, served, folder=folder / "swarm", pool=made.pool, network=network
+        )
         await stack.enter_async_context(peer.running())
         yield made, peer
 

@@ -88,5 +88,11 @@ class CoordinatorConfig(Settings):
     """How often the statement of which policy and keys are newest is signed anew."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
     """How long one holds. A worker that has seen none for longer takes no new work: it may be shown a frozen run."""
+    p2p_listen: tuple[str, ...] = ()
+    """Multiaddrs of a libp2p host of the coordinator's own, for example ["/ip4/0.0.0.0/tcp/8401"]: workers meet there, and it
+    relays for those behind NATs. Empty: no such host, and peers talk over HTTP alone. Needs the extra p2p."""
+    p2p_announce: tuple[str, ...] = ()
+    """Multiaddrs at which workers reach that host, for example ["/ip4/203.0.113.7/tcp/8401"]: needed where it listens on
+    0.0.0.0."""
     grace_seconds: float = Field(default=5.0, ge=0.0)
     """How long requests under way may take to finish when the coordinator stops."""

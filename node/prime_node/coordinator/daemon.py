@@ -23,6 +23,7 @@ from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.limiter import Limiter
 from prime_node.coordinator.nonces import Nonces
+from prime_node.coordinator.peering import announce_heads, open_host
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.publishing import restore_head
@@ -41,6 +42,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.metrics import Metrics
+from prime_node.ports.peers import PeerNetwork
 from prime_node.ports.store import Store
 from prime_node.ports.swarm import DialBack
 from prime_node.ports.web import WebServer
@@ -72,6 +74,8 @@ class Parts:
     tokenizer: Tokenizer
     dial_back: DialBack | None = None
     """Tries what peers announce; without it, they are believed."""
+    network: PeerNetwork | None = None
+    """A libp2p host of the coordinator's own, where its operator wants one."""
 
 
 async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
@@ -99,17 +103,26 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
         tasks.create_task(core.journal.write(trash.put_nowait))
         ticker = tasks.create_task(_keep_time(core))
         emptier = tasks.create_task(_empty(trash, core))
+        announcer: asyncio.Task[None] | None = None
         try:
-            port = await parts.web.start(make_routes(core, gate), host=parts.config.host, port=parts.config.port)
+            routes = make_routes(core, gate)
+            port = await parts.web.start(routes, host=parts.config.host, port=parts.config.port)
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
+            if parts.network is not None:
+                await open_host(parts.network, core, routes)
+                announcer = tasks.create_task(announce_heads(parts.network, core))
             ready(port)
             await first_of(stop.wait(), core.revoked.wait())
             require_own_key(core.run, core.key)
         finally:
+            if announcer is not None:
+                announcer.cancel()
             core.news.close()
             await parts.web.stop(grace_s=parts.config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
+            if parts.network is not None:
+                await parts.network.close()
             core.journal.close()
 
 

@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -48,11 +49,20 @@ class _Offer:
         """Whose networks its addresses lead to: 0 everybody's, 1 a private one's, 2 this machine's."""
         return max((_nearness(urlsplit(url).hostname or "") for url in self.record.urls), default=0)
 
+    @property
+    def shown(self) -> PeerRecord | None:
+        """What others are told: of a peer that HTTP does not reach, where libp2p may."""
+        if self.reachable:
+            return self.record
+        return self.record.model_copy(update={"urls": ()}) if self.record.addresses else None
+
 
 class Peers:
     """The offers."""
 
     def __init__(self, dial_back: DialBack | None = None) -> None:
+        self.own: Callable[[], PeerRecord | None] = lambda: None
+        """The coordinator's own libp2p host, which every list names: bootstrap peer and relay."""
         self._dial_back = dial_back
         self._offers: dict[str, _Offer] = {}
         self._dials: set[asyncio.Task[None]] = set()
@@ -81,15 +91,18 @@ class Peers:
     def sample(
         self, asker: str, peers_max: int, now_s: float, rng: random.Random, *, address: str = "127.0.0.1"
     ) -> tuple[PeerRecord, ...]:
-        """Some that can be reached from the asker's address, in random order."""
+        """Some that can be reached from the asker's address, in random order; before them the coordinator's own host, where it
+        has one."""
         self._forget(now_s)
         near = _nearness(address)
         found = [
-            offer.record
+            offer.shown
             for peer, offer in self._offers.items()
-            if offer.reachable and peer != asker and offer.nearness <= near
+            if offer.shown is not None and peer != asker and (offer.nearness <= near or not offer.shown.urls)
         ]
-        return tuple(rng.sample(found, min(peers_max, len(found))))
+        own = self.own()
+        first = () if own is None else (own,)
+        return (*first, *rng.sample(found, min(peers_max, len(found))))[:peers_max]
 
     def _forget(self, now_s: float) -> None:
         for peer in [peer for peer, offer in self._offers.items() if now_s - offer.heard_s > OFFER_S_MAX]:
@@ -108,7 +121,7 @@ class Peers:
     async def _dial(self, offer: _Offer, dial_back: DialBack) -> None:
         offer.reachable = await dial_back.answers(offer.record.urls[0], offer.record.peer)
         if not offer.reachable:
-            log.info("nobody answers for %s at %s: it is not listed", offer.record.peer, offer.record.urls[0])
+            log.info("nobody answers for %s at %s: this is not listed", offer.record.peer, offer.record.urls[0])
 
 
 async def find(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:

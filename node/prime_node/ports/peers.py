@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from prime_protocol.identity import KeyId
+from prime_protocol.errors import PeerError
+from prime_protocol.identity import KeyId, PublicKey
 
 
 class Reachability(StrEnum):
@@ -51,6 +52,20 @@ class PeerAddress:
     peer: KeyId
     addresses: tuple[str, ...]
     """Multiaddrs without the /p2p part. One of a relay ends in /p2p/<relay>/p2p-circuit."""
+
+    @staticmethod
+    def parse(text: str) -> PeerAddress:
+        """Of a multiaddr that ends in /p2p/<key id>. Raises ValueError."""
+        address, _, peer = text.rpartition("/p2p/")
+        if not address.startswith("/"):
+            raise ValueError(
+                f"{text!r} is no multiaddr of a peer: write for example /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo..."
+            )
+        try:
+            PublicKey.from_key_id(peer)
+        except PeerError as error:
+            raise ValueError(f"{text!r}: {error.detail}") from None
+        return PeerAddress(peer, (address,))
 
 
 @dataclass(frozen=True, slots=True)

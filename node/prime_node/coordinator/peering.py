@@ -1,0 +1,69 @@
+"""The coordinator's libp2p host: where peers find each other, a relay for those behind NATs, and the first to announce a head.
+
+Who waits for whom: the host starts after the web server and waits for nobody; announcements wait for a new head. Nothing of a run
+depends on it: if the host ends, peers go on over HTTP, and a line in the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from prime_node.broadcast.announced import TOPIC, announcement
+from prime_node.broadcast.network_peer import serve_routes
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.records import Topic
+from prime_node.ports.peers import Judgement, PeerNetwork
+from prime_node.ports.transport import Unreachable
+from prime_node.ports.web import Route
+from prime_protocol import limits
+from prime_protocol.identity import KeyId
+from prime_protocol.manifest import SignedManifest
+from prime_protocol.peers import PeerRecord
+
+log = logging.getLogger(__name__)
+
+SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}", "/v1/timestamp")
+"""What the host answers: words, no bytes of checkpoints."""
+
+
+async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -> None:
+    """Raises LocalError where the machine cannot."""
+    serve_routes(network, [route for route in routes if route.path in SHOWN])
+    network.subscribe(TOPIC, _judge, _hear)
+    await network.start()
+    core.peers.own = lambda: PeerRecord(peer=network.peer_id, addresses=network.addresses())
+    log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
+
+
+async def announce_heads(network: PeerNetwork, core: Core) -> None:
+    """Tell every new head, until the daemon stops or the host has ended."""
+    told = core.head
+
+    def is_told(head: SignedManifest | None) -> bool:
+        return head is None or (told is not None and head.digest == told.digest)
+
+    while True:
+        head = await core.news.until(Topic.HEAD, lambda: core.head, is_worth_waiting=is_told, wait_s=limits.WAIT_S_MAX)
+        if head is None or is_told(head):
+            continue
+        told = head
+        stamp = core.timestamp
+        names_it = stamp is not None and stamp[0].policy_version == head.manifest.policy_version
+        data = announcement(head.envelope, stamp[1] if stamp is not None and names_it else None)
+        if data is None:
+            continue  # peers that ask will find it
+        try:
+            await network.announce(TOPIC, data)
+        except Unreachable as error:
+            log.warning("heads are no longer announced: %s", error)
+            return
+
+
+async def _judge(sender: KeyId, data: bytes) -> Judgement:
+    """Of heads the coordinator hears nothing new: it takes them from the trainer."""
+    return Judgement.IGNORE
+
+
+async def _hear(author: KeyId, data: bytes) -> None:
+    raise AssertionError("nothing was accepted")

@@ -1,0 +1,71 @@
+"""Workers that no HTTP reaches exchange policies over libp2p, and hear of new heads from each other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+from tests.node.coordinator_world import COORDINATOR, make_run
+from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm, until
+
+from prime_node.adapters.libp2p_host import PeerSettings
+from prime_node.adapters.libp2p_network import Libp2pNetwork
+from prime_node.ports.peers import Reachability
+from prime_protocol.identity import KeyId
+from prime_protocol.weights import root_of
+
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+OVER_LIBP2P = LOCAL.model_copy(update={"p2p": "on", "p2p_listen": LISTEN})
+
+
+class NobodyAnswers:
+    """A dial-back that fails, as it does for everybody at home behind a router."""
+
+    async def answers(self, url: str, peer: KeyId) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MIN", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MAX", 0.2)
+
+
+async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_path: Path) -> None:
+    run = make_run()
+    host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
+    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+        workers = [await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)]
+        for _, peer in workers:
+            network, neighbours = peer.network, peer.neighbours
+            assert network is not None
+            assert neighbours is not None
+            await until(lambda network=network: network.reachability() is Reachability.PUBLIC)
+            await until(lambda neighbours=neighbours: len(neighbours.linked) == 2)
+        made.chunks.is_cut = True
+        for version in (0, 1):
+            published = await made.publish(delta=version == 1)
+            async with asyncio.timeout(20):
+                for follower, _ in workers:
+                    assert root_of((await follower.wait_newer(version - 1)).weights) == published.manifest.state_root
+        assert all(from_peers(follower, made.world.url) > 0 for follower, _ in workers)
+
+
+async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: Path) -> None:
+    run = make_run()
+    host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
+    async with swarm(tmp_path, dial_back=NobodyAnswers(), network=host) as made:
+        follower, peer = await made.worker(ANNA, p2p="on", p2p_listen=LISTEN)
+        network = peer.network
+        assert network is not None
+        await until(network.connected)
+        published = await made.publish()
+        await until(lambda: any(named.name == "announcements" for named in follower.pool.all))
+        (announced,) = [named for named in follower.pool.all if named.name == "announcements"]
+        shown = await announced.source.head()
+        assert shown is not None
+        assert shown.digest == published.digest
