@@ -33,6 +33,8 @@ class World:
     file_bytes: int
     piece_bytes: int
     seed: int = 0
+    origin_is_peer: bool = False
+    """The trainer's seeder is a peer that has everything; a coordinator or a bucket is asked for what no peer has."""
     peer_list_max: int = 64
     """Peers that the coordinator names to each."""
     punched_share: float = 0.7
@@ -192,7 +194,7 @@ class Simulation:
         node.known = [self._names[one] for one in known if one != node.index]
         rng = random.Random(self._rng.getrandbits(64))
         node.picker = Picker(self._sizes, rng=rng, rules=world.picker, share=share_of(node.name, node.known, "file"))
-        node.picker.add(self._names[ORIGIN], is_fallback=True)
+        node.picker.add(self._names[ORIGIN], is_fallback=not world.origin_is_peer)
         node.picker.has_all(self._names[ORIGIN])
         node.is_here = True
 

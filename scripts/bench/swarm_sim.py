@@ -1,0 +1,148 @@
+"""The swarm at sizes that no test machine has: the product's picker, slots and topology on a virtual clock (sim/network.py).
+
+    python scripts/bench/swarm_sim.py [--quick] [--json] [--plot docs/swarm-scale.png]
+
+100, 1,000 and 10,000 homes (sim/homes.py), alone, with churn (a fifth leaves during the download, as many join), and with nobody
+behind a NAT; the origin is a bucket with 1 Gbit/s. Times are those of peers that stayed, over the fluid lower bound; the median
+is often below 1, since the bound is that of the slowest downlink. `validation` runs the rows of scripts/bench/broadcast.py in the
+simulator, with 4.6 % of headers: compare with the table there. One process, one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prime_node.broadcast.choker import ChokerRules
+from prime_node.broadcast.topology import TopologyRules
+from prime_node.sim.homes import Home, draw_homes
+from prime_node.sim.network import Result, Simulation, World
+from prime_node.trainer.config import TrainerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shaped.race import Row
+from shaped.rows import ROWS
+
+ORIGIN_CHOKER = ChokerRules(slots=TrainerConfig().swarm.upload_slots)
+SIZES = (100, 1_000, 10_000)
+FILE_BYTES, NUM_PIECES = 64_000_000, 128
+LAST_BAR = 1.6
+"""For time to the last over the bound. The issue asks for a table; this keeps it from getting worse unnoticed."""
+HEADERS = 0.046
+"""1,514 bytes on the wire for 1,448 of data."""
+
+
+def simulate(count: int, *, nat_share: float, churn: float, seed: int) -> Result:
+    """A download by `count` homes. Larger swarms take longer strides, to stay within minutes."""
+    homes = draw_homes(count, random.Random(seed), nat_share=nat_share, churn=churn, churn_s=15.0)
+    is_large = count > 2_000
+    world = World(
+        homes,
+        Home(1_000, 1_000),
+        FILE_BYTES,
+        FILE_BYTES // (NUM_PIECES // 2 if is_large else NUM_PIECES),
+        seed=seed,
+        stride_s=0.05 if is_large else 0.02,
+        announce_s=0.25,
+        tick_s=1.0 if is_large else 0.2,
+        time_s_max=300.0,
+        origin_choker=ORIGIN_CHOKER,
+        topology=TopologyRules(neighbours_max=16),
+    )
+    return Simulation(world).run()
+
+
+def validation(row: Row) -> float:
+    """The ratio that the simulator gives for a row of the bench with namespaces."""
+    origin, *others = (Home(link.up_mbit, link.down_mbit, delay_ms=0.1) for link in row.links)
+    world = World(
+        others,
+        origin,
+        int(row.size_mb * 1e6),
+        262_144,
+        origin_is_peer=True,
+        stride_s=0.004,
+        overhead=HEADERS,
+        time_s_max=300.0,
+        origin_choker=ORIGIN_CHOKER,
+    )
+    return Simulation(world).run().last_ratio
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="100 homes only, under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--peers", type=int, action="append", help="instead of 100, 1,000 and 10,000; may be repeated")
+    parser.add_argument("--plot", type=Path, help="write a picture: the share of homes that are done, over time")
+    options = parser.parse_args()
+    gc.disable()  # nothing here is garbage before its simulation ends
+    sizes = options.peers or (SIZES[:1] if options.quick else SIZES)
+    table: list[dict[str, Any]] = []
+    curves: dict[str, Result] = {}
+    for count in sizes:
+        kinds = {"": (0.7, 0.0), ", churn": (0.7, 0.2), ", no NAT": (0.0, 0.0)}
+        for kind, (nat_share, churn) in kinds.items() if count <= 1_000 else [("", (0.7, 0.0))]:
+            began_s = time.perf_counter()
+            found = simulate(count, nat_share=nat_share, churn=churn, seed=1)
+            curves[f"{count:,}{kind}"] = found
+            table.append(
+                {
+                    "homes": f"{count:,}{kind}",
+                    "last": round(found.last_ratio, 2),
+                    "95 %": round(found.ratio(95), 2),
+                    "median": round(found.ratio(50), 2),
+                    "bound s": round(found.bound_s, 1),
+                    "origin sent x": round(found.origin_copies, 1),
+                    "wasted %": round(100 * found.wasted_share, 1),
+                    "took s": round(time.perf_counter() - began_s, 1),
+                }
+            )
+            gc.collect()
+    rows = [row for row, _ in ROWS.values() if row.size_mb <= 64 and not row.links[1].is_nat]
+    validated = {row.name: round(validation(row), 2) for row in (rows[:1] if options.quick else rows)}
+    if options.plot:
+        draw(curves, options.plot)
+    checks = [
+        {"name": f"{row['homes']} homes: last over the bound", "value": row["last"], "bar": LAST_BAR,
+         "ok": row["last"] <= LAST_BAR}
+        for row in table
+    ]  # fmt: skip
+    if options.json:
+        print(json.dumps({"checks": checks, "table": table, "validation": validated}))
+    else:
+        print("| " + " | ".join(table[0]) + " |\n|" + "---|" * len(table[0]))
+        for row in table:
+            print("| " + " | ".join(str(value) for value in row.values()) + " |")
+        print("\nsimulated, for comparison with scripts/bench/broadcast.py:")
+        for name, ratio in validated.items():
+            print(f"  {name}: {ratio}")
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+def draw(curves: dict[str, Result], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.2), dpi=90)
+    for name, found in curves.items():
+        times = sorted(seconds / found.bound_s for seconds in found.done_s)
+        axes.plot(times, [(index + 1) / len(times) for index in range(len(times))], label=f"{name} homes")
+    axes.axvline(1.0, color="grey", linestyle=":", label="lower bound for the last")
+    axes.set(xlabel="time over the fluid lower bound", ylabel="share of homes done", ylim=(0, 1.01))
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
