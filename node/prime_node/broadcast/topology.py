@@ -30,7 +30,7 @@ class TopologyRules:
     """Settings."""
 
     tree_bytes_max: int = 2**20
-    """Larger files spread in a swarm (scripts/bench/RESULTS.md says where the two cross)."""
+    """Larger files spread in a swarm. Where the two really cross has not been measured yet."""
     fan_out: int = 4
     """Children of a peer in the tree."""
     neighbours_max: int = 32
