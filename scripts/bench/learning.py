@@ -35,11 +35,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from learning_plot import plot
+
 from prime_node.adapters.hf_tokenizer import HfTokenizer
 from prime_node.adapters.pretrained_model import pretrained_weights
 from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
 from prime_node.adapters.tiny_model import model_files
 from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.torch_weights import to_torch, to_weights
 from prime_node.adapters.transformers_engine import TransformersEngine
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Schedule
@@ -132,7 +135,7 @@ class Bench:
         loss, schedule = find_loss("sft"), Schedule(2e-3, 30, 1, 1.0)
         for step in range(steps_max):
             if step and step % 5 == 0:
-                weights = _rounded(backend, self._folder)
+                weights = _rounded(backend)
                 if await self._evaluator.stopping_accuracy(weights, step) >= TAUGHT:
                     break
             backend.train_step(self._lessons.batch(step), loss, lr=schedule.at(step))
@@ -213,10 +216,8 @@ class Bench:
         return {"step": step, "greedy": round(marks["eval_greedy"], 4), "sampled": round(marks["eval_sampled"], 4)}
 
 
-def _rounded(backend: TorchBackend, folder: Path) -> Weights:
+def _rounded(backend: TorchBackend) -> Weights:
     """bf16, as they would be published."""
-    from prime_node.adapters.torch_weights import to_torch, to_weights
-
     exact = backend.snapshot()
     return to_weights(((name, to_torch(tensor)) for name, tensor in exact.items()), dtype="bf16")
 
@@ -334,33 +335,6 @@ def checks(runs: Sequence[dict[str, Any]]) -> list[Check]:
     return found
 
 
-def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """One panel for each task and level; a line a loss, the mean over seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    tasks = sorted({run["task"] for run in runs})
-    levels = sorted({run["async_level"] for run in runs})
-    figure = Figure(figsize=(4 * len(levels), 3 * len(tasks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(tasks), len(levels), squeeze=False, sharex=True, sharey="row")
-    for (row, task), (column, level) in itertools.product(enumerate(tasks), enumerate(levels)):
-        panel = axes[row][column]
-        panel.set_title(f"{task}, k = {level}", fontsize=9)
-        for loss in LOSSES:
-            mine = [run for run in runs if (run["task"], run["async_level"], run["loss"]) == (task, level, loss)]
-            if mine:
-                marks = [run["evaluations"] for run in mine]
-                shortest = min(map(len, marks))
-                steps = [mark["step"] for mark in marks[0][:shortest]]
-                means = [statistics.fmean(each[place]["sampled"] for each in marks) for place in range(shortest)]
-                panel.plot(steps, means, label=f"{loss} ({len(mine)})", linestyle="--" if loss == "grpo" else "-")
-        panel.legend(fontsize=6)
-        panel.set_xlabel("step", fontsize=8)
-        panel.set_ylabel("sampled accuracy, held out", fontsize=8)
-    figure.savefig(path, dpi=90)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
@@ -396,7 +370,7 @@ def main() -> None:
     if not runs:
         sys.exit(f"no runs in {out}")
     if options.plot:
-        plot(runs, options.plot)
+        plot(runs, options.plot, losses=list(LOSSES))
     if options.json:
         print(json.dumps({"checks": [asdict(check) for check in checks(runs)]}))
         return

@@ -1,0 +1,36 @@
+"""The curves of learning.py as a PNG."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path, *, losses: Sequence[str]) -> None:
+    """One panel for each task and level; a line a loss, the mean over seeds."""
+    tasks = sorted({run["task"] for run in runs})
+    levels = sorted({run["async_level"] for run in runs})
+    figure = Figure(figsize=(4 * len(levels), 3 * len(tasks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(tasks), len(levels), squeeze=False, sharex=True, sharey="row")
+    for (row, task), (column, level) in itertools.product(enumerate(tasks), enumerate(levels)):
+        panel = axes[row][column]
+        panel.set_title(f"{task}, k = {level}", fontsize=9)
+        for loss in losses:
+            mine = [run for run in runs if (run["task"], run["async_level"], run["loss"]) == (task, level, loss)]
+            if mine:
+                marks = [run["evaluations"] for run in mine]
+                shortest = min(map(len, marks))
+                steps = [mark["step"] for mark in marks[0][:shortest]]
+                means = [statistics.fmean(each[place]["sampled"] for each in marks) for place in range(shortest)]
+                panel.plot(steps, means, label=f"{loss} ({len(mine)})", linestyle="--" if loss == "grpo" else "-")
+        panel.legend(fontsize=6)
+        panel.set_xlabel("step", fontsize=8)
+        panel.set_ylabel("sampled accuracy, held out", fontsize=8)
+    figure.savefig(path, dpi=90)
