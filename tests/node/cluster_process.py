@@ -59,7 +59,7 @@ def main() -> None:
     if not ranks.is_first:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow(ranks)
-        return
+        os._exit(0)  # as cli/trainer.py does
     logging.basicConfig(level=logging.INFO, filename=folder / "log")
     build = partial(
         make_backend,

@@ -14,16 +14,12 @@ from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 
 from prime_node.adapters.http_answers import STALL_S
 from prime_node.broadcast.follower import Follower, Progress
-from prime_node.broadcast.heads import Heads
 from prime_node.broadcast.part_store import PartStore
-from prime_node.broadcast.sources import SourcePool
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import tensor_table
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import PartEntry
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import WeightTensor, root_of
 
 RUN = make_run()
@@ -315,43 +311,6 @@ async def test_a_restart_does_not_open_the_door_to_a_rollback(tmp_path: Path) ->
     source.shown_head = source.manifests[0]
     async with following(make_follower(tmp_path, source)) as follower:
         assert (await follower.wait_newer(-1)).version == 2
-
-
-class Hinting(MemorySource):
-    """Its first walk from head to head never ends, as a peer's hint cuts it short. It waits as an HTTP server does."""
-
-    def __init__(self, run: PinnedRun) -> None:
-        super().__init__(run)
-        self.waits: list[float] = []
-        self.walking, self.may_walk = asyncio.Event(), asyncio.Event()
-
-    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
-        self.waits.append(wait_s)
-        return await super().head(wait_s=wait_s)
-
-    async def manifest(self, policy_version: int) -> Envelope:
-        self.walking.set()
-        await self.may_walk.wait()
-        return await super().manifest(policy_version)
-
-
-async def test_a_head_whose_look_was_cut_short_is_looked_at_again_and_not_waited_behind(tmp_path: Path) -> None:
-    source = Hinting(RUN)
-    source.publish(table_weights(0))
-    pool = SourcePool([("origin", source)], clock=JumpClock(), rng=random.Random(0))
-    heads = Heads(RUN, pool, tmp_path)
-    await heads.look(wait_s=9.0)
-    for version in (1, 2):
-        source.publish(table_weights(version))
-    look = asyncio.create_task(heads.look(wait_s=9.0))
-    await source.walking.wait()
-    look.cancel()
-    await asyncio.gather(look, return_exceptions=True)
-    source.may_walk.set()
-    await heads.look(wait_s=9.0)
-    await heads.look(wait_s=9.0)
-    assert heads.newest == 2
-    assert source.waits == [9.0, 9.0, 0.0, 9.0]
 
 
 async def test_a_second_manifest_for_one_policy_is_refused_and_both_are_kept(tmp_path: Path) -> None:

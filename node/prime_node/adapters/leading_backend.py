@@ -31,6 +31,7 @@ Build = Callable[[Ranks], TorchBackend]
 """Makes this rank's backend. It travels to the followers, so it is a function of a module, or a partial of one."""
 _DISMISSED = "dismissed"
 _TAKE_COPY = "take_copy"
+DISMISSED_WITHIN_S = 60.0
 
 
 class LeadingBackend:
@@ -96,10 +97,22 @@ class LeadingBackend:
 def dismiss(ranks: Ranks) -> None:
     """Rank 0: the followers end in order. Only while they wait for a call; after any other error they end with this process."""
     ranks.lead([_DISMISSED] * ranks.count)
+    ranks.aside().lead([None] * ranks.count)
 
 
 def follow(ranks: Ranks) -> None:
     """Do what rank 0 calls, until it dismisses. Raises what is no LocalError."""
+    aside = ranks.aside()
+    copies = ShardCopies(ranks, aside)
+    # A daemon: when rank 0 dies, this process ends by its main thread's error, whatever the publisher was at. Dismissed, it is
+    # waited for: a thread within gloo when the interpreter ends would abort the process.
+    publishing = threading.Thread(target=follow_copies, args=(copies, aside), name="copies", daemon=True)
+    publishing.start()
+    _follow_calls(ranks, copies)
+    publishing.join(DISMISSED_WITHIN_S)
+
+
+def _follow_calls(ranks: Ranks, copies: ShardCopies) -> None:
     build = ranks.next_call()
     if build == _DISMISSED:
         return
@@ -109,10 +122,6 @@ def follow(ranks: Ranks) -> None:
         log.info("no backend: %s", error)
         assert ranks.next_call() == _DISMISSED  # rank 0 has the same error
         return
-    aside = ranks.aside()
-    copies = ShardCopies(ranks, aside)
-    # A daemon: when rank 0 dies, this process ends by its main thread's error, whatever the publisher was at.
-    threading.Thread(target=follow_copies, args=(copies, aside), name="copies", daemon=True).start()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="save") as writer:
         while (call := ranks.next_call()) != _DISMISSED:
             method, own, arguments = call

@@ -138,9 +138,9 @@ class ShardedCopy:
 
 
 def follow_copies(copies: ShardCopies, aside: Ranks) -> None:
-    """The second thread of every rank but the first: does what rank 0's publisher asks, as long as the process lives."""
-    while True:
-        method, arguments = aside.next_call()
+    """The second thread of every rank but the first: does what rank 0's publisher asks, until it is given None."""
+    while (call := aside.next_call()) is not None:
+        method, arguments = call
         answer = getattr(copies, method)(*arguments)
         if method == "chunks":
             for _ in answer:

@@ -84,12 +84,9 @@ class Heads:
 
     async def _look_at(self, named: NamedSource, *, wait_s: float) -> None:
         try:
-            # A source waits for something newer than its last answer, so one that we did not take in is not waited behind.
-            envelope = await named.source.head(wait_s=0.0 if named.is_unread else wait_s)
-            named.is_unread = True
+            envelope = await named.source.head(wait_s=wait_s)
             if envelope is not None and not self._is_head(envelope):
                 await self._consider(named, await self._open(envelope))
-            named.is_unread = False
             if named.head > self.newest:
                 promised, named.head = named.head, self.newest
                 raise PeerError(ErrorCode.NOT_FOUND, f"it says that it has policy {promised}, and does not show it")

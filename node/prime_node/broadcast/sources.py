@@ -53,8 +53,6 @@ class NamedSource:
     """What a peer has announced: encodings by the digest of their index, and their pieces."""
     head: int = -1
     """The newest policy that a peer has announced."""
-    is_unread: bool = False
-    """It has answered with a head that was not taken in: the look was cut short, or failed."""
     failures: int = 0
     """In a row."""
     rests_until_s: float = 0.0

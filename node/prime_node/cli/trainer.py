@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,6 +119,9 @@ def _follow(ranks: Ranks) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     wire_training.follow(ranks)
+    # Everything is written. The interpreter's own end would abort while gloo's threads live ("terminate called").
+    logging.shutdown()
+    os._exit(0)
 
 
 def _launch(arguments: list[str], nproc: int, settings: TrainerConfig, *, stop_with_parent: bool) -> int:
