@@ -20,7 +20,6 @@ from tests.node.coordinator_world import (
     HEARTBEAT,
     TRAINER,
     VALIDATOR,
-    Letters,
     World,
     folder_parts,
     make_manifest,
@@ -31,6 +30,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.adapters.memory_blobs import MemoryBlobs
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
@@ -384,22 +384,20 @@ async def test_a_blob_by_a_worker_is_refused(world: World) -> None:
 # Faults of our own
 
 
-class Broken(Letters):
-    """An environment that always fails."""
+class Broken(MemoryBlobs):
+    """A store that always fails."""
 
-    def prompt(self, index: int) -> str:
+    async def put(self, data: bytes, *, digest: str | None = None) -> str:
         raise RuntimeError("secret inside")
 
 
 async def test_a_fault_of_our_own_shows_nothing_of_its_inside_and_promises_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = dataclasses.replace(memory_parts(make_run()), environments={"letters": Broken()})
+    parts = dataclasses.replace(memory_parts(make_run()), public=Broken())
     async with running(parts) as world:
-        manifest = await world.publish()
-        await world.join(ANNA)
-        request = LeaseRequest(policy_version=0, policy_digest=manifest.digest, rollouts_max=8)
-        detail = await refused(world, ErrorCode.INTERNAL, "/v1/lease", world.signed(request, ANNA))
+        header = BlobHeader(body_digest=digest_of(b"x"), body_bytes=1, run=world.run.digest, issued_at_ms=0)
+        parcel = pack_parcel(header, b"x", PayloadType.BLOB, TRAINER)
+        detail = await refused(world, ErrorCode.INTERNAL, "/v1/blobs", parcel)
         assert "secret" not in detail
         assert "secret inside" in caplog.text
-        assert (await world.status())["steps"][0]["open"] == 4

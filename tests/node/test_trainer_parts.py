@@ -51,7 +51,9 @@ def test_filtered_rollouts_stay_in_the_metrics() -> None:
         "num_workers": 2,
         "num_flat_groups": 1,
         "reward_mean": 0.5,
+        "reward_std": pytest.approx(0.1**0.5),
         "completion_tokens_mean": 12 / 5,
+        "completion_tokens_max": 4,
         "finished_share": 0.8,
         "lag_mean": 1.0,
         "lag_max": 2,
@@ -74,7 +76,8 @@ def test_a_monitor_counts_and_takes_nothing_out() -> None:
 
 def test_rollouts_are_stamped_with_the_mode_of_their_environment() -> None:
     told = replace(FLAT, environment="stories")
-    samples = prepared(MIXED, told, mode="rl", environment_modes={"stories": "opd"}).samples
+    teacher = {"url": "http://127.0.0.1:1", "model": "teacher"}
+    samples = prepared(MIXED, told, mode="rl", environment_modes={"stories": "opd"}, teacher=teacher).samples
     assert [(sample.mode, sample.advantage) for sample in samples] == [
         (TrainingMode.RL, 0.5),
         (TrainingMode.RL, -0.5),
@@ -93,7 +96,7 @@ def test_the_default_filters_watch_for_gibberish_and_repetition_and_take_out_wha
 
 
 def test_nothing_is_learnt_from_what_is_too_old_though_it_counts_in_the_advantages() -> None:
-    found = prepared(replace(MIXED, masked=(True, False, False)))
+    found = prepared(replace(MIXED, masked=(True, False, False)), filters=[])
     assert [sample.advantage for sample in found.samples] == [-0.5, 0.0]
     assert found.metrics["filtered_stale"] == 1
 
