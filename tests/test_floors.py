@@ -80,7 +80,7 @@ READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
 PASSES_ENVIRONMENT = {
     "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
     "prime_node.cli.launch",  # so does this one
-    "prime_node.adapters.vllm_engine",  # vLLM can be set up through the environment alone
+    "prime_node.adapters.engines.vllm_engine",  # vLLM can be set up through the environment alone
 }
 
 
@@ -184,9 +184,9 @@ def test_every_module_keeps_to_its_floor() -> None:
         ("prime_node.ports.engine", "from ..worker import loop"),
         ("prime_node.worker.loop", "from prime_node.coordinator.state import tick"),
         ("prime_node.worker.loop", "from ..trainer import loop"),
-        ("prime_node.worker.loop", "import prime_node.adapters.transformers_engine"),
+        ("prime_node.worker.loop", "import prime_node.adapters.engines.transformers_engine"),
         ("prime_node.worker.loop", "import aiohttp"),
-        ("prime_node.adapters.sqlite_store", "from prime_node.coordinator.state import State"),
+        ("prime_node.adapters.storage.sqlite_store", "from prime_node.coordinator.state import State"),
         ("prime_node.adapters.everything", "import aiohttp\nimport vllm"),
         ("prime_node.observe", "from prime_node.config import Settings"),
         ("prime_node.algo.loss", "from prime_node import replay"),
@@ -214,8 +214,8 @@ def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
             "prime_node.worker.loop",
             "import asyncio\nfrom prime_node.broadcast import follower\nfrom . import spool",
         ),
-        ("prime_node.adapters.sqlite_store", "import aiosqlite\nimport sqlalchemy\nimport numpy"),
-        ("prime_node.adapters.vllm_engine", "import os\nimport torch\nimport vllm\nos.environ['A'] = 'B'"),
+        ("prime_node.adapters.storage.sqlite_store", "import aiosqlite\nimport sqlalchemy\nimport numpy"),
+        ("prime_node.adapters.engines.vllm_engine", "import os\nimport torch\nimport vllm\nos.environ['A'] = 'B'"),
         ("prime_node.algo.loss", "import torch"),
         ("prime_node.cli.wire", "from prime_node.adapters import http_server"),
         ("prime_node.cli.main", "from prime_node import __version__\nimport typer"),

@@ -37,8 +37,8 @@ from tests.node.coordinator_world import (
     memory_parts,
 )
 
-from prime_node.adapters.folder_blobs import FolderBlobs
-from prime_node.broadcast.paths import Route
+from prime_node.adapters.storage.folder_blobs import FolderBlobs
+from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.daemon import serve
 from prime_node.coordinator.records import State

@@ -37,16 +37,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from learning_plot import plot
 
-from prime_node.adapters.hf_tokenizer import HfTokenizer
-from prime_node.adapters.pretrained_model import pretrained_weights
+from prime_node.adapters.engines.torch_weights import to_torch, to_weights
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.pretrained_model import pretrained_weights
+from prime_node.adapters.models.tiny_model import model_files
 from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
-from prime_node.adapters.tiny_model import model_files
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.torch_weights import to_torch, to_weights
-from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Schedule
-from prime_node.broadcast.safetensors_file import write_safetensors
+from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.envs.registry import build_environment, from_source
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.train_backend import Group, OptimizerSettings, TrainingDiverged

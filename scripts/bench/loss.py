@@ -40,9 +40,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prime_node.adapters.chosen_logprobs import chosen_logprobs
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.torch_weights import to_weights
+from prime_node.adapters.engines.torch_weights import to_weights
+from prime_node.adapters.training.chosen_logprobs import chosen_logprobs
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import OptimizerSettings, TrainSample
 

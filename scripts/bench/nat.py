@@ -36,8 +36,8 @@ PAIRS = ((HOME, HOME), (PUBLIC, HOME), (HOME, PUBLIC), (HOME, SYMMETRIC), (SYMME
 
 
 async def be_a_peer(settings: dict[str, Any]) -> None:
-    from prime_node.adapters.libp2p_host import PeerSettings
-    from prime_node.adapters.libp2p_network import Libp2pNetwork
+    from prime_node.adapters.peers.libp2p_host import PeerSettings
+    from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
     from prime_node.ports.peers import PeerAddress
     from prime_node.ports.transport import Unreachable
     from prime_protocol.errors import PeerError

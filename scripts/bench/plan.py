@@ -23,9 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prime_node.adapters.ranks import Ranks
-from prime_node.adapters.tiny_model import model_files
-from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.ports.train_backend import TrainSample

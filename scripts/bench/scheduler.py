@@ -18,7 +18,7 @@ import statistics
 import time
 from typing import Any
 
-from prime_node.broadcast.paths import Route
+from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.records import State

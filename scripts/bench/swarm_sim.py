@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prime_node.broadcast.choker import ChokerRules
-from prime_node.broadcast.topology import TopologyRules
+from prime_node.broadcast.swarm.choker import ChokerRules
+from prime_node.broadcast.swarm.topology import TopologyRules
 from prime_node.sim.homes import Home, draw_homes
 from prime_node.sim.network import Result, Simulation, World
 from prime_node.trainer.config import TrainerConfig

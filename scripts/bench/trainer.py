@@ -29,10 +29,10 @@ import loss as loss_bench
 import numpy as np
 import torch
 
-from prime_node.adapters.packed_attention import NAME
-from prime_node.adapters.sequence_attention import SequenceLayout
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.torch_weights import to_weights
+from prime_node.adapters.engines.torch_weights import to_weights
+from prime_node.adapters.training.packed_attention import NAME
+from prime_node.adapters.training.sequence_attention import SequenceLayout
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.sequence_packing import pack_sequences
 from prime_node.algo.shares import Packing

@@ -35,13 +35,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from prime_node.adapters.folder_source import FolderSource
-from prime_node.broadcast.audit import Verified, audit
-from prime_node.broadcast.compare import compare
-from prime_node.broadcast.export import export
-from prime_node.broadcast.one_tensor import prove_tensor
-from prime_node.broadcast.safetensors_file import read_weights
-from prime_node.broadcast.verified_parts import PARTS_AT_ONCE, bound_threads, feed_parts
+from prime_node.adapters.storage.folder_source import FolderSource
+from prime_node.broadcast.audit.audit import Verified, audit
+from prime_node.broadcast.audit.compare import compare
+from prime_node.broadcast.audit.export import export
+from prime_node.broadcast.audit.one_tensor import prove_tensor
+from prime_node.broadcast.audit.safetensors_file import read_weights
+from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, bound_threads, feed_parts
 from prime_protocol.assignment import Sampling
 from prime_protocol.checkpoint import CheckpointDecoder, encode_checkpoint, root_of_table, tensor_table
 from prime_protocol.chunk_index import open_index

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from prime_node.adapters.tiny_model import initial_weights, model_files
-from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_node.validator.spans import prefill_spans
 from prime_protocol.assignment import Sampling
@@ -33,7 +33,7 @@ from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights, WeightTensor
 
 if TYPE_CHECKING:
-    from prime_node.adapters.vllm_engine import VllmEngine
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
 
 FLIPS_SHARE_MAX = 0.005
 """Share of honest tokens that two engines may choose differently, both with fp32 arithmetic."""
@@ -74,7 +74,7 @@ class DeafTransformers(TransformersEngine):
 
 
 def deaf_vllm(folder: Path) -> VllmEngine:
-    from prime_node.adapters.vllm_engine import VllmEngine
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
 
     class DeafVllm(VllmEngine):
         deaf = False
@@ -371,8 +371,8 @@ async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path,
 
 START_AND_WAIT = """
 import asyncio, pathlib, sys
-from prime_node.adapters.tiny_model import initial_weights
-from prime_node.adapters.vllm_engine import VllmEngine
+from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.adapters.engines.vllm_engine import VllmEngine
 
 async def main():
     folder = pathlib.Path(sys.argv[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.ports.peers import Answer, Judgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -97,8 +97,8 @@ def memory_network() -> MakeNetwork:
 
 def libp2p_network() -> MakeNetwork:
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
-    from prime_node.adapters.libp2p_host import PeerSettings
-    from prime_node.adapters.libp2p_network import Libp2pNetwork
+    from prime_node.adapters.peers.libp2p_host import PeerSettings
+    from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 
     loopback = ("/ip4/127.0.0.1/tcp/0",)
     return lambda key, run, private: Libp2pNetwork(

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from tests.node.trainer_world import CONFIG, BatchCoordinator, Fuse, make_run, make_trainer, write_model
 
-from prime_node.adapters.leading_backend import LeadingBackend, dismiss, follow
-from prime_node.adapters.ranks import Ranks
-from prime_node.adapters.torch_backend import make_backend
+from prime_node.adapters.training.leading_backend import LeadingBackend, dismiss, follow
+from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.torch_backend import make_backend
 from prime_node.files import write_durably
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.loop import run

@@ -14,14 +14,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from prime_node.adapters.aiohttp_server import AiohttpServer
-from prime_node.adapters.folder_blobs import FolderBlobs, FolderDocuments
-from prime_node.adapters.http_client import HttpClient
-from prime_node.adapters.memory_blobs import MemoryBlobs, MemoryDocuments
-from prime_node.adapters.memory_store import MemoryStore
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-from prime_node.adapters.sqlite_store import open_sqlite
+from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
+from prime_node.adapters.storage.memory_blobs import MemoryBlobs, MemoryDocuments
+from prime_node.adapters.storage.memory_store import MemoryStore
+from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.adapters.web.http_client import HttpClient
 from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.daemon import Parts, serve

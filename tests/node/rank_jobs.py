@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.adapters.lora import LoraSettings
-from prime_node.adapters.ranks import Ranks
-from prime_node.adapters.shard_copies import ShardCopies, ShardedCopy, follow_copies
-from prime_node.adapters.sharding import PLAIN, Placement
-from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.models.lora import LoraSettings
+from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
+from prime_node.adapters.training.sharding import PLAIN, Placement
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.ports.train_backend import OptimizerSettings, TrainSample

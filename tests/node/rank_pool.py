@@ -59,7 +59,7 @@ def _serve(rank: int, pipe: Connection, meet: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from prime_node.adapters.ranks import Ranks
+    from prime_node.adapters.training.ranks import Ranks
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_node.broadcast.paths import Route
+from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator import batching, records
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.records import Effect, State

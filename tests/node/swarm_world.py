@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
 
-from prime_node.adapters.aiohttp_server import AiohttpServer
-from prime_node.adapters.http_client import HttpClient
-from prime_node.adapters.http_peer import HttpDialBack
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.follower import Follower
-from prime_node.broadcast.neighbours import Neighbours
-from prime_node.broadcast.peer import Peer
-from prime_node.broadcast.seeding import Seeding
-from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.adapters.web.http_peer import HttpDialBack
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.swarm.neighbours import Neighbours
+from prime_node.broadcast.swarm.peer import Peer
+from prime_node.broadcast.swarm.seeding import Seeding
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.ports.web import Request, Response, Route
 from prime_node.worker.config import WorkerConfig

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.node.worker_world import JumpClock, MemorySource, make_run, policy_of, until
 
-from prime_node.broadcast.encoder import SpanEncoder
-from prime_node.broadcast.follower import Follower
-from prime_node.broadcast.spans import SpanRules
-from prime_node.broadcast.whole_copy import WholeCopy
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.publish.encoder import SpanEncoder
+from prime_node.broadcast.publish.spans import SpanRules
+from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
 
 MB = 2**20
 

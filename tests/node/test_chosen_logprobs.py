@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prime_node.adapters import chosen_logprobs
-from prime_node.adapters.chosen_logprobs import of_logits
+from prime_node.adapters.training import chosen_logprobs
+from prime_node.adapters.training.chosen_logprobs import of_logits
 
 
 @pytest.mark.parametrize("block", [1, 300, 2**24])

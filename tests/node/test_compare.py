@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from prime_node.broadcast.compare import Fault, compare
-from prime_node.broadcast.safetensors_file import DTYPE_OF, INDEX_FILE, NAMES, read_weights, write_safetensors
+from prime_node.broadcast.audit.compare import Fault, compare
+from prime_node.broadcast.audit.safetensors_file import DTYPE_OF, INDEX_FILE, NAMES, read_weights, write_safetensors
 from prime_protocol.codec import DTYPES
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of

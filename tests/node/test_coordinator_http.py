@@ -25,7 +25,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.http_client import HttpClient
+from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError

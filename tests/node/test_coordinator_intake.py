@@ -23,11 +23,11 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.memory_blobs import MemoryBlobs
-from prime_node.adapters.memory_store import MemoryStore
+from prime_node.adapters.storage.memory_blobs import MemoryBlobs
+from prime_node.adapters.storage.memory_store import MemoryStore
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.paths import Route
-from prime_node.broadcast.ranges import parse_range
+from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue

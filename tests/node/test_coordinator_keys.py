@@ -25,8 +25,8 @@ from tests.node.coordinator_world import (
 )
 from tests.node.worker_world import next_ring
 
-from prime_node.adapters.folder_source import FolderSource
-from prime_node.broadcast.audit import audit
+from prime_node.adapters.storage.folder_source import FolderSource
+from prime_node.broadcast.audit.audit import audit
 from prime_node.coordinator.daemon import Parts, serve
 from prime_node.coordinator.records import State
 from prime_node.coordinator.requests import Caller, require_role

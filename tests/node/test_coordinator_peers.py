@@ -9,7 +9,7 @@ import random
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, World, make_run, memory_parts, running
 
-from prime_node.adapters.http_peer import HttpDialBack
+from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.coordinator.peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest

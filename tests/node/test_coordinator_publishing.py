@@ -20,8 +20,8 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.memory_blobs import MemoryBlobs
-from prime_node.broadcast.paths import Route, search
+from prime_node.adapters.storage.memory_blobs import MemoryBlobs
+from prime_node.broadcast.follow.paths import Route, search
 from prime_node.coordinator import events as ev
 from prime_node.coordinator import invariants
 from prime_node.coordinator.records import State

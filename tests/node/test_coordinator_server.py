@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from prime_node.adapters import aiohttp_server
-from prime_node.adapters.aiohttp_server import AiohttpServer
+from prime_node.adapters.web import aiohttp_server
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.errors import LocalError

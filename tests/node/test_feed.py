@@ -22,8 +22,8 @@ from tests.node.trainer_world import (
     provenance,
 )
 
-from prime_node.broadcast.publisher import Publisher
-from prime_node.broadcast.whole_copy import WholeCopy
+from prime_node.broadcast.publish.publisher import Publisher
+from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle

@@ -12,9 +12,9 @@ import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import STRANGER, JumpClock, MemorySource, make_run
 
-from prime_node.adapters.http_answers import STALL_S
-from prime_node.broadcast.follower import Follower, Progress
-from prime_node.broadcast.part_store import PartStore
+from prime_node.adapters.web.http_answers import STALL_S
+from prime_node.broadcast.follow.follower import Follower, Progress
+from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import tensor_table
 from prime_protocol.digest import digest_of

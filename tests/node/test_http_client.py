@@ -13,8 +13,8 @@ from aiohttp import web
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import WORKER, MemorySource, make_run
 
-from prime_node.adapters.http_client import HttpClient
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.http_client import HttpClient
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of

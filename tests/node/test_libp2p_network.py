@@ -18,8 +18,8 @@ from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from multiaddr import Multiaddr
 
-from prime_node.adapters.libp2p_host import PeerSettings
-from prime_node.adapters.libp2p_network import Libp2pNetwork
+from prime_node.adapters.peers.libp2p_host import PeerSettings
+from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peers import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol.identity import KeyId, SigningKey

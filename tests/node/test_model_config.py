@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.causal_model import CausalModel
-from prime_node.adapters.model_config import require_within
-from prime_node.adapters.tiny_model import model_files
-from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.models.causal_model import CausalModel
+from prime_node.adapters.models.model_config import require_within
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_protocol.errors import LocalError
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}

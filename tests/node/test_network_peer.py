@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_manifest, make_run
 
-from prime_node.adapters.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.holdings import Holding, Holdings
-from prime_node.broadcast.network_peer import NetworkPeer, serve_over
-from prime_node.broadcast.part_store import PartStore
-from prime_node.broadcast.piece_sets import span
-from prime_node.broadcast.serving import PeerService
-from prime_node.broadcast.uplink import Uplink
+from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.piece_sets import span
+from prime_node.broadcast.swarm.serving import PeerService
+from prime_node.broadcast.swarm.uplink import Uplink
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError

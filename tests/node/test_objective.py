@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_node.adapters.torch_batch import Tallies, loss_inputs
+from prime_node.adapters.training.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
 from prime_node.algo.shares import batch_counts
 from prime_node.ports.train_backend import AggregationKind, TrainingMode, TrainSample

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.node.worker_world import WORKER, make_run
 
-from prime_node.adapters.tiny_model import initial_weights, model_files
-from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle

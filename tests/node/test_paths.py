@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.paths import Route, Routes, search
+from prime_node.broadcast.follow.paths import Route, Routes, search
 
 
 def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:

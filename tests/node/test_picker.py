@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_node.broadcast.picker import Picker, PickerRules
-from prime_node.broadcast.piece_sets import Counts, any_of, members, pieces, runs, span
+from prime_node.broadcast.swarm.picker import Picker, PickerRules
+from prime_node.broadcast.swarm.piece_sets import Counts, any_of, members, pieces, runs, span
 
 numbers = st.sets(st.integers(0, 40))
 

@@ -18,10 +18,10 @@ from tests.node.trainer_world import (
     provenance,
 )
 
-from prime_node.broadcast.encoder import SpanEncoder
-from prime_node.broadcast.publisher import Published, Publisher
-from prime_node.broadcast.spans import SpanRules
-from prime_node.broadcast.whole_copy import WholeCopy
+from prime_node.broadcast.publish.encoder import SpanEncoder
+from prime_node.broadcast.publish.publisher import Published, Publisher
+from prime_node.broadcast.publish.spans import SpanRules
+from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import Manifest

@@ -14,8 +14,8 @@ from tests.node import rank_jobs
 from tests.node.rank_pool import RankPool
 from tests.node.trainer_world import make_run, provenance, tiny_files, write_model
 
-from prime_node.adapters.ranks import ALONE
-from prime_node.adapters.sharding import Placement
+from prime_node.adapters.training.ranks import ALONE
+from prime_node.adapters.training.sharding import Placement
 from prime_node.algo.losses import LOSSES
 from prime_node.ports.train_backend import OptimizerSettings
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table, tensor_table

@@ -9,12 +9,12 @@ import pytest
 from tests.node.coordinator_world import CONFIG_JSON
 from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm, until
 
-from prime_node.adapters.http_client import HttpClient
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.audit import audit
-from prime_node.broadcast.mirror import Mirror
-from prime_node.broadcast.peer import Peer
-from prime_node.broadcast.safetensors_file import read_weights
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.audit.safetensors_file import read_weights
+from prime_node.broadcast.swarm.mirror import Mirror
+from prime_node.broadcast.swarm.peer import Peer
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.fetch import _fetch
 from prime_node.worker.config import WorkerConfig
@@ -28,8 +28,8 @@ SETTINGS = WorkerConfig(swarm=LOCAL, poll_seconds=0.05)
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers look for each other all the time."""
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MIN", 0.05)
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MAX", 0.2)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MIN", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
     monkeypatch.setattr("prime_node.cli.fetch.PEERS_S", 0.3)
 
 

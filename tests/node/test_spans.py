@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.paths import Route, search
-from prime_node.broadcast.spans import (
+from prime_node.broadcast.follow.paths import Route, search
+from prime_node.broadcast.publish.spans import (
     SpanRules,
     anchor_is_due,
     needed_later,

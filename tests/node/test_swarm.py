@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.node.swarm_world import ANNA, BEN, CORA, WORKERS, from_peers, linked, swarm, until
 
-from prime_node.broadcast.audit import audit
-from prime_node.broadcast.topology import TopologyRules, parents
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.swarm.topology import TopologyRules, parents
 from prime_node.cli import wire
 from prime_protocol.identity import SigningKey
 from prime_protocol.weights import root_of
@@ -20,8 +20,8 @@ NOWHERE = "http://127.0.0.1:9"
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers look for each other all the time."""
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MIN", 0.05)
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MAX", 0.2)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MIN", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
 
 
 async def test_workers_link_to_the_seeder_and_to_each_other(tmp_path: Path) -> None:

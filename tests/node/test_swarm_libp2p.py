@@ -12,8 +12,8 @@ pytest.importorskip("libp2p", reason="libp2p could not be built on this machine"
 from tests.node.coordinator_world import COORDINATOR, make_run
 from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm, until
 
-from prime_node.adapters.libp2p_host import PeerSettings
-from prime_node.adapters.libp2p_network import Libp2pNetwork
+from prime_node.adapters.peers.libp2p_host import PeerSettings
+from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peers import Reachability
 from prime_protocol.identity import KeyId
 from prime_protocol.weights import root_of
@@ -31,8 +31,8 @@ class NobodyAnswers:
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MIN", 0.05)
-    monkeypatch.setattr("prime_node.broadcast.directory.ASK_S_MAX", 0.2)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MIN", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
 
 
 async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import pytest_asyncio
 from aiohttp import web
 from tests.node.trainer_world import CONFIG, BatchCoordinator, make_run, make_trainer, rows
 
-from prime_node.adapters.pretrained_model import pretrained_weights
-from prime_node.adapters.tiny_model import model_files
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.vllm_teacher import VllmTeacher
-from prime_node.broadcast.safetensors_file import write_safetensors
+from prime_node.adapters.engines.vllm_teacher import VllmTeacher
+from prime_node.adapters.models.pretrained_model import pretrained_weights
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.trainer.config import TeacherConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from prime_node.adapters.hf_tokenizer import HfTokenizer
-from prime_node.adapters.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import root_of

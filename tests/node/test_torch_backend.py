@@ -15,8 +15,8 @@ import torch
 from tests.node.trainer_world import tiny_files, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.torch_weights import copy_into
+from prime_node.adapters.engines.torch_weights import copy_into
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Objective, find_loss
 from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.objective import BoundLoss

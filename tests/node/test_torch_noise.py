@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_node.adapters.torch_noise import gumbel_noise, noise_in_torch
+from prime_node.adapters.engines.torch_noise import gumbel_noise, noise_in_torch
 from prime_protocol import noise
 from prime_protocol.noise import SEED_MAX
 

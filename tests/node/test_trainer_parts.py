@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.node.trainer_world import STOP_TOKEN, EchoEnvironment, write_model
 
-from prime_node.adapters.hf_tokenizer import HfTokenizer
-from prime_node.adapters.tiny_model import initial_weights
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import AggregationKind, Group, TrainingMode, TrainSample
 from prime_node.trainer.batch import Prepared, prepare

@@ -10,9 +10,9 @@ import torch
 from tests.node.rank_jobs import samples
 from tests.node.trainer_world import write_model
 
-from prime_node.adapters.lora import LoraSettings
-from prime_node.adapters.sharding import Placement
-from prime_node.adapters.torch_backend import TorchBackend
+from prime_node.adapters.models.lora import LoraSettings
+from prime_node.adapters.training.sharding import Placement
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import OptimizerSettings
 from prime_protocol.errors import LocalError

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_node.adapters.causal_model import common_prefix
-from prime_node.adapters.tiny_model import initial_weights, model_files
-from prime_node.adapters.torch_weights import to_weights
-from prime_node.adapters.transformers_engine import TransformersEngine
+from prime_node.adapters.engines.torch_weights import to_weights
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.causal_model import common_prefix
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError

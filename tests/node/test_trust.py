@@ -23,8 +23,8 @@ from tests.node.worker_world import (
     until,
 )
 
-from prime_node.broadcast.follower import Follower
-from prime_node.broadcast.trust import Trust
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.follow.trust import Trust
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.node.worker_world import JumpClock
 
-from prime_node.broadcast.choker import ChokerRules
-from prime_node.broadcast.uplink import BURST_S, DataCap, RateLimit, Uplink
+from prime_node.broadcast.swarm.choker import ChokerRules
+from prime_node.broadcast.swarm.uplink import BURST_S, DataCap, RateLimit, Uplink
 from prime_protocol.errors import ErrorCode, PeerError
 
 DAY_MS = 86_400_000

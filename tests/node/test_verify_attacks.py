@@ -20,9 +20,9 @@ from tests.node.worker_world import (
     rows_of,
 )
 
-from prime_node.adapters.folder_source import FolderSource
-from prime_node.broadcast.audit import Check, audit
-from prime_node.broadcast.paced import PacedSource
+from prime_node.adapters.storage.folder_source import FolderSource
+from prime_node.broadcast.audit.audit import Check, audit
+from prime_node.broadcast.audit.paced import PacedSource
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.codec import encode_tensor

@@ -17,7 +17,7 @@ import typer.testing
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import TRAINER, MemorySource, make_run
 
-from prime_node.broadcast.safetensors_file import read_weights, write_safetensors
+from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
 from prime_node.cli import main
 from prime_node.keyfile import create_key
 from prime_protocol.checkpoint import tensor_table

@@ -23,9 +23,9 @@ from tests.node.worker_world import (
     until,
 )
 
-from prime_node.broadcast.follower import Follower
-from prime_node.broadcast.pinned import fetch_run
-from prime_node.broadcast.trust import Trust
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.follow.pinned import fetch_run
+from prime_node.broadcast.follow.trust import Trust
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.sim.dishonest import Cheat, DishonestEngine
 from prime_node.worker.config import WorkerConfig

@@ -11,11 +11,11 @@ from tests.node.coordinator_world import Letters, World, memory_parts, running
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, prefill, table_weights
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource, make_run, until
 
-from prime_node.adapters.http_client import HttpClient
-from prime_node.broadcast.audit import audit
-from prime_node.broadcast.follower import Follower
-from prime_node.broadcast.pinned import fetch_run
-from prime_node.broadcast.trust import Trust
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.follow.pinned import fetch_run
+from prime_node.broadcast.follow.trust import Trust
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import Ending, Worker, run
 from prime_protocol.envelope import Envelope, PayloadType, parse_json

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from prime_node.adapters.hf_tokenizer import HfTokenizer
-from prime_node.adapters.tiny_model import model_files
-from prime_node.adapters.torch_backend import TorchBackend
-from prime_node.adapters.transformers_engine import TransformersEngine
-from prime_node.broadcast.publisher import Publisher
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainBackend, TrainSample

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prime_node.broadcast.choker import ChokerRules
+from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.sim.homes import Home, draw_homes, fluid_bound_s
 from prime_node.sim.network import Result, Simulation, World
 

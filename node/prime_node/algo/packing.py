@@ -12,7 +12,7 @@ In depth-first order the descendants of token j are the tokens j + 1 .. subtree_
     token i sees token j  if and only if  j <= i < subtree_end[j]
 
 and every row sees the trunk. That one array is the whole attention mask. A batch that shares nothing is the ordinary
-block-diagonal packing. Nothing here depends on a model; adapters/tree_attention.py computes with it.
+block-diagonal packing. Nothing here depends on a model; adapters/training/tree_attention.py computes with it.
 
 Letters: N predictions (trained tokens), P trunk tokens, R rows, W tokens of a row.
 """

@@ -17,7 +17,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.follower import Follower, Policy
+    from prime_node.broadcast.follow.follower import Follower, Policy
     from prime_node.worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ def fetch(
 async def _fetch(
     link: JoinLink, settings: WorkerConfig, folder: Path, policy_version: int | None, out: Path | None
 ) -> tuple[Path, int]:
-    from prime_node.broadcast.audit import Verified
-    from prime_node.broadcast.export import check_free, export
-    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.broadcast.audit.audit import Verified
+    from prime_node.broadcast.audit.export import check_free, export
+    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.cli.join import download_bar
     from prime_node.keyfile import load_or_create

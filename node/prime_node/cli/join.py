@@ -17,7 +17,7 @@ from prime_node.cli.place import parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.follower import Progress
+    from prime_node.broadcast.follow.follower import Progress
     from prime_node.ports.engine import Engine
     from prime_node.worker.config import WorkerConfig
 
@@ -86,7 +86,7 @@ async def _join(
     cheat: tuple[str, int] | None,
     stop: asyncio.Event,
 ) -> int:
-    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.patience import unless

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prime_node.broadcast.audit_report import date_of
-from prime_node.broadcast.pinned import fetch_key_rings
+from prime_node.broadcast.audit.audit_report import date_of
+from prime_node.broadcast.follow.pinned import fetch_key_rings
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import is_url, open_source, pinned_by
 from prime_node.files import write_durably

@@ -14,8 +14,8 @@ from prime_node.cli.place import parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.holdings import Holdings
-    from prime_node.broadcast.peer import Peer
+    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.peer import Peer
     from prime_node.worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def seed(
 
 
 async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: Path, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.patience import first_of, unless

@@ -19,7 +19,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.trust import Trust
+    from prime_node.broadcast.follow.trust import Trust
     from prime_node.cli.wire_training import Ranks
     from prime_node.observe import Recorder
     from prime_node.ports.transport import TrainerPort
@@ -143,7 +143,7 @@ def _given(option: str, path: Path | None) -> list[str]:
 
 
 async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.patience import unless
     from prime_node.trainer.loop import run as run_trainer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from prime_node.cli.role import role_command
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.follower import Follower
-    from prime_node.broadcast.trust import Trust
+    from prime_node.broadcast.follow.follower import Follower
+    from prime_node.broadcast.follow.trust import Trust
     from prime_node.cli.options import Options
     from prime_node.cli.place import Place
     from prime_node.ports.engine import Scorer
@@ -20,7 +20,7 @@ GRACE_S = 8.0
 
 
 async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.pinned import fetch_run
+    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire
     from prime_node.patience import unless
     from prime_node.validator.config import ValidatorConfig

@@ -22,7 +22,7 @@ from prime_node.keyfile import load_key
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from prime_node.broadcast.audit import Check, Verified
+    from prime_node.broadcast.audit.audit import Check, Verified
     from prime_node.cli.verify_output import Found, Wanted
 
 DOES_NOT_HOLD = 1
@@ -120,7 +120,7 @@ def verify(
                       policy_version, manifest, state_root, num_policies, num_bytes}
       export          null, or {path, files: {name: sha256}}
     """
-    from prime_node.broadcast.one_tensor import NoSuchTensor
+    from prime_node.broadcast.audit.one_tensor import NoSuchTensor
     from prime_node.cli.verify_output import Wanted, as_fields, as_lines, keep_evidence
 
     if tensor is not None and (chain or against is not None or export is not None):
@@ -146,12 +146,12 @@ def verify(
 
 
 async def _verify(target: str, run: str | None, wanted: Wanted, console: Console | None) -> Found:
-    from prime_node.broadcast.audit import audit
-    from prime_node.broadcast.compare import compare
-    from prime_node.broadcast.export import check_free, export
-    from prime_node.broadcast.one_tensor import prove_tensor
-    from prime_node.broadcast.safetensors_file import read_weights
-    from prime_node.broadcast.verified_parts import bound_threads
+    from prime_node.broadcast.audit.audit import audit
+    from prime_node.broadcast.audit.compare import compare
+    from prime_node.broadcast.audit.export import check_free, export
+    from prime_node.broadcast.audit.one_tensor import prove_tensor
+    from prime_node.broadcast.audit.safetensors_file import read_weights
+    from prime_node.broadcast.audit.verified_parts import bound_threads
     from prime_node.cli import wire
     from prime_node.cli.verify_output import Found, about, as_line
 

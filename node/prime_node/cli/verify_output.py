@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_node.broadcast.audit import Verified
-from prime_node.broadcast.audit_report import AuditReport, Check, date_of
-from prime_node.broadcast.compare import Comparison
-from prime_node.broadcast.one_tensor import TensorProof
+from prime_node.broadcast.audit.audit import Verified
+from prime_node.broadcast.audit.audit_report import AuditReport, Check, date_of
+from prime_node.broadcast.audit.compare import Comparison
+from prime_node.broadcast.audit.one_tensor import TensorProof
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role

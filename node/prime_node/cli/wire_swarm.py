@@ -16,16 +16,16 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.adapters.http_client import HttpClient
-    from prime_node.broadcast.follower import Follower, Progress
-    from prime_node.broadcast.holdings import Holdings
-    from prime_node.broadcast.mirror import Mirror
-    from prime_node.broadcast.part_store import PartStore
-    from prime_node.broadcast.peer import Peer
-    from prime_node.broadcast.seeding import Seeding
-    from prime_node.broadcast.sources import SourcePool
-    from prime_node.broadcast.swarm_config import SwarmConfig
-    from prime_node.broadcast.trust import Trust
+    from prime_node.adapters.web.http_client import HttpClient
+    from prime_node.broadcast.follow.follower import Follower, Progress
+    from prime_node.broadcast.follow.trust import Trust
+    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.mirror import Mirror
+    from prime_node.broadcast.swarm.part_store import PartStore
+    from prime_node.broadcast.swarm.peer import Peer
+    from prime_node.broadcast.swarm.seeding import Seeding
+    from prime_node.broadcast.swarm.sources import SourcePool
+    from prime_node.broadcast.swarm.swarm_config import SwarmConfig
     from prime_node.ports.peers import PeerNetwork
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
@@ -60,18 +60,18 @@ def make_peer(
 
     Without a `pool` to put neighbours into, the peer only serves.
     """
-    from prime_node.adapters.aiohttp_server import AiohttpServer
-    from prime_node.adapters.http_peer import HttpPeer
-    from prime_node.broadcast.announced import AnnouncedHeads
-    from prime_node.broadcast.choker import ChokerRules
-    from prime_node.broadcast.directory import Directory
-    from prime_node.broadcast.neighbours import Neighbours
-    from prime_node.broadcast.network_peer import NetworkPeer, serve_over
-    from prime_node.broadcast.peer import Peer
-    from prime_node.broadcast.serving import PeerService
-    from prime_node.broadcast.sources import NamedSource, SourceKind
-    from prime_node.broadcast.topology import TopologyRules
-    from prime_node.broadcast.uplink import DataCap, RateLimit, Uplink
+    from prime_node.adapters.web.aiohttp_server import AiohttpServer
+    from prime_node.adapters.web.http_peer import HttpPeer
+    from prime_node.broadcast.swarm.announced import AnnouncedHeads
+    from prime_node.broadcast.swarm.choker import ChokerRules
+    from prime_node.broadcast.swarm.directory import Directory
+    from prime_node.broadcast.swarm.neighbours import Neighbours
+    from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
+    from prime_node.broadcast.swarm.peer import Peer
+    from prime_node.broadcast.swarm.serving import PeerService
+    from prime_node.broadcast.swarm.sources import NamedSource, SourceKind
+    from prime_node.broadcast.swarm.topology import TopologyRules
+    from prime_node.broadcast.swarm.uplink import DataCap, RateLimit, Uplink
     from prime_node.ports.peers import PeerAddress
     from prime_node.ports.swarm import PeerLink
     from prime_protocol.peers import PeerRecord
@@ -131,8 +131,8 @@ def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNe
     if config.p2p == "off":
         return None
     try:
-        from prime_node.adapters.libp2p_host import PeerSettings
-        from prime_node.adapters.libp2p_network import Libp2pNetwork
+        from prime_node.adapters.peers.libp2p_host import PeerSettings
+        from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
     except ImportError as error:
         if config.p2p == "on":
             raise missing_extra("p2p", "links over libp2p", error) from None
@@ -163,7 +163,7 @@ async def worker_follower(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
     """Follows the coordinator, the mirrors that the contributor names, and other peers. The model files are in `folder`/model."""
-    from prime_node.broadcast.follower import Follower
+    from prime_node.broadcast.follow.follower import Follower
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
@@ -201,9 +201,9 @@ def trainer_seeding(
     run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
 ) -> tuple[Seeding, Peer]:
     """The port through which the trainer publishes, and the peer that serves what went through it."""
-    from prime_node.broadcast.holdings import Holdings
-    from prime_node.broadcast.part_store import PartStore
-    from prime_node.broadcast.seeding import Seeding
+    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.part_store import PartStore
+    from prime_node.broadcast.swarm.seeding import Seeding
 
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings)
@@ -218,7 +218,7 @@ async def mirror(
     run: PinnedRun, key: SigningKey, client: HttpClient, folder: Path, settings: WorkerConfig
 ) -> AsyncIterator[tuple[Mirror, Peer]]:
     """A seeder of others' policies: it keeps them, decodes nothing, and serves. The model files are in `folder`/model."""
-    from prime_node.broadcast.mirror import Mirror
+    from prime_node.broadcast.swarm.mirror import Mirror
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
@@ -245,7 +245,7 @@ async def _sources(
     stack: contextlib.AsyncExitStack, run: PinnedRun, client: HttpClient, settings: WorkerConfig
 ) -> list[tuple[str, HttpClient]]:
     """The coordinator, and the mirrors that the contributor names."""
-    from prime_node.adapters.http_client import HttpClient
+    from prime_node.adapters.web.http_client import HttpClient
 
     made = [(client.url, client)]
     for url in settings.mirrors:

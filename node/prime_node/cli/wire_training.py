@@ -14,7 +14,7 @@ from prime_node.cli.wire import missing_extra
 from prime_protocol.run_spec import PinnedRun, RunSpec
 
 if TYPE_CHECKING:
-    from prime_node.adapters.ranks import Ranks as Ranks
+    from prime_node.adapters.training.ranks import Ranks as Ranks
     from prime_node.observe import Recorder
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.trainer.config import TrainerConfig
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def is_launched() -> bool:
     """Whether torchrun started this process."""
     try:
-        from prime_node.adapters.ranks import is_launched
+        from prime_node.adapters.training.ranks import is_launched
     except ImportError as error:
         raise missing_extra("train", "the trainer", error) from None
     return is_launched()
@@ -33,7 +33,7 @@ def is_launched() -> bool:
 
 def trainer_ranks(settings: TrainerConfig) -> Ranks:
     """The processes that torchrun started, this one among them. Raises LocalError."""
-    from prime_node.adapters.ranks import Ranks
+    from prime_node.adapters.training.ranks import Ranks
 
     timeout = timedelta(seconds=settings.ranks.timeout_seconds)
     return Ranks.join(device=settings.device, replicas=settings.ranks.replicas, timeout=timeout)
@@ -41,25 +41,25 @@ def trainer_ranks(settings: TrainerConfig) -> Ranks:
 
 def follow(ranks: Ranks) -> None:
     """A rank that is not the first works here until the first one dismisses it. Raises LocalError."""
-    from prime_node.adapters.leading_backend import follow
+    from prime_node.adapters.training.leading_backend import follow
 
     follow(ranks)
 
 
 def dismiss(ranks: Ranks) -> None:
     """The first rank: the others may go. They must be waiting for a call."""
-    from prime_node.adapters.leading_backend import dismiss
+    from prime_node.adapters.training.leading_backend import dismiss
 
     dismiss(ranks)
 
 
 def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *, model: Path) -> TrainBackend:
     """In this process, or on all ranks, which this one then leads. Raises LocalError."""
-    from prime_node.adapters.leading_backend import LeadingBackend
-    from prime_node.adapters.lora import LoraSettings
-    from prime_node.adapters.ranks import ALONE, Ranks
-    from prime_node.adapters.sharding import Placement
-    from prime_node.adapters.torch_backend import make_backend
+    from prime_node.adapters.models.lora import LoraSettings
+    from prime_node.adapters.training.leading_backend import LeadingBackend
+    from prime_node.adapters.training.ranks import ALONE, Ranks
+    from prime_node.adapters.training.sharding import Placement
+    from prime_node.adapters.training.torch_backend import make_backend
 
     how = settings.ranks
     placement = Placement(
@@ -113,7 +113,7 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
                 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
             except ImportError as error:
                 raise missing_extra("coordinator", "metrics for Prometheus", error) from None
-            from prime_node.adapters.aiohttp_server import AiohttpServer
+            from prime_node.adapters.web.aiohttp_server import AiohttpServer
             from prime_node.trainer.gauges import Gauges, metrics_route
 
             metrics, server = PrometheusMetrics(), AiohttpServer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_node.broadcast.paths import search
+from prime_node.broadcast.follow.paths import search
 from prime_node.coordinator.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.scheduler import oldest_policy_needed, waits_for
 

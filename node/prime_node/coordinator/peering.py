@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from prime_node.broadcast.announced import TOPIC, announcement
-from prime_node.broadcast.network_peer import serve_routes
+from prime_node.broadcast.swarm.announced import TOPIC, announcement
+from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic
 from prime_node.ports.peers import Judgement, PeerNetwork

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from prime_node.broadcast.paths import routes_of, search
+from prime_node.broadcast.follow.paths import routes_of, search
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.records import Topic

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prime_node.broadcast.paths import Route
+from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.curriculum import Curriculum
 from prime_node.coordinator.rules import Rules
 from prime_protocol.schedule import StalenessFrom

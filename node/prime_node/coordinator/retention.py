@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from prime_node.broadcast.paths import search
+from prime_node.broadcast.follow.paths import search
 from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import read_manifest

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_node.broadcast.ranges import parse_range
+from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.coordinator import intake, judging, leasing, operating, peers, publishing, statements, status, training
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.publishing import Publisher

@@ -3,7 +3,7 @@
 Who waits for whom: nobody. Time goes in strides; in each, transfers advance (fluid.py), and then everything that is due
 happens in the order of its time: requests and answers after their way through both access links, announcements gathered for
 a moment, peers that come and go. What a peer decides (which piece from whom, whom to serve, whom to connect to) it decides by
-`broadcast/picker.py`, `choker.py` and `topology.py`, unchanged. The same seed gives the same run.
+`broadcast/swarm/picker.py`, `choker.py` and `topology.py`, unchanged. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prime_node.broadcast.choker import Choker, ChokerRules, Turn
-from prime_node.broadcast.picker import Picker, PickerRules
-from prime_node.broadcast.topology import TopologyRules, neighbours, share_of, topology_for
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.picker import Picker, PickerRules
+from prime_node.broadcast.swarm.topology import TopologyRules, neighbours, share_of, topology_for
 from prime_node.sim.fluid import Fluid
 from prime_node.sim.homes import BYTES_PER_MBIT, Home, fluid_bound_s
 

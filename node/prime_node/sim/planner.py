@@ -16,7 +16,7 @@ Bytes and seconds.
                                                              the root unit E is embedding and head
                + (2 L + 34) h M                              an activation a layer, and one layer at work (arXiv 2205.05198);
                (34 L h M where nothing is computed again)    with flash attention
-               + 3 * 4 * BLOCK                               logits in blocks (adapters/chosen_logprobs.py)
+               + 3 * 4 * BLOCK                               logits in blocks (adapters/training/chosen_logprobs.py)
 
 What it leaves out: stragglers, the network's latency, kernels that are slower than e for small shapes, generation, fragmentation.
 """

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from prime_node.algo.advantages.length_penalty import LengthCost
 from prime_node.algo.schedule import Decay
 from prime_node.algo.shares import Packing
-from prime_node.broadcast.spans import SpanRules
-from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.broadcast.publish.spans import SpanRules
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
 from prime_node.ports.train_backend import AggregationKind, OptimizerSettings, TrainingMode
 
@@ -170,7 +170,7 @@ class SftConfig(BaseModel):
 
 
 class PublishConfig(BaseModel):
-    """Which encodings of each policy are published. What does not pay is left out: broadcast/spans.py."""
+    """Which encodings of each policy are published. What does not pay is left out: broadcast/publish/spans.py."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

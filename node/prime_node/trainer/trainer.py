@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prime_node import __version__
-from prime_node.broadcast.publisher import Published, Publisher
+from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
 from prime_protocol import limits
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node import __version__
-from prime_node.broadcast.follower import Follower, Policy
-from prime_node.broadcast.trust import Trust
+from prime_node.broadcast.follow.follower import Follower, Policy
+from prime_node.broadcast.follow.trust import Trust
 from prime_node.folder_lock import FolderLock
 from prime_node.patience import causes_of, first_of, unless
 from prime_node.ports.clock import Clock

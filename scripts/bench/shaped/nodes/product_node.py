@@ -16,13 +16,13 @@ import uvloop
 from marks import description, mark, until_go
 from tests.node.coordinator_world import CONFIG_JSON, TRAINER, folder_parts, make_run
 
-from prime_node.adapters.http_client import HttpClient
-from prime_node.adapters.http_peer import HttpDialBack
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast import directory
-from prime_node.broadcast.follower import Follower, Progress
-from prime_node.broadcast.peer import Peer
-from prime_node.broadcast.swarm_config import SwarmConfig
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.adapters.web.http_peer import HttpDialBack
+from prime_node.broadcast.follow.follower import Follower, Progress
+from prime_node.broadcast.swarm import directory
+from prime_node.broadcast.swarm.peer import Peer
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.coordinator.daemon import serve
 from prime_node.trainer.config import TrainerConfig

@@ -1,0 +1,1 @@
+"""Engines and scorers: transformers and vLLM."""

@@ -1,0 +1,350 @@
+"""Engine and Scorer on transformers: for machines without vLLM, for validators, and to check other engines against.
+
+All work runs in one thread of its own, one call after another, so the event loop lives on. A cancelled `generate` tells
+that thread to stop at the next token; the next call waits for it.
+
+Letters: B completions, P different prompts, N positions to choose a token at, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+
+from prime_node.adapters.engines.token_scores import Mixture, score_tokens
+from prime_node.adapters.models.causal_model import CausalModel
+from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+T = TypeVar("T")
+
+PROBE_ERROR_MAX = {"fp32": 2e-3, "bf16": 0.15}
+"""Nats. Largest difference between the engine and the plain forward pass on the probe, for each arithmetic."""
+PROBE_SAMPLING = Sampling(temperature=0.0, completion_tokens_max=1, stop_token_ids=())
+KEPT_SHARE_MAX = 0.75
+"""Finished completions leave the batch when at most this share of it goes on."""
+MASK_BYTES = 8
+"""Of attention masks, for each pair of tokens of one sequence."""
+LOGITS_BLOCK = 2**24
+"""Elements of logits that are held at a time: 64 MiB of float32."""
+
+
+class TransformersEngine:
+    """Implements ports.engine.SwappingEngine and ports.engine.Scorer."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        threads: int | None = None,
+        cache_bytes_max: int = 2**30,
+    ) -> None:
+        """`threads` sets torch's threads for this process. `cache_bytes_max` bounds the keys and values of one batch."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._dtype = dtype
+        self._cache_bytes_max = cache_bytes_max
+        self._model = CausalModel(folder, dtype=dtype, device=device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transformers-engine")
+        self._loaded, self._version = False, -1
+        self._updates: deque[_Update] = deque()
+
+    @property
+    def info(self) -> EngineInfo:
+        device = self._model.device.type
+        return EngineInfo(name="transformers", version=transformers.__version__, dtype=self._dtype, device=device)
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        await self._in_thread(lambda _: self._load(weights, policy_version))
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        return await self._in_thread(lambda stop: self._generate(requests, sampling, stop))
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        return await self._in_thread(lambda stop: self._prefill(requests, sampling, stop))
+
+    async def prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+    ) -> Prefill:
+        return await self._in_thread(lambda stop: self._prefill_mixed(requests, spans, sampling, policies, stop))
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        update = _Update(weights, policy_version, swap)
+        self._updates.append(update)
+        self._thread.submit(self._apply_updates)  # for when nothing is under way, or what is ends first
+        await asyncio.wrap_future(update.done)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _in_thread(self, work: Callable[[threading.Event], T]) -> T:
+        stop = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+
+    @torch.inference_mode()
+    def _load(self, weights: Weights, policy_version: int) -> None:
+        """Copy, then compare this engine's own path (shared prefixes, cache, padding) with the plain forward pass.
+
+        That establishes that the weights are in place and that the path is sound for this architecture.
+        """
+        self._model.require_fit(weights)
+        self._loaded = False
+        self._copy_weights(weights)
+        probe = probe_requests(self._model.vocab_size)
+        found_T = self._score(probe, PROBE_SAMPLING)[0]
+        error = float((found_T.cpu() - reference_of(self._model, weights, probe).cpu()).abs().max())
+        if not error <= PROBE_ERROR_MAX[self._dtype]:  # not even if it is NaN
+            raise EngineMismatch(
+                f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
+                "this engine is of no use until a load succeeds"
+            )
+        self._loaded, self._version = True, policy_version
+
+    def _apply_updates(self) -> SwapPolicy | None:
+        """Swap to the newest policy that waits, if any does; says what becomes of keys and values."""
+        popped = [self._updates.popleft() for _ in range(len(self._updates))]
+        waiting = [update for update in popped if update.done.set_running_or_notify_cancel()]
+        if not waiting:
+            return None
+        try:
+            self._load(waiting[-1].weights, waiting[-1].policy_version)
+        except BaseException as error:
+            for update in waiting:
+                update.done.set_exception(error)
+            raise
+        for update in waiting:
+            update.done.set_result(None)
+        return waiting[-1].swap
+
+    def _copy_weights(self, weights: Weights) -> None:
+        self._model.load(weights)
+
+    @torch.inference_mode()
+    def _generate(
+        self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event
+    ) -> list[Completion]:
+        assert self._loaded, "no weights have been loaded"
+        completions: dict[int, Completion] = {}
+        asked_of = self._version
+        sizes = [(request.prompt_token_ids, sampling.completion_tokens_max) for request in requests]
+        for batch in self._batches(sizes):
+            drafts = self._sample([requests[i] for i in batch], sampling, stop)
+            completions.update(zip(batch, (draft.completion(asked_of) for draft in drafts), strict=True))
+        return [completions[i] for i in range(len(requests))]
+
+    def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event) -> list[_Draft]:
+        """One batch, a token of every completion at a time."""
+        stops = set(sampling.stop_token_ids)
+        drafts = [_Draft(request.prompt_token_ids, request.seed, stops) for request in requests]
+        prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
+        rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max)
+        logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
+        active = drafts  # one for each row of logits
+        for position in range(sampling.completion_tokens_max):
+            if stop.is_set():
+                raise _Stopped
+            scores = score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
+            chosen_B = scores.noisy_NV.argmax(dim=1)
+            for draft, token, nats in zip(active, chosen_B.tolist(), scores.logprobs(chosen_B).tolist(), strict=True):
+                draft.append(token, nats, self._version)
+            unfinished = [row for row, draft in enumerate(active) if not draft.stopped]
+            if not unfinished or position + 1 == sampling.completion_tokens_max:
+                break
+            # A selection copies keys and values, so finished rows stay until there are many of them.
+            if position == 0 or len(unfinished) <= KEPT_SHARE_MAX * len(active):
+                kept_B = torch.tensor(unfinished, device=self._model.device)
+                sources_B = prompt_of_B[kept_B] if position == 0 else kept_B
+                rows.select(sources_B)
+                active, chosen_B = [active[row] for row in unfinished], chosen_B[kept_B]
+            swap = self._apply_updates()
+            if swap is None or swap is SwapPolicy.KEEP_KV:
+                logits_BV = self._model.logits(self._model.extend(rows, chosen_B[:, None])[:, -1])
+            else:
+                active = [draft for draft in active if not draft.stopped]
+                prompts, prompt_of_B = self._distinct([draft.sequence for draft in active])
+                rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max - position)
+                rows.select(prompt_of_B)
+                logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
+        return drafts
+
+    @torch.inference_mode()
+    def _prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling, stop: threading.Event) -> Prefill:
+        assert self._loaded, "no weights have been loaded"
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        sizes = [(request.prompt_token_ids, len(request.completion_token_ids)) for request in requests]
+        for batch in self._batches(sizes):
+            if stop.is_set():
+                raise _Stopped
+            lengths = [sizes[i][1] for i in batch]
+            logprobs_N, margins_N = (t.cpu() for t in self._score([requests[i] for i in batch], sampling))
+            parts = zip(torch.split(logprobs_N, lengths), torch.split(margins_N, lengths), strict=True)
+            found.update(zip(batch, parts, strict=True))
+        logprobs_T, margins_T = (torch.cat([torch.empty(0), *(found[i][n] for i in range(len(found)))]) for n in (0, 1))
+        return Prefill(logprobs_T.numpy(), margins_T.numpy())
+
+    @torch.inference_mode()
+    def _prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+        stop: threading.Event,
+    ) -> Prefill:
+        """Completions with the same cuts go together. Policy by policy, so that each is loaded once."""
+        places: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for place, (request, spans_of_one) in enumerate(zip(requests, spans, strict=True)):
+            assert sum(num_tokens for _, num_tokens in spans_of_one) == len(request.completion_token_ids)
+            places.setdefault(tuple(spans_of_one), []).append(place)
+        mixtures = {cuts: Mixture([requests[place] for place in found]) for cuts, found in places.items()}
+        parts: dict[int, list[tuple[Tensor, Tensor]]] = {place: [] for place in range(len(requests))}
+        for version in sorted(policies):
+            if stop.is_set():
+                raise _Stopped
+            self._load(policies[version], version)
+            for cuts, mixture in mixtures.items():
+                num_tokens = dict(cuts).get(version)
+                if num_tokens is not None:
+                    found = mixture.score(self._model, num_tokens, sampling)
+                    for place, part in zip(places[cuts], found, strict=True):
+                        parts[place].append(part)
+        logprobs_T, margins_T = (
+            torch.cat([torch.empty(0), *(part[n].cpu() for place in parts for part in parts[place])]) for n in (0, 1)
+        )
+        return Prefill(logprobs_T.numpy(), margins_T.numpy())
+
+    def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Logprobs and margins, [N] each, of one batch's completion tokens in order."""
+        model, completions = self._model, [request.completion_token_ids for request in requests]
+        width = max(map(len, completions))
+        padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in completions], device=model.device)
+        lengths_B = torch.tensor([len(ids) for ids in completions], device=model.device)
+        real_BT = torch.arange(width, device=model.device) < lengths_B[:, None]
+        prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
+        rows, hidden_PH = model.begin(prompts, spare=width)
+        hidden_BTH = hidden_PH[prompt_of_B][:, None]
+        if width > 1:
+            rows.select(prompt_of_B)
+            more_BTH = model.extend(rows, padded_BT[:, :-1], real_BT[:, :-1])
+            hidden_BTH = torch.cat([hidden_BTH, more_BTH], dim=1)
+        hidden_NH, chosen_N = hidden_BTH[real_BT], padded_BT[real_BT]
+        seeds = [request.seed for request in requests for _ in request.completion_token_ids]
+        positions = [position for ids in completions for position in range(len(ids))]
+        parts = []
+        for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
+            part = slice(start, start + block)
+            scores = score_tokens(model.logits(hidden_NH[part]), seeds[part], positions[part], sampling)
+            parts.append((scores.logprobs(chosen_N[part]), scores.margins(chosen_N[part])))
+        logprobs, margins = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(margins)
+
+    def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:
+        """Indices of (prompt, completion length) pairs that are worked on together: equal prompts, then like lengths."""
+        batch: list[int] = []
+        longest = 0
+        for i in sorted(range(len(sizes)), key=lambda i: (len(sizes[i][0]), sizes[i])):
+            prompt, length = sizes[i]
+            tokens = len(prompt) + max(longest, length)  # of the widest row: prompts come in order of their length
+            row_bytes = tokens * (self._model.cache_bytes_per_token + MASK_BYTES * tokens)
+            if batch and (len(batch) + 1) * row_bytes > self._cache_bytes_max:
+                yield batch
+                batch, longest = [], 0
+            batch.append(i)
+            longest = max(longest, length)
+        if batch:
+            yield batch
+
+    def _distinct(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], Tensor]:
+        """The different prompts, and for each of B prompts which one it is."""
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        return list(places), torch.tensor([places[prompt] for prompt in prompts], device=self._model.device)
+
+
+class _Stopped(Exception):
+    """The caller was cancelled and no longer waits."""
+
+
+@dataclass
+class _Draft:
+    """A completion in the making."""
+
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    stops: set[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: Counter[int] = field(default_factory=Counter)
+    """Policy version -> tokens, in the order of the policies."""
+    stopped: bool = False
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.prompt_token_ids, *self.token_ids)
+
+    def append(self, token: int, nats: float, policy_version: int) -> None:
+        """Rows stay in the batch for a while after their stop token; what they say then is not heard."""
+        if not self.stopped:
+            self.token_ids.append(token)
+            self.logprobs.append(nats)
+            self.versions[policy_version] += 1
+            self.stopped = token in self.stops
+
+    def completion(self, asked_of: int) -> Completion:
+        """With its spans, unless the policy that was asked sampled all of it."""
+        finish = FinishReason.STOP if self.stopped else FinishReason.LENGTH
+        spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
+
+
+@dataclass
+class _Update:
+    """Weights that wait for the next token."""
+
+    weights: Weights
+    policy_version: int
+    swap: SwapPolicy
+    done: Future[None] = field(default_factory=Future)
+
+
+def probe_requests(vocab_size: int) -> list[ScoreRequest]:
+    """Fixed sequences for the probe of a load: prompts that share a beginning and differ in length, and so do completions."""
+    ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(40)]
+    return [
+        ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), seed=0),
+        ScoreRequest(tuple(ids[:9] + ids[20:24]), tuple(ids[24:40]), seed=0),
+    ]
+
+
+def reference_of(model: CausalModel, weights: Weights, probe: Sequence[ScoreRequest]) -> Tensor:
+    """What the plain forward pass says about the probe's completion tokens, in order."""
+    sequences = [request.prompt_token_ids + request.completion_token_ids for request in probe]
+    logprobs = model.reference_logprobs(weights, sequences)
+    return torch.cat([part[-len(r.completion_token_ids) :] for part, r in zip(logprobs, probe, strict=True)])

@@ -1,0 +1,351 @@
+"""The Engine port over vLLM: tokens in, tokens out, seeded choice, weights swapped in memory.
+
+The engine runs in processes of its own and starts with the first `load` (tens of seconds), with dummy weights. A policy goes
+to it through anonymous shared memory, never through a disk. After every swap its prefix cache is emptied, for the cached
+keys and values are the old policy's, and a probe is sampled and compared with an independent forward pass of the new
+weights: upstream engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
+
+What the probe establishes: the engine's logprobs are those of the new weights within its own arithmetic's noise, and if the
+weights are others than before, at least one bit of its answer is another as well. A swap that reaches only some tensors, at
+a learning rate so small that the others hardly moved, passes at first and is caught when the difference has grown.
+
+Temperature: vLLM takes raw logprobs before temperature, so the worker extension divides the logits before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from prime_node.adapters.engines.vllm_seeded_sampler import OFFSET_ARGUMENT, OWNER_SETTING, SEED_ARGUMENT, SeededSampler
+from prime_node.adapters.engines.vllm_worker_extension import TensorPlace, WorkerExtension
+from prime_node.adapters.models.causal_model import CausalModel
+from prime_node.ports.engine import EngineMismatch, GenerateRequest
+from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.weights import Weights, num_bytes, root_of
+
+log = logging.getLogger(__name__)
+
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+PROBE_ERROR_MEAN_MAX = {"fp32": 2e-3, "bf16": 0.05}
+"""Nats. Mean difference on the probe between the engine and an fp32 forward pass; honest bf16 is near 0.003."""
+PROBE_PROMPTS, PROBE_TOKENS = 8, 8
+"""vLLM's kernels for batches below five are others than those that workers use."""
+
+CLOSE_SECONDS = 10.0
+"""After this the engine's processes are killed."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # a run's model files are all there is
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other roles share the cores
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+}
+"""What vLLM can only be told through the environment. What the user has set stays."""
+
+
+@dataclass
+class _Draft:
+    """A completion in the making."""
+
+    request: GenerateRequest
+    sampling: Sampling
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: Counter[int] = field(default_factory=Counter)
+    """Policy version -> tokens, in the order of the policies."""
+
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens of the request at hand, policy that sampled them up to there): swaps that kept it going."""
+
+    def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
+        """What vLLM is asked for: the completion from where it stands. Policies never share cached prefixes."""
+        seeded = {SEED_ARGUMENT: self.request.seed, OFFSET_ARGUMENT: len(self.token_ids)}
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
+            stop_token_ids=list(self.sampling.stop_token_ids),
+            ignore_eos=True,  # the run's stop tokens and no others
+            logprobs=0,  # of the sampled token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=seeded if self.sampling.temperature else None,
+        )
+        prompt = [*self.request.prompt_token_ids, *self.token_ids]
+        return tokens_input(prompt, cache_salt=f"policy {policy_version}"), params
+
+    def cut(self, num_tokens: int, policy_version: int) -> None:
+        """So many tokens of the request at hand are this policy's, or older ones'; what follows is another's."""
+        self.cuts.append((num_tokens, policy_version))
+
+    def take(self, output: Any, policy_version: int) -> None:
+        """What vLLM has sampled of it."""
+        self.token_ids += output.token_ids
+        self.logprobs += [
+            places[token].logprob for places, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        done = 0
+        for end, version in [*self.cuts, (len(output.token_ids), policy_version)]:
+            if end > done:
+                self.versions[version] += end - done
+                done = end
+        self.cuts.clear()
+
+    def completion(self, asked_of: int) -> Completion:
+        """With its spans, unless the policy that was asked sampled all of it."""
+        stopped = self.token_ids[-1] in self.sampling.stop_token_ids
+        spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
+
+
+class VllmEngine:
+    """Implements ports.engine.SwappingEngine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str = "auto",
+        context_tokens_max: int | None = None,
+        sequences_max: int = 256,
+        cpu_cache_gib: int = 1,
+    ) -> None:
+        """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together."""
+        self._folder = folder
+        self._dtype = ("fp32" if current_platform.is_cpu() else "bf16") if dtype == "auto" else dtype
+        self._sequences_max = sequences_max
+        self._cpu_cache_gib = cpu_cache_gib
+        self._reference = CausalModel(folder, dtype="fp32", device="cpu")  # never loaded: its memory stays untouched
+        bounds = [bound for bound in (context_tokens_max, self._reference.positions_max) if bound is not None]
+        self._context_tokens_max = min(bounds, default=None)
+        self._unties = current_platform.is_cpu() and bool(self._reference.tied)
+        self._starting: asyncio.Task[Any] | None = None
+        self._llm: Any = None
+        self._temperature: float | None = None
+        self._last_probe: tuple[str, list[Completion]] | None = None
+        self._loaded, self._version = False, -1
+        self._drafts: dict[str, _Draft] = {}
+        """By the names of their requests at hand."""
+        self._resumed = asyncio.Event()
+        """Cleared while a swap has cut the completions under way."""
+        self._resumed.set()
+
+    @property
+    def info(self) -> EngineInfo:
+        device = str(current_platform.device_type)
+        return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device)
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        self._reference.require_fit(weights)
+        if self._llm is not None and self._llm.errored:
+            await self.close()  # its processes have died; start others
+        if self._llm is None:
+            await self._start()
+        self._loaded = False
+        await self._swap(weights)
+        self._version = policy_version
+        await self._check_probe(weights, policy_version)
+        self._loaded = True
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        assert self._loaded, "no weights have been loaded"
+        return await self._sample(requests, sampling)
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        """Two of them are done alike, for they leave the same behind: keys and values that the new policy computed."""
+        return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        assert swap in self.swaps
+        if self._llm is None or self._llm.errored:
+            await self.load(weights, policy_version=policy_version)
+            return
+        self._reference.require_fit(weights)
+        self._resumed.clear()
+        self._loaded = False
+        try:
+            if swap is SwapPolicy.KEEP_KV:
+                await self._freeze()
+                await self._put(weights)
+            else:
+                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                await self._swap(weights)
+            await self._llm.resume_generation()
+            self._version = policy_version
+            await self._check_probe(weights, policy_version)
+            self._loaded = True
+        finally:
+            self._resumed.set()
+
+    async def close(self) -> None:
+        starting, self._starting = self._starting, None
+        self._llm, self._loaded, self._last_probe, self._temperature = None, False, None, None
+        if starting is None:
+            return
+        try:
+            llm = await starting  # a start cannot be stopped half way: the `load` that began it may have been cancelled
+        except (RuntimeError, ValueError):
+            return
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # or it reports the end of the engine as a failure
+        await asyncio.to_thread(llm.shutdown, timeout=CLOSE_SECONDS)
+        llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets and leaves their context
+
+    async def _start(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
+        arguments = AsyncEngineArgs(
+            model=str(self._folder),
+            trust_remote_code=False,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            generation_config="vllm",  # what a request does not say has vLLM's neutral value, not the folder's
+            dtype=VLLM_DTYPES[self._dtype],
+            max_model_len=self._context_tokens_max,
+            max_num_seqs=self._sequences_max,
+            # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
+            hf_overrides={"tie_word_embeddings": False} if self._unties else {},
+            enforce_eager=current_platform.is_cpu(),
+            enable_prefix_caching=True,
+            async_scheduling=False,  # the sampler counts a request's tokens, so they must be there
+            logits_processors=[SeededSampler],
+            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            additional_config={OWNER_SETTING: os.getpid()},
+            disable_log_stats=True,
+        )
+        log.info("starting vLLM %s; this takes tens of seconds", vllm.__version__)
+        self._starting = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
+        try:
+            self._llm = await asyncio.shield(self._starting)
+        except (RuntimeError, ValueError) as error:
+            self._starting = None
+            raise LocalError(
+                f"vLLM did not start ({error}); its own messages are above. --engine transformers does without it"
+            ) from error
+
+    async def _freeze(self) -> None:
+        """Stop between two tokens, with all keys and values, and note how far each completion has come.
+
+        What has not been begun is cut instead: it would be begun on keys and values of prompts that the old policy computed.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        (lengths,) = await self._llm.collective_rpc("prime_lengths")
+        begun = {name[: len(uuid.UUID(int=0).hex)]: length for name, length in lengths.items()}
+        for name, draft in self._drafts.items():
+            if begun.get(name):
+                draft.cut(begun[name], self._version)
+            else:
+                await self._llm.abort(name)
+
+    async def _swap(self, weights: Weights) -> None:
+        await self._put(weights)
+        if not await self._llm.reset_prefix_cache():
+            raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
+
+    async def _put(self, weights: Weights) -> None:
+        memory, places = _share(weights, aliases=self._reference.tied if self._unties else {})
+        try:
+            path = f"/proc/{os.getpid()}/fd/{memory}"
+            await self._llm.collective_rpc("prime_load", args=(path, places))
+        finally:
+            os.close(memory)
+
+    async def _check_probe(self, weights: Weights, policy_version: int) -> None:
+        requests = _probe_requests(self._reference.vocab_size)
+        found = await self._sample(requests, Sampling(completion_tokens_max=PROBE_TOKENS, stop_token_ids=()))
+        error = await asyncio.to_thread(self._probe_error, weights, requests, found)
+        if not error <= PROBE_ERROR_MEAN_MAX[self._dtype]:  # not even if it is NaN
+            raise EngineMismatch(
+                f"policy {policy_version}: vLLM's logprobs are {error:.3g} nats off a forward pass of the same weights; "
+                "the update did not reach it. Restart the worker, or use --engine transformers"
+            )
+        root = root_of(weights)
+        if self._last_probe is not None and self._last_probe[0] != root and self._last_probe[1] == found:
+            raise EngineMismatch(
+                f"policy {policy_version}: vLLM answers the probe exactly as before, though the weights are others; "
+                "the update did not reach it. Restart the worker, or use --engine transformers"
+            )
+        self._last_probe = root, found
+
+    @torch.inference_mode()
+    def _probe_error(self, weights: Weights, requests: list[GenerateRequest], found: list[Completion]) -> float:
+        """Mean difference in nats between the sampled tokens' logprobs and those of a plain forward pass in fp32."""
+        sequences = [r.prompt_token_ids + c.token_ids for r, c in zip(requests, found, strict=True)]
+        logprobs = self._reference.reference_logprobs(weights, sequences)
+        expected = torch.cat([part[-PROBE_TOKENS:] for part in logprobs])
+        return float((expected - torch.tensor([nats for c in found for nats in c.logprobs])).abs().mean())
+
+    async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        temperature = sampling.temperature or 1.0
+        if temperature != self._temperature:
+            await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
+            self._temperature = temperature
+        # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
+        return list(await asyncio.gather(*(self._complete(request, sampling) for request in requests)))
+
+    async def _complete(self, request: GenerateRequest, sampling: Sampling) -> Completion:
+        """One completion, taken up again after each swap that cuts it: what it has so far is forwarded anew."""
+        draft, asked_of = _Draft(request, sampling), self._version
+        while True:
+            name = uuid.uuid4().hex
+            self._drafts[name] = draft
+            try:
+                (final,) = [output async for output in self._llm.generate(*draft.rest(self._version), name)]
+            finally:
+                del self._drafts[name]
+            # A swap cuts everything that has been begun, so whatever ends here was sampled by the policy of this moment.
+            draft.take(final.outputs[0], self._version)
+            if final.outputs[0].finish_reason != "abort":
+                return draft.completion(asked_of)
+            await self._resumed.wait()
+            if not self._loaded:
+                raise EngineMismatch("the policy that was to go on with this completion could not be loaded")
+
+
+def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:
+    """Weights in anonymous shared memory: its file descriptor, and what is where. It vanishes with the last who has it open.
+
+    `aliases`: further names under which tensors are listed, name -> tensor.
+    """
+    memory = os.memfd_create("prime-node weights")
+    os.ftruncate(memory, num_bytes(weights))
+    places: list[TensorPlace] = []
+    offset = 0
+    with open(memory, "wb", closefd=False) as file:
+        for name, tensor in weights.items():
+            tensor.data.tofile(file)
+            places.append((name, tensor.dtype, list(tensor.shape), offset))
+            offset += tensor.data.nbytes
+    place_of = {place[0]: place for place in places}
+    return memory, [*places, *((alias, *place_of[name][1:]) for alias, name in aliases.items())]
+
+
+def _probe_requests(vocab_size: int) -> list[GenerateRequest]:
+    """Fixed prompts of different lengths, with fixed seeds."""
+    ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(64)]
+    return [GenerateRequest(tuple(ids[: 8 + 5 * n]), seed=n) for n in range(PROBE_PROMPTS)]

@@ -1,0 +1,83 @@
+"""Runs inside vLLM: chooses each token by the assigned seed.
+
+vLLM is asked for greedy sampling (temperature 0), and this processor adds the noise of prime_protocol.noise to the
+logits first; the largest noisy logit is the token. The reported logprob is taken before any processor runs, so it is free
+of the noise. The run's temperature has been applied by then: see vllm_worker_extension.
+
+vLLM makes one processor for each engine, early. So this is also where the engine learns whose process it must not outlive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from prime_node.adapters.engines.torch_noise import gumbel_noise
+from prime_node.adapters.engines.vllm_worker_extension import die_with
+
+SEED_ARGUMENT = "prime_seed"
+"""Key of SamplingParams.extra_args. Requests without it get plain greedy decoding."""
+OFFSET_ARGUMENT = "prime_offset"
+"""Key of SamplingParams.extra_args: tokens of the completion that are in the prompt, because it goes on where it was cut."""
+OWNER_SETTING = "prime_owner_pid"
+"""Key of vLLM's additional_config: the process that started the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeded:
+    """One request of the batch."""
+
+    seed: int
+    offset: int
+    output_token_ids: list[int]
+    """vLLM's own list of what it has sampled so far; it grows."""
+
+
+class SeededSampler(LogitsProcessor):  # type: ignore[misc]
+    """A vLLM (V1 runner) logits processor. Its state is which row of the batch has which seed."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Seeded] = {}
+        owner = (vllm_config.additional_config or {}).get(OWNER_SETTING)
+        if owner is not None:
+            die_with(owner)
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if SEED_ARGUMENT in (sampling_params.extra_args or {}) and sampling_params.temperature != 0.0:
+            raise ValueError(f"{SEED_ARGUMENT} needs temperature=0: the noise is in the logits already")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._rows.pop(row, None)
+        for row, params, _prompt, output_token_ids in batch_update.added:
+            self._rows.pop(row, None)
+            seed = (params.extra_args or {}).get(SEED_ARGUMENT)
+            if seed is not None:
+                offset = (params.extra_args or {}).get(OFFSET_ARGUMENT, 0)
+                self._rows[row] = _Seeded(seed, offset, output_token_ids)
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if replaced is not None and direction is MoveDirectionality.SWAP:
+                self._rows[source] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self._rows:
+            return logits
+        rows = sorted(self._rows)
+        seeds = [self._rows[row].seed for row in rows]
+        positions = [self._rows[row].offset + len(self._rows[row].output_token_ids) for row in rows]
+        noise = gumbel_noise(seeds, positions, logits.shape[1], logits.device)
+        logits[torch.tensor(rows, device=logits.device)] += noise
+        return logits

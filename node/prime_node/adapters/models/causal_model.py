@@ -1,0 +1,164 @@
+"""A causal language model of transformers and the two forward passes that inference is made of. Synchronous, one thread.
+
+Prompts of a batch share much: all of them a template, and the completions of a group their whole prompt. So the common
+prefix is forwarded once, then each different prompt's rest once, then rows of the cache are repeated for the completions.
+The answer is the same as without sharing; the probe below compares the two.
+
+Letters: B completions, P different prompts, K columns of the cache, Q new columns, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from prime_node.adapters.engines.torch_weights import to_torch
+from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
+from prime_node.adapters.storage.batch_cache import BatchCache
+from prime_protocol.weights import Weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Arithmetic. On a CPU without AMX bf16 is two to three times slower than fp32, and further from any other engine."""
+
+
+def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that all prompts begin with, leaving each at least one of its own. Example: [(1, 2, 3), (1, 2)] gives 1."""
+    first, last = min(prompts), max(prompts)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    return min(same, min(map(len, prompts)) - 1)
+
+
+@dataclass
+class Rows:
+    """Sequences in flight: what the next forward pass continues from. Changed in place by `CausalModel.extend`."""
+
+    cache: BatchCache
+    visible_BK: Tensor
+    """[B, K] bool: False where a column of the cache is padding."""
+    lengths_B: Tensor
+    """[B] int64: tokens so far, padding not counted."""
+
+    def select(self, rows_B: Tensor) -> None:
+        """Keep exactly these rows, in this order; a row may be named several times."""
+        self.cache.select(rows_B)
+        self.visible_BK = self.visible_BK[rows_B]
+        self.lengths_B = self.lengths_B[rows_B]
+
+
+class CausalModel:
+    """Any AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
+
+    def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
+        config = read_model_config(folder)
+        self.device = torch.device(device)
+        self.dtype = DTYPES[dtype]
+        require_memory(folder, config, bytes_per_parameter=self.dtype.itemsize, device=self.device)
+        auto: Any = AutoModelForCausalLM
+        with config_at_fault(folder), no_init_weights():
+            model = auto.from_config(config, dtype=self.dtype, trust_remote_code=False)
+        model.tie_weights()  # where the configuration says so; transformers does it with the initialisation left out above
+        self._model: Any = model.eval().requires_grad_(False).to(self.device)
+        self._backbone: Any = self._model.base_model
+        self._head: Any = self._model.get_output_embeddings()
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        by_place = {tensor.data_ptr(): name for name, tensor in self._parameters.items()}
+        self.tied: dict[str, str] = {
+            name: by_place[tensor.data_ptr()]
+            for name, tensor in self._model.state_dict().items()
+            if name not in self._parameters and tensor.data_ptr() in by_place
+        }
+        """Other names of parameters, such as that of an output head that is the embedding: name -> parameter."""
+        self.vocab_size: int = config.vocab_size
+        self.num_layers: int = config.num_hidden_layers
+        self.positions_max: int | None = getattr(config, "max_position_embeddings", None)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize
+
+    def require_fit(self, weights: Weights) -> None:
+        """Raises ValueError where names or shapes are not this model's."""
+        missing = self._parameters.keys() - weights.keys()
+        unknown = weights.keys() - self._model.state_dict().keys()
+        reshaped = {n for n, p in self._parameters.items() if n in weights and tuple(p.shape) != weights[n].shape}
+        for fault, names in (("lack", missing), ("have an unknown", unknown), ("have another shape of", reshaped)):
+            if names:
+                raise ValueError(f"the weights {fault} {', '.join(sorted(names)[:3])}")
+
+    def load(self, weights: Weights) -> None:
+        """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
+        self.require_fit(weights)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(to_torch(weights[name]))
+
+    def begin(self, prompts: Sequence[tuple[int, ...]], *, spare: int) -> tuple[Rows, Tensor]:
+        """Forward P different prompts, with room for `spare` more tokens.
+
+        Returns their rows, and the hidden states [P, H] that choose the first token.
+        """
+        shared = common_prefix(prompts)
+        rests = [prompt[shared:] for prompt in prompts]
+        width = max(map(len, rests))
+        cache = BatchCache(self.num_layers, columns=shared + width + spare)
+        rows = Rows(cache, self._tensor([[]]).bool(), self._tensor([0]))
+        if shared:
+            self.extend(rows, self._tensor([prompts[0][:shared]]))
+        rows.select(self._tensor([0] * len(prompts)))
+        # Padding stands to the left, so that each row's newest token is in the last column.
+        padded_PQ = self._tensor([[0] * (width - len(rest)) + list(rest) for rest in rests])
+        real_PQ = self._tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests])
+        return rows, self.extend(rows, padded_PQ, real_PQ)[:, -1]
+
+    def extend(self, rows: Rows, token_ids_BQ: Tensor, real_BQ: Tensor | None = None) -> Tensor:
+        """Forward more tokens of every row. `real` is False at padding. Returns the hidden states [B, Q, H]."""
+        if real_BQ is None:
+            real_BQ = torch.ones_like(token_ids_BQ, dtype=torch.bool)
+        num_new = token_ids_BQ.shape[1]
+        causal_QQ = torch.ones(num_new, num_new, dtype=torch.bool, device=self.device).tril()
+        sees_BQK = torch.cat([rows.visible_BK[:, None].expand(-1, num_new, -1), causal_QQ & real_BQ[:, None, :]], dim=2)
+        # Finite, so that a padding token, which sees nothing, computes something harmless instead of NaN.
+        mask_B1QK = torch.zeros(sees_BQK.shape, dtype=self.dtype, device=self.device)
+        mask_B1QK = mask_B1QK.masked_fill_(~sees_BQK, torch.finfo(self.dtype).min)[:, None]
+        counts_BQ = real_BQ.cumsum(1)
+        hidden_BQH: Tensor = self._backbone(
+            input_ids=token_ids_BQ,
+            attention_mask=mask_B1QK,
+            position_ids=(rows.lengths_B[:, None] + counts_BQ - 1).clamp_(min=0),
+            past_key_values=rows.cache,
+            use_cache=True,
+        ).last_hidden_state
+        rows.visible_BK = torch.cat([rows.visible_BK, real_BQ], dim=1)
+        rows.lengths_B = rows.lengths_B + counts_BQ[:, -1]
+        return hidden_BQH
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, V]."""
+        logits_NV: Tensor = self._head(hidden_NH)
+        return logits_NV.float()
+
+    def reference_logprobs(self, weights: Weights, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probability of each token but the first of each sequence, from the weights themselves, at temperature 1.
+
+        Independent of what `load` did and of everything above: the model's plain forward pass, without cache, sharing or
+        padding, over tensors made here from `weights`.
+        """
+        tensors = {name: to_torch(weights[name]).to(self.device, self.dtype) for name in self._parameters}
+        logprobs = []
+        for sequence in sequences:
+            ids_1T = self._tensor([sequence])
+            inputs = {"input_ids": ids_1T, "use_cache": False}
+            logits_1TV = torch.func.functional_call(self._model, tensors, kwargs=inputs).logits
+            logprobs_TV = log_softmax(logits_1TV[0, :-1].float(), dim=-1)
+            logprobs.append(logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0])
+        return logprobs
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.device)

@@ -1,0 +1,91 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: the model's own weights are frozen, and small factors A and B are trained.
+
+    W' = W + scale * B A        A [rank, in] drawn by the seed, B [out, rank] zeros: training begins at W
+
+Merged, W' is published under W's own name, so workers need to know nothing of adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from prime_node.adapters.training.sharding import local_rows
+from prime_protocol.errors import LocalError
+
+ADAPTER = "policy"
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Example: LoraSettings(rank=16, alpha=32, targets=("q_proj", "v_proj"))."""
+
+    rank: int
+    alpha: int
+    """scale = alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers; none takes all but the head."""
+
+
+def add_adapters(model: Any, settings: LoraSettings) -> None:
+    """In place; afterwards only adapters are trainable. Raises LocalError where a target is unknown, or peft is missing."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise LocalError(f'trainer.lora needs peft ({error}); install it: pip install "prime-node[train]"') from None
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.targets) if settings.targets else "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        raise LocalError(f"trainer.lora: {error}") from None
+
+
+def draw_adapters(model: Any, *, seed: int) -> None:
+    """The same A for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                whole = torch.empty(parameter.shape)
+                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+                rows, first = local_rows(parameter)
+                rows.copy_(whole[first : first + len(rows)])
+            elif "lora_B" in name:
+                local_rows(parameter)[0].zero_()
+
+
+def base_name(name: str) -> str:
+    """What a parameter is called in the model without adapters."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own tensors with the adapters added, this rank's rows where it is sharded. A collective."""
+    layers = dict(model.named_modules())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                continue
+            layer = layers[name.partition(_BASE)[0]] if _BASE in name and name.endswith(".weight") else None
+            rows, _ = local_rows(parameter)
+            if layer is not None:
+                factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+                whole_A = factor_A.full_tensor() if isinstance(factor_A, DTensor) else factor_A
+                rows = rows + layer.scaling[ADAPTER] * (local_rows(factor_B)[0] @ whole_A)
+            yield base_name(name), rows

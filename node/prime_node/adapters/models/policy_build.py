@@ -1,0 +1,117 @@
+"""From a run's config.json, and weights or a seed, to the model that is trained: on one device, or sharded over ranks.
+
+With weights, a sharded model is built without memory (on torch's meta device), sharded, and each rank then reads its own rows of
+each tensor: no rank ever holds the model. Without weights the seed draws them, whole and on every rank, so that they are the
+same for any number of ranks; that is for models small enough to begin from nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from prime_node.adapters.engines.torch_weights import to_torch
+from prime_node.adapters.models.lora import LoraSettings, add_adapters, base_name, draw_adapters, is_adapter
+from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
+from prime_node.adapters.models.policy_module import PolicyModule
+from prime_node.adapters.models.pretrained_model import folder_weights
+from prime_node.adapters.training import packed_attention
+from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.sharding import Placement, arrange, local_rows
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights
+
+BYTES_PER_PARAMETER = 4 * 4
+"""fp32: the weight, its gradient and AdamW's two moments."""
+
+
+def build_policy(
+    folder: Path,
+    weights: Weights | None,
+    *,
+    seed: int,
+    temperature: float,
+    device: torch.device,
+    ranks: Ranks,
+    placement: Placement,
+    lora: LoraSettings | None = None,
+) -> PolicyModule:
+    """Of the architecture of config.json, with these weights, those that the folder has, or weights by torch's seed.
+
+    Raises LocalError. The ranks of one machine share its memory, so each may take its part of what is there.
+    """
+    config = read_model_config(folder)
+    here = ranks.count if device.type == "cpu" else 1
+    require_memory(folder, config, bytes_per_parameter=BYTES_PER_PARAMETER * here // ranks.count, device=device)
+    if weights is None and any(folder.glob("*.safetensors")):
+        weights = folder_weights(folder)
+    torch.manual_seed(seed)
+    with config_at_fault(folder), _nothing_drawn() if weights is not None else contextlib.nullcontext():
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(
+            config, dtype=torch.float32, attn_implementation=packed_attention.NAME, trust_remote_code=False
+        )
+        model.tie_weights()
+    if lora is not None:
+        add_adapters(model, lora)
+    policy = PolicyModule(model.train(), temperature=temperature)
+    where = torch.device("cpu") if placement.offload else device
+    if weights is None:
+        policy.to(where)
+    arrange(policy, placement, ranks)
+    if weights is not None:
+        _materialise(policy, where)
+        copy_rows(policy.model, weights)
+    if lora is not None:
+        draw_adapters(policy.model, seed=seed)
+    return policy
+
+
+def copy_rows(model: Any, weights: Weights) -> None:
+    """Overwrite every parameter, on each rank its rows. Raises LocalError, before anything is written, where they do not fit."""
+    targets = {base_name(name): tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
+    missing = sorted(targets.keys() - weights.keys())
+    unknown = sorted(weights.keys() - {base_name(name) for name in model.state_dict()})
+    if missing or unknown:
+        raise LocalError(
+            f"these weights are not this model's: they lack {missing[:3]} and the model lacks {unknown[:3]}"
+        )
+    for name, target in targets.items():
+        if tuple(target.shape) != weights[name].shape:
+            raise LocalError(f"{name} has shape {weights[name].shape}, the model's is {tuple(target.shape)}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            rows, first = local_rows(target)
+            rows.copy_(to_torch(weights[name])[first : first + len(rows)])
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Parameters are born without memory; buffers, such as the rotary frequencies, are real and keep their values."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[assignment,method-assign]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _materialise(policy: PolicyModule, device: torch.device) -> None:
+    """Memory for this rank's shards. `to_empty` would empty the buffers too, without an error: they are put back."""
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(buffers[name])

@@ -1,0 +1,51 @@
+"""A causal language model as the trainer sees it: packed tokens in, log-probabilities of the predicted tokens out.
+
+One module around the whole forward pass, so that FSDP2's root is what is called: inside it the head's weight is whole, and the
+hidden states never leave as logits of the whole vocabulary (chosen_logprobs.py).
+
+Letters: H hidden size, N predictions, S distinct places that they are read from, T tokens of a pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_node.adapters.training.chosen_logprobs import chosen_logprobs, of_logits
+from prime_node.adapters.training.packed_attention import Layout
+
+_HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
+"""Of architectures that change the head's output before the softmax (Gemma 2, Cohere, Granite): they compute it themselves."""
+
+
+class PolicyModule(torch.nn.Module):
+    """`model` is one of transformers'; it keeps its own names of parameters under the prefix "model."."""
+
+    def __init__(self, model: Any, *, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self._temperature = temperature
+        settings = {name: getattr(model.config, name, None) for name in _HEAD_SETTINGS}
+        self._plain_head = not any(value not in (None, 1, 1.0) for value in settings.values())
+
+    def forward(
+        self,
+        token_ids_1T: Tensor,
+        positions_1T: Tensor,
+        sources_S: Tensor,
+        row_N: Tensor,
+        target_N: Tensor,
+        *,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [N] nats: prediction n is read at place sources_S[row_N[n]]; [S] entropies, nats, without a gradient."""
+        inputs = {"input_ids": token_ids_1T, "position_ids": positions_1T, "use_cache": False, "layout": layout}
+        if not self._plain_head:
+            logits_SV = self.model(**inputs, logits_to_keep=sources_S).logits[0]
+            return of_logits(logits_SV.float() / self._temperature, row_N, target_N)
+        hidden_SH = self.model.base_model(**inputs).last_hidden_state[0, sources_S]
+        head = self.model.get_output_embeddings()
+        bias_V = getattr(head, "bias", None)
+        return chosen_logprobs(hidden_SH, head.weight, bias_V, row_N, target_N, temperature=self._temperature)

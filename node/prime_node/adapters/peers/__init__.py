@@ -1,0 +1,1 @@
+"""The peer network: libp2p, and one in memory."""

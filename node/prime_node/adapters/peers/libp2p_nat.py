@@ -1,0 +1,147 @@
+"""Links into homes, on the trio side: circuits of a relay (circuit v2) and holes punched through them (DCUtR).
+
+A peer behind a NAT holds a place at a relay. Who wants to reach it asks the relay for a circuit. Over that circuit both agree to
+dial each other at the same moment, so that either NAT takes the other's packet for an answer. The side with the lower key id
+leads. A pair tries once a session, because what failed once fails again: a NAT that gives every connection a port of its own
+cannot be punched. A circuit carries words, for two minutes; bytes go over a direct link or come from the origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import trio
+from libp2p.abc import IHost
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.config import RelayConfig, RelayRole
+from libp2p.relay.circuit_v2.dcutr import DCUtRProtocol
+from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP
+from libp2p.relay.circuit_v2.protocol import CircuitV2Protocol
+from libp2p.relay.circuit_v2.resources import RelayLimits
+from libp2p.relay.circuit_v2.transport import CircuitV2Transport
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers.libp2p_streams import Streams
+from prime_protocol import limits
+from prime_protocol.identity import KeyId
+
+log = logging.getLogger(__name__)
+
+CIRCUIT_S_MAX = 10.0
+"""To get a circuit, or a place at a relay."""
+PUNCH_S_MAX = 30.0
+"""The library tries three rounds of five seconds."""
+
+
+class Holes:
+    """One host's circuits and holes."""
+
+    def __init__(self, host: IHost, streams: Streams, nursery: trio.Nursery, *, serves_as_relay: bool) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._streams = streams
+        roles = RelayRole.STOP | RelayRole.CLIENT | (RelayRole.HOP if serves_as_relay else RelayRole.STOP)
+        bounds = RelayLimits(
+            duration=limits.RELAY_CIRCUIT_S_MAX,
+            data=limits.RELAY_CIRCUIT_BYTES_MAX,
+            max_circuit_conns=limits.RELAY_CIRCUITS_MAX,
+            max_reservations=limits.RELAY_CIRCUITS_MAX,
+        )
+        self._relay = CircuitV2Protocol(host, limits=bounds, allow_hop=serves_as_relay)
+        self._circuits = CircuitV2Transport(host, self._relay, RelayConfig(roles=roles, limits=bounds))
+        self._punching = _Punching(_AsItListens(host))
+        host._dcutr_protocol = self._punching  # what the library does to the host that it is given
+        self._tried: dict[KeyId, trio.Event] = {}
+        self.num_punched = 0
+
+    @property
+    def num_tried(self) -> int:
+        return sum(tried.is_set() for tried in self._tried.values())
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        async with background_trio_service(self._relay), background_trio_service(self._punching):
+            await self._punching.event_started.wait()
+            yield
+
+    async def reserve(self, relay: KeyId) -> bool:
+        """Hold a place at a relay that is linked; renewed until the host ends. False where it gives none."""
+        try:
+            with trio.fail_after(CIRCUIT_S_MAX):
+                stream = await self._host.new_stream(ID.from_string(relay), [HOP])
+                kept: bool = await self._circuits.reserve(stream, ID.from_string(relay), self._nursery)
+                await stream.close()
+                return kept
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: it is no relay, or a full one
+            log.debug("no place at relay %s: %r", relay, error)
+            return False
+
+    async def call(self, peer: KeyId, address: str) -> bool:
+        """Ask the relay in `address` for a circuit to a peer, and punch. Returns whether there is any link then."""
+        try:
+            with trio.fail_after(CIRCUIT_S_MAX):
+                await self._circuits.dial(Multiaddr(f"{address}/p2p/{peer}"))
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no place there, no relay, no circuit left
+            log.debug("no circuit to %s over %s: %r", peer, address, error)
+            return False
+        await self.punch(peer)
+        return True
+
+    async def punch(self, peer: KeyId) -> None:
+        """Wait for the one attempt of this session to turn a circuit into a direct link; whoever comes first begins it."""
+        if peer not in self._tried:
+            self._tried[peer] = trio.Event()
+            self._nursery.start_soon(self._try, peer, self._tried[peer])
+        await self._tried[peer].wait()
+
+    async def _try(self, peer: KeyId, tried: trio.Event) -> None:
+        started_s = time.monotonic()
+        try:
+            with trio.move_on_after(PUNCH_S_MAX):
+                if self._host.get_id().to_string() < peer:
+                    await self._punching.initiate_hole_punch(ID.from_string(peer))
+                else:
+                    await self._wait_for_direct_link(peer)
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no hole, and nothing else
+            log.debug("hole punching with %s: %r", peer, error)
+        finally:
+            punched = self._streams.has_direct_link(peer)
+            self.num_punched += punched
+            tried.set()
+        outcome = "a direct link" if punched else "no direct link"
+        log.info("hole punching with %s: %s after %.1f s", peer, outcome, time.monotonic() - started_s)
+
+    async def _wait_for_direct_link(self, peer: KeyId) -> None:
+        while not self._streams.has_direct_link(peer) and self._streams.links(peer):  # noqa: ASYNC110 - nobody tells
+            await trio.sleep(0.1)
+
+    def forget(self, peer: KeyId) -> None:
+        """A direct link that broke may be punched again."""
+        tried = self._tried.get(peer)
+        if tried is not None and tried.is_set():
+            del self._tried[peer]
+
+
+class _Punching(DCUtRProtocol):  # type: ignore[misc]
+    """The library's own loop would try each pair three times, from both sides."""
+
+    async def _auto_drive_loop(self) -> None:
+        await trio.sleep_forever()
+
+
+class _AsItListens:
+    """The host as hole punching sees it: with the address that it listens on, which Identify does not tell everybody."""
+
+    def __init__(self, host: IHost) -> None:
+        self._host = host
+
+    def get_addrs(self) -> list[Multiaddr]:
+        return list(self._host.get_transport_addrs())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)

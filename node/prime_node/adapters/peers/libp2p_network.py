@@ -1,0 +1,394 @@
+"""The peer network over libp2p: TCP, Noise, yamux, gossipsub. What NATs ask for is in libp2p_nat.py.
+
+Who waits for whom: this class lives in asyncio and hands everything to trio, in a thread of its own (trio_thread.py). There
+`_main` holds the host, its services and the loops that keep links: one sends signs of life and drops who gives none, since
+TCP alone takes minutes to notice a pulled plug; one dials the bootstrap peers again. A peer's misbehaviour ends its stream or its
+links, never the host. If the thread itself ends, every call raises Unreachable and the node goes on over HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import trio
+from libp2p.abc import IHost, INetConn, INetwork
+from libp2p.peer.id import ID
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers.libp2p_gossip import Gossip
+from prime_node.adapters.peers.libp2p_hints import Hints
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_nat import Holes
+from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
+from prime_node.adapters.peers.libp2p_streams import Serve, Streams, leads_through_relay
+from prime_node.adapters.peers.trio_thread import TrioThread
+from prime_node.ports.peers import (
+    Answer,
+    ConnectedPeer,
+    HandleAnnouncement,
+    PeerAddress,
+    Reachability,
+    RequestHandler,
+    Validate,
+)
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.peer_frames import stream_protocol
+
+log = logging.getLogger(__name__)
+
+MISSED_MAX = 3
+"""Signs of life that a peer may miss."""
+DIAL_NEXT_S = 0.25
+"""The next address of a peer is tried beside the last one after this long (RFC 8305)."""
+CLOSE_S_MAX = 3.0
+"""To part from all peers."""
+DIAL_AGAIN_S = 15.0
+"""Between attempts at a bootstrap peer that does not answer."""
+
+
+class Libp2pNetwork:
+    """Implements PeerNetwork."""
+
+    def __init__(self, key: SigningKey, *, run: str, settings: PeerSettings) -> None:
+        self._key = key
+        self._run = run
+        self._settings = settings
+        self._thread = TrioThread("libp2p")
+        self._served: dict[str, tuple[RequestHandler, int]] = {}
+        self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
+        self._known: dict[KeyId, PeerAddress] = {}
+        self._staying = {address.peer: address for address in settings.bootstrap[: limits.BOOTSTRAP_PEERS_MAX]}
+        self._blocked: set[KeyId] = set()
+        self._heard_s: dict[KeyId, float] = {}
+        self._host: IHost | None = None
+        self._streams: Streams | None = None
+        self._gossip: Gossip | None = None
+        self._hints: Hints | None = None
+        self._holes: Holes | None = None
+        self._reach: Reach | None = None
+
+    @property
+    def peer_id(self) -> KeyId:
+        return self._key.key_id
+
+    def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
+        self._served[protocol] = (handler, request_bytes_max)
+
+    def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
+        self._topics[topic] = (validate, handle)
+
+    async def start(self) -> None:
+        await self._thread.start(self._main)
+
+    async def close(self) -> None:
+        await self._thread.stop()
+        self._host = None
+
+    def addresses(self) -> tuple[str, ...]:
+        if self._settings.private or self._host is None:
+            return ()
+        bound = [str(address) for address in self._host.get_transport_addrs()]
+        named = [address for address in bound if not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))]
+        found = (*self._reach.confirmed, *self._reach.relayed) if self._reach is not None else ()
+        return tuple(dict.fromkeys((*self._settings.announce, *named, *found)))[: limits.PEER_ADDRESSES_MAX]
+
+    def reachability(self) -> Reachability:
+        if self._settings.private:
+            return Reachability.PRIVATE
+        return Reachability.UNKNOWN if self._reach is None else self._reach.found
+
+    def punched(self) -> tuple[int, int]:
+        return (0, 0) if self._holes is None else (self._holes.num_punched, self._holes.num_tried)
+
+    def connected(self) -> tuple[ConnectedPeer, ...]:
+        if self._host is None:
+            return ()
+        links = list(self._host.get_network().connections.items())
+        return tuple(
+            ConnectedPeer(str(peer), is_relayed=all(map(leads_through_relay, up)))
+            for peer, every in links
+            if (up := [link for link in list(every) if not link.is_closed])
+        )
+
+    def known(self) -> tuple[PeerAddress, ...]:
+        return tuple(self._known.values())
+
+    def learn(self, peers: tuple[PeerAddress, ...]) -> None:
+        for address in peers:
+            if address.peer in (self.peer_id, *self._blocked):
+                continue
+            self._known.pop(address.peer, None)  # the newest goes last: the oldest is forgotten first
+            self._known[address.peer] = PeerAddress(address.peer, address.addresses[: limits.PEER_ADDRESSES_MAX])
+            if len(self._known) > limits.KNOWN_PEERS_MAX:
+                self._known.pop(next(iter(self._known)))
+
+    def stay_linked(self, address: PeerAddress) -> None:
+        is_new = address.peer not in self._staying and address.peer != self.peer_id
+        if is_new and len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
+            self._staying[address.peer] = address
+            if self._host is not None:
+                self._thread.spawn(functools.partial(self._stay_linked, address))
+        elif not is_new and address.peer in self._staying:
+            self._staying[address.peer] = address  # where it is to be found now
+
+    async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
+        linked = await self._thread.call(self._connect, address, timeout_s)
+        self.learn((address,))
+        return linked
+
+    async def disconnect(self, peer: KeyId) -> None:
+        await self._thread.call(self._close_links, peer)
+
+    async def block(self, peer: KeyId, reason: str) -> None:
+        await self._thread.call(self._block, peer, reason)
+
+    async def request(
+        self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
+    ) -> bytes:
+        return await self._thread.call(self._ask, peer, protocol, payload, timeout_s, reply_bytes_max)
+
+    async def announce(self, topic: str, data: bytes) -> None:
+        if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
+            raise ValueError(f"an announcement has at most {limits.ANNOUNCEMENT_BYTES_MAX} bytes, got {len(data)}")
+        await self._thread.call(self._announce, topic, data)
+
+    async def provide(self, digest: str) -> None:
+        await self._thread.call(self._provide, digest)
+
+    async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
+        return await self._thread.call(self._providers, digest)
+
+    # In the trio thread
+
+    async def _main(self, is_ready: Callable[[], None], stopping: trio.Event) -> None:
+        host = make_host(self._key, self._settings, advertised=self._advertised)
+        listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
+        gossip = Gossip(host, self._block)
+        hints = Hints(host, run=self._run, private=self._settings.private)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(host.run(listen_addrs=listen))
+            for service in (gossip.pubsub, gossip.router, hints.table):
+                await stack.enter_async_context(background_trio_service(service))
+            await gossip.pubsub.wait_until_ready()
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            self._host, self._gossip, self._hints = host, gossip, hints
+            self._streams = streams = Streams(host, nursery)
+            holes = Holes(host, streams, nursery, serves_as_relay=self._settings.relay)
+            self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
+            self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
+            if not self._settings.private:
+                self._holes = holes
+                await stack.enter_async_context(holes.run())
+                self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
+                for name, (handler, bytes_max) in self._served.items():
+                    self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
+                nursery.start_soon(reach.look)
+            host.get_network().register_notifee(_Doorkeeper(self._blocked, hints, self._holes, nursery))
+            for topic, (validate, handle) in self._topics.items():
+                name = stream_protocol(self._run, topic)
+                await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
+            nursery.start_soon(self._keep_alive)
+            for address in self._staying.values():
+                nursery.start_soon(self._stay_linked, address)
+            is_ready()
+            await stopping.wait()
+            await self._hang_up(host)
+            nursery.cancel_scope.cancel()
+
+    async def _hang_up(self, host: IHost) -> None:
+        """Close every link, so that peers learn it now and sockets do not outlive the host."""
+        with trio.move_on_after(CLOSE_S_MAX):
+            async with trio.open_nursery() as nursery:
+                for peer in list(host.get_network().connections):
+                    nursery.start_soon(host.get_network().close_peer, peer)
+            await host.close()
+
+    def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | Answer]]:
+        async def there(asker: str, payload: bytes) -> bytes | Answer:
+            given = await self._thread.to_asyncio(handler, asker, payload)
+            if isinstance(given, Answer):
+                after = given.after
+                return Answer(given.payload, lambda: self._thread.soon(after))
+            return given
+
+        return there
+
+    def _in_asyncio(self, function: Callable[[str, bytes], Awaitable[Any]]) -> Callable[[str, bytes], Awaitable[Any]]:
+        async def there(peer: str, data: bytes) -> Any:
+            return await self._thread.to_asyncio(function, peer, data)
+
+        return there
+
+    def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
+        async def heard(peer: str, payload: bytes) -> bytes | Answer:
+            self._heard_s[peer] = trio.current_time()
+            return await answer(peer, payload)
+
+        streams.serve(stream_protocol(self._run, name), heard, request_bytes_max=request_bytes_max)
+
+    async def _ask(self, peer: KeyId, protocol: str, payload: bytes, timeout_s: float, reply_bytes_max: int) -> bytes:
+        assert self._streams is not None
+        if peer in self._blocked:
+            raise Unreachable(f"{peer} is blocked")
+        name = stream_protocol(self._run, protocol)
+        try:
+            with trio.fail_after(timeout_s):
+                reply = await self._streams.ask(peer, name, payload, reply_bytes_max=reply_bytes_max)
+        except trio.TooSlowError:
+            raise Unreachable(f"{peer} did not answer within {timeout_s:g} s") from None
+        self._heard_s[peer] = trio.current_time()
+        return reply
+
+    async def _announce(self, topic: str, data: bytes) -> None:
+        assert self._gossip is not None
+        await self._gossip.announce(stream_protocol(self._run, topic), data)
+
+    async def _provide(self, digest: str) -> None:
+        assert self._hints is not None
+        await self._hints.provide(digest)
+
+    async def _providers(self, digest: str) -> tuple[PeerAddress, ...]:
+        assert self._hints is not None
+        return await self._hints.providers(digest)
+
+    async def _connect(self, address: PeerAddress, timeout_s: float) -> ConnectedPeer:
+        assert self._streams is not None
+        peer = address.peer
+        if peer in self._blocked or peer == self.peer_id:
+            raise Unreachable(f"{peer} is {'this peer' if peer == self.peer_id else 'blocked'}")
+        if not self._streams.has_direct_link(peer):
+            direct = [text for text in address.addresses if "p2p-circuit" not in text]
+            with trio.move_on_after(timeout_s):
+                await self._dial(peer, direct[: limits.PEER_ADDRESSES_MAX])
+                if self._holes is not None and not self._streams.has_direct_link(peer):
+                    await self._call(self._holes, address)
+        if not self._streams.links(peer):
+            raise Unreachable(f"{peer}: nobody with this key answers at {', '.join(address.addresses) or 'no address'}")
+        return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
+
+    async def _call(self, holes: Holes, address: PeerAddress) -> None:
+        """Over a relay, and from there directly if a hole can be punched."""
+        assert self._streams is not None
+        if self._streams.links(address.peer):
+            await holes.punch(address.peer)
+            return
+        for text in circuits(address):
+            if await holes.call(address.peer, text):
+                return
+
+    async def _dial(self, peer: KeyId, addresses: Sequence[str]) -> None:
+        """Dial one address after the other, the next one beside the last where that takes its time; the first wins."""
+        assert self._host is not None
+        swarm = self._host.get_network()
+
+        async def attempt(text: str, failed: trio.Event) -> None:
+            try:
+                await swarm.dial_addr(Multiaddr(text), ID.from_string(peer))
+                nursery.cancel_scope.cancel()
+            except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; the next address is tried
+                log.debug("%s at %s: %r, %r", peer, text, error, error.__cause__)
+            finally:
+                failed.set()
+
+        async with trio.open_nursery() as nursery:
+            for text in addresses:
+                failed = trio.Event()
+                nursery.start_soon(attempt, text, failed)
+                with trio.move_on_after(DIAL_NEXT_S):
+                    await failed.wait()
+
+    async def _close_links(self, peer: KeyId) -> None:
+        assert self._host is not None
+        await self._host.get_network().close_peer(ID.from_string(peer))
+        self._heard_s.pop(peer, None)
+
+    async def _block(self, peer: KeyId, reason: str) -> None:
+        assert self._gossip is not None
+        if peer not in self._blocked:
+            log.warning("peer %s is blocked: %s", peer, reason)
+        self._blocked.add(peer)
+        self._known.pop(peer, None)
+        self._gossip.block(ID.from_string(peer))
+        await self._close_links(peer)
+
+    async def _keep_alive(self) -> None:
+        """Ask every peer for a sign of life, and drop who gave none for three rounds."""
+        while True:
+            await trio.sleep(self._settings.heartbeat_s)
+            now_s = trio.current_time()
+            linked = {link.peer for link in self.connected()}
+            for gone in self._heard_s.keys() - linked:
+                del self._heard_s[gone]
+            async with trio.open_nursery() as nursery:
+                for peer in linked:
+                    silent_s = now_s - self._heard_s.setdefault(peer, now_s)
+                    if silent_s > MISSED_MAX * self._settings.heartbeat_s:
+                        log.info("peer %s gave no sign of life for %.0f s: dropped", peer, silent_s)
+                        nursery.start_soon(self._close_links, peer)
+                    else:
+                        nursery.start_soon(self._ask_whether_alive, peer)
+
+    async def _ask_whether_alive(self, peer: KeyId) -> None:
+        try:
+            await self._ask(peer, ALIVE, b"", self._settings.heartbeat_s, limits.PEER_ADDRESS_CHARS_MAX)
+        except Exception as error:  # noqa: BLE001 - whatever it was, it was no sign of life; the next round decides
+            log.debug("no sign of life from %s: %r", peer, error)
+
+    async def _stay_linked(self, address: PeerAddress) -> None:
+        """Dial a bootstrap peer whenever there is no link to it."""
+        reason = ""
+        while True:
+            try:
+                await self._connect(self._staying[address.peer], 10.0)
+                reason = ""
+            except Unreachable as error:
+                if str(error) != reason:
+                    log.warning("bootstrap peer %s; trying again every %.0f s", error, DIAL_AGAIN_S)
+                reason = str(error)
+            await trio.sleep(DIAL_AGAIN_S)
+
+    def _advertised(self, candidates: Sequence[Multiaddr]) -> Sequence[Multiaddr]:
+        """What Identify tells others: what may be announced and nothing else, so no address inside a home."""
+        return [Multiaddr(address) for address in self.addresses()]
+
+
+class _Doorkeeper:
+    """Looks at every new link: closes a blocked peer's, answers a circuit with a punch, introduces the rest to the hints."""
+
+    def __init__(self, blocked: set[KeyId], hints: Hints, holes: Holes | None, nursery: trio.Nursery) -> None:
+        self._blocked = blocked
+        self._hints = hints
+        self._holes = holes
+        self._nursery = nursery
+
+    async def connected(self, network: INetwork, link: INetConn) -> None:
+        peer = str(link.muxed_conn.peer_id)
+        if peer in self._blocked:
+            await link.close()
+        elif leads_through_relay(link) and self._holes is not None:
+            self._nursery.start_soon(self._holes.punch, peer)
+        else:
+            self._nursery.start_soon(self._hints.meet, peer)
+
+    async def disconnected(self, network: INetwork, link: INetConn) -> None:
+        if self._holes is not None and not leads_through_relay(link):
+            self._holes.forget(str(link.muxed_conn.peer_id))
+
+    async def opened_stream(self, network: INetwork, stream: Any) -> None:
+        return
+
+    async def closed_stream(self, network: INetwork, stream: Any) -> None:
+        return
+
+    async def listen(self, network: INetwork, address: Multiaddr) -> None:
+        return
+
+    async def listen_close(self, network: INetwork, address: Multiaddr) -> None:
+        return

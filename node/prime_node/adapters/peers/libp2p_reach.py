@@ -1,0 +1,180 @@
+"""Can others reach this peer? On the trio side.
+
+Others are asked to dial back. A helper dials only the address that the asker's own link comes from, so it cannot be used to
+knock at a stranger's door; and it does so with a key made for the purpose, so that an answer proves a new link. (The library's
+AutoNAT never comes to a conclusion.) Where nobody gets through, a place at a relay is taken, and holes are punched on request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import trio
+from libp2p.abc import IHost
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_nat import Holes
+from prime_node.adapters.peers.libp2p_streams import Streams, leads_through_relay
+from prime_node.ports.peers import PeerAddress, Reachability
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId, SigningKey
+
+log = logging.getLogger(__name__)
+
+ALIVE, DIAL_BACK = "alive", "dial-back"
+TEXT_BYTES_MAX = limits.PEER_ADDRESSES_MAX * (limits.PEER_ADDRESS_CHARS_MAX + 1)
+"""A list of addresses, one a line."""
+DIAL_BACK_S_MAX = 5.0
+DIAL_BACKS_AT_ONCE = 4
+HELPERS_MAX = 3
+LOOK_S, LOOK_AGAIN_S = 1.0, 600.0
+"""Until there is an answer, and after it."""
+
+Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
+"""(peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
+
+
+class Reach:
+    """What one host knows of its own reachability; and its help for others."""
+
+    def __init__(
+        self,
+        host: IHost,
+        settings: PeerSettings,
+        bootstrap: Mapping[KeyId, PeerAddress],
+        streams: Streams,
+        holes: Holes,
+        ask: Ask,
+    ) -> None:
+        """`bootstrap` may grow: these peers are asked first, and a place is held at those of them that are relays."""
+        self.found = Reachability.UNKNOWN
+        self.confirmed: tuple[str, ...] = ()
+        """Addresses at which somebody has reached this peer."""
+        self.relayed: tuple[str, ...] = ()
+        """Addresses through relays that hold a place."""
+        self._host = host
+        self._settings = settings
+        self._bootstrap = bootstrap
+        self._streams = streams
+        self._holes = holes
+        self._ask = ask
+        self._helping: set[KeyId] = set()
+
+    async def look(self) -> None:
+        """Find out, and again every ten minutes: a router may have been told to forward a port meanwhile."""
+        while True:
+            await self._look_once()
+            await trio.sleep(LOOK_S if self.found is Reachability.UNKNOWN else LOOK_AGAIN_S)
+
+    async def tell_where(self, asker: KeyId, payload: bytes) -> bytes:
+        """The address that the asker's direct link comes from: how a peer behind a NAT learns its outer address."""
+        seen = self._seen_at(asker)
+        return seen[0].encode() if seen else b""
+
+    async def dial_back(self, asker: KeyId, payload: bytes) -> bytes:
+        """Dial the asker at those of the named addresses that its link comes from; answers which of them worked."""
+        hosts = {_host_of(address) for address in self._seen_at(asker)}
+        wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
+        if asker in self._helping or len(self._helping) >= DIAL_BACKS_AT_ONCE:
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "dialling back already", retry_after_s=DIAL_BACK_S_MAX)
+        self._helping.add(asker)
+        try:
+            worked = [address for address in wanted if await _reached(asker, address)]
+        finally:
+            self._helping.remove(asker)
+        return "\n".join(worked).encode()
+
+    def _seen_at(self, peer: KeyId) -> list[str]:
+        direct = [link for link in self._streams.links(peer) if not leads_through_relay(link)]
+        return [str(address).split("/p2p/")[0] for link in direct for address in link.get_transport_addresses()]
+
+    async def _look_once(self) -> None:
+        helpers = [str(peer) for peer in list(self._host.get_network().connections)]
+        helpers.sort(key=lambda peer: peer not in self._bootstrap)
+        answers = 0
+        confirmed: set[str] = set()
+        for helper in [peer for peer in helpers if self._streams.has_direct_link(peer)][:HELPERS_MAX]:
+            try:
+                candidates = await self._candidates(helper)
+                if not candidates:
+                    answers += 1  # it listens nowhere
+                    continue
+                asked = "\n".join(candidates).encode()
+                wait_s = DIAL_BACK_S_MAX * (len(candidates) + 1)
+                reply = await self._ask(helper, DIAL_BACK, asked, wait_s, TEXT_BYTES_MAX)
+            except (PeerError, Unreachable) as error:
+                log.debug("%s does not dial back: %s", helper, error)
+                continue
+            answers += 1
+            confirmed.update(set(_addresses(reply)) & set(candidates))
+            if confirmed:
+                break
+        if confirmed:
+            self.confirmed, self.relayed = tuple(sorted(confirmed)), ()
+            self._conclude(Reachability.PUBLIC)
+        elif answers:
+            self.confirmed = ()
+            self.relayed = tuple([address async for address in self._places()])
+            self._conclude(Reachability.RELAYED if self.relayed else Reachability.OUTBOUND)
+
+    async def _candidates(self, helper: KeyId) -> list[str]:
+        """Where this peer might be reached: at the address that the helper sees, on the ports that it listens on."""
+        seen = (await self._ask(helper, ALIVE, b"", DIAL_BACK_S_MAX, limits.PEER_ADDRESS_CHARS_MAX)).decode(
+            "ascii", "replace"
+        )
+        host = _host_of(seen)
+        ports = [str(address).rsplit("/tcp/", 1)[1] for address in self._host.get_transport_addrs()]
+        guessed = [f"{host}/tcp/{port}" for port in ports] if host else []
+        told = [address for address in self._settings.announce if _host_of(address) == host]
+        return list(dict.fromkeys([*told, *guessed]))[: limits.PEER_ADDRESSES_MAX]
+
+    async def _places(self) -> AsyncIterator[str]:
+        for relay in list(self._bootstrap.values()):
+            if self._streams.has_direct_link(relay.peer) and await self._holes.reserve(relay.peer):
+                for address in relay.addresses[:1]:
+                    yield f"{address}/p2p/{relay.peer}/p2p-circuit"
+
+    def _conclude(self, found: Reachability) -> None:
+        if found is not self.found:
+            log.info("this peer is %s%s", found, f" at {', '.join(self.confirmed)}" if self.confirmed else "")
+        self.found = found
+
+
+async def _reached(peer: KeyId, address: str) -> bool:
+    """Whether a connection to the address finds the peer's key there."""
+    host = make_host(SigningKey(os.urandom(32)), PeerSettings(listen=(), private=True))
+    try:
+        with trio.fail_after(DIAL_BACK_S_MAX):
+            async with host.run(listen_addrs=[]):
+                await host.get_network().dial_addr(Multiaddr(address), ID.from_string(peer))
+                await host.close()
+    except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them means no
+        log.debug("%s does not answer at %s: %r", peer, address, error)
+        return False
+    return True
+
+
+def _addresses(payload: bytes) -> list[str]:
+    """Multiaddrs of TCP, one a line. Raises PeerError(MALFORMED)."""
+    try:
+        lines = [str(Multiaddr(line)) for line in payload.decode("ascii").splitlines()[: limits.PEER_ADDRESSES_MAX]]
+    except ValueError as error:
+        raise PeerError(ErrorCode.MALFORMED, f"no list of addresses: {error}") from None
+    return [line for line in lines if _host_of(line)]
+
+
+def _host_of(address: str) -> str:
+    """Example: "/ip4/203.0.113.7" of "/ip4/203.0.113.7/tcp/4001"; "" where it is something else than TCP on IP."""
+    parts = address.split("/")
+    return "/".join(parts[:3]) if len(parts) == 5 and parts[1] in ("ip4", "ip6") and parts[3] == "tcp" else ""
+
+
+def circuits(address: PeerAddress) -> Sequence[str]:
+    """The addresses of a peer that lead through a relay."""
+    return [text for text in address.addresses if text.endswith("/p2p-circuit")]

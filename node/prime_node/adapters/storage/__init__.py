@@ -1,0 +1,1 @@
+"""Where bytes and events are kept."""

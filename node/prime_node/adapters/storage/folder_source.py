@@ -1,0 +1,80 @@
+"""A published directory as a checkpoint source, so that everything can be verified offline.
+
+    run.json                      the signed RunSpec
+    head.json                     the newest manifest's envelope; no file before the first
+    manifests/00000041.json       every manifest's envelope
+    keys/0001.json                every key ring's envelope
+    timestamp.json                the coordinator's word on which of them are the newest
+    blobs/ab/abcd...              parts and model files by digest
+
+The coordinator writes this layout (adapters/storage/folder_blobs.py); a copy of it on any disk or web server is a
+mirror. Nothing in it is trusted: whoever reads it checks signatures and digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.envelope import Envelope, open_envelope
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.limits import Limits
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FolderSource:
+    """Implements ports.transport.PublicSource. Read-only; a file that is replaced is read whole."""
+
+    def __init__(self, folder: Path, *, bounds: Limits | None = None) -> None:
+        self.folder = folder
+        self.bounds = bounds or Limits()
+
+    async def run_spec(self) -> Envelope:
+        return await self._envelope("run.json")
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no news to wait for
+        try:
+            return await self._envelope("head.json")
+        except PeerError as error:
+            if error.code is ErrorCode.NOT_FOUND and self.folder.is_dir():
+                return None
+            raise
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        return await self._envelope(f"manifests/{policy_version:08d}.json")
+
+    async def key_ring(self, version: int) -> Envelope:
+        return await self._envelope(f"keys/{version:04d}.json")
+
+    async def timestamp(self) -> Envelope:
+        return await self._envelope("timestamp.json")
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        if not _DIGEST.fullmatch(digest):
+            raise PeerError(ErrorCode.NOT_FOUND, f"no digest: {digest[:80]!r}")
+        return await asyncio.to_thread(
+            self._read, f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max, start, end
+        )
+
+    async def _envelope(self, name: str) -> Envelope:
+        return open_envelope(await asyncio.to_thread(self._read, name, limits.ENVELOPE_BYTES_MAX, 0, None))
+
+    def _read(self, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
+        try:
+            with (self.folder / name).open("rb") as file:
+                size = file.seek(0, 2)
+                stop = size if end is None else end
+                if not 0 <= start <= stop <= size:
+                    raise PeerError(ErrorCode.BAD_RANGE, f"{name} has {size} bytes, {start} to {stop} were asked for")
+                if stop - start > bytes_max:
+                    raise LimitExceeded("bytes_max", stop - start, bytes_max)
+                file.seek(start)
+                return file.read(stop - start)
+        except FileNotFoundError:
+            raise PeerError(ErrorCode.NOT_FOUND, f"{self.folder} holds no {name}") from None
+        except OSError as error:
+            raise Unreachable(f"{self.folder / name}: {error.strerror}") from None

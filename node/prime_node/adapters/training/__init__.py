@@ -1,0 +1,1 @@
+"""The train backend on torch, for one process and for many."""

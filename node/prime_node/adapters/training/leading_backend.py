@@ -1,0 +1,144 @@
+"""Rank 0 leads, the others follow: each call of the train backend is made on all ranks at once.
+
+Who waits for whom: a follower waits for rank 0's next call, as long as it takes (rank 0 may wait hours for rollouts); within a
+call all wait for one another, with the deadline of Ranks. When a process dies, its connections end, and so do the waits of
+all others; torchrun then starts every rank again.
+
+A LocalError in a call is raised on all ranks alike (the backend sees to that): rank 0 decides what becomes of it, and followers
+wait for its next call. Anything else ends the rank, and with it the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
+from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.algo.shares import Share
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainSample
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
+
+Build = Callable[[Ranks], TorchBackend]
+"""Makes this rank's backend. It travels to the followers, so it is a function of a module, or a partial of one."""
+_DISMISSED = "dismissed"
+_TAKE_COPY = "take_copy"
+DISMISSED_WITHIN_S = 60.0
+
+
+class LeadingBackend:
+    """Implements ports.train_backend.TrainBackend on rank 0. The others run `follow`."""
+
+    def __init__(self, build: Build, ranks: Ranks) -> None:
+        """Raises LocalError, on all ranks, where the backend cannot be built."""
+        assert ranks.is_first
+        self._ranks = ranks
+        ranks.lead([build] * ranks.count)
+        self._backend = build(ranks)
+        self._aside = ranks.aside()
+        self._copies = ShardCopies(ranks, self._aside)
+        self._num_copies = 0
+
+    def new_optimizer(self, settings: OptimizerSettings) -> None:
+        self._call("new_optimizer", settings)
+
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        self._backend.prepare(samples)
+
+    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        stats: StepStats = self._call("train_share", loss, lr, own=self._backend.shares(samples))
+        return stats
+
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        found: list[list[float]] = self._call("share_logprobs", len(samples), own=self._backend.shares(samples))
+        return found
+
+    def keep_proximal(self) -> None:
+        self._call("keep_proximal")
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        shares = self._backend.shares(samples)
+        found: list[list[float]] = self._call("share_proximal_logprobs", len(samples), own=shares)
+        return found
+
+    def snapshot(self) -> Weights:
+        weights: Weights = self._call("snapshot")
+        return weights
+
+    def copy(self) -> PolicyCopy:
+        number, self._num_copies = self._num_copies, self._num_copies + 1
+        self._call(_TAKE_COPY, number)
+        return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        write: Callable[[], None] = self._call("save", folder)
+        return write
+
+    def load(self, folder: Path) -> None:
+        self._call("load", folder)
+
+    def _call(self, method: str, *arguments: Any, own: Sequence[Share] = ()) -> Any:
+        """`own`: what each rank gets besides, first."""
+        calls = [(method, own[rank : rank + 1], arguments) for rank in range(self._ranks.count)]
+        self._ranks.lead(calls)
+        if method == _TAKE_COPY:
+            return self._backend.take_copy(arguments[0], self._copies)
+        return getattr(self._backend, method)(*calls[0][1], *arguments)
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Rank 0: the followers end in order. Only while they wait for a call; after any other error they end with this process."""
+    ranks.lead([_DISMISSED] * ranks.count)
+    ranks.aside().lead([None] * ranks.count)
+
+
+def follow(ranks: Ranks) -> None:
+    """Do what rank 0 calls, until it dismisses. Raises what is no LocalError."""
+    aside = ranks.aside()
+    copies = ShardCopies(ranks, aside)
+    # A daemon: when rank 0 dies, this process ends by its main thread's error, whatever the publisher was at. Dismissed, it is
+    # waited for: a thread within gloo when the interpreter ends would abort the process.
+    publishing = threading.Thread(target=follow_copies, args=(copies, aside), name="copies", daemon=True)
+    publishing.start()
+    _follow_calls(ranks, copies)
+    publishing.join(DISMISSED_WITHIN_S)
+
+
+def _follow_calls(ranks: Ranks, copies: ShardCopies) -> None:
+    build = ranks.next_call()
+    if build == _DISMISSED:
+        return
+    try:
+        backend: TorchBackend = build(ranks)
+    except LocalError as error:
+        log.info("no backend: %s", error)
+        assert ranks.next_call() == _DISMISSED  # rank 0 has the same error
+        return
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="save") as writer:
+        while (call := ranks.next_call()) != _DISMISSED:
+            method, own, arguments = call
+            try:
+                if method == _TAKE_COPY:
+                    backend.take_copy(arguments[0], copies)
+                    continue
+                result = getattr(backend, method)(*own, *arguments)
+            except LocalError as error:
+                log.info("%s: %s", method, error)
+                continue
+            if method == "save":
+                writer.submit(_write, result)
+
+
+def _write(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except LocalError as error:
+        log.warning("%s", error)

@@ -1,0 +1,107 @@
+"""How a model lies on its ranks: FSDP2 over the decoder layers and, as one more unit, over all else.
+
+fp32 master weights are what is sharded; a layer's parameters are gathered as `compute_dtype` while it computes, and gradients
+are reduced in fp32. They are summed, not averaged: the loss is divided by the whole batch's counts already, so the number of
+ranks changes nothing but the order of the sum. Embedding and head stay in one unit, for they may be tied.
+
+Traps (measured): the sum needs both settings below, on every unit, for they do not recurse; a rank that does not use a parameter
+(an expert that no token chose) crashes gloo without `set_reduce_scatter_unused_params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from prime_node.adapters.engines.torch_weights import to_weights
+from prime_node.adapters.models.policy_module import PolicyModule
+from prime_node.adapters.training.ranks import Ranks
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights, WeightTensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Settings. Example: Placement(compute_dtype="bf16", recompute=True)."""
+
+    compute_dtype: str = "fp32"
+    """Of forward and backward: fp32 or bf16. Master weights, reductions and the optimizer are fp32 always."""
+    recompute: bool = False
+    """Activation checkpointing: a layer's activations are computed again in the backward pass instead of kept."""
+    compile_backend: str | None = None
+    """A backend of torch.compile, for each layer; none computes eagerly."""
+    offload: bool = False
+    """Master weights, gradients and optimizer lie in the host's memory, and the optimizer runs there."""
+    reduce_each_pass: bool = True
+    """Gradients are reduced after each pass: little memory. False: once a step, with a whole gradient on each rank until then."""
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether torch.distributed must be there, if only with one rank."""
+        return self.compute_dtype != "fp32" or self.offload
+
+
+PLAIN = Placement()
+
+
+def arrange(policy: PolicyModule, placement: Placement, ranks: Ranks) -> None:
+    """Recomputation, compilation and sharding, in this order, in place."""
+    if placement.compute_dtype not in DTYPES:
+        raise LocalError(f"trainer.compute_dtype = {placement.compute_dtype!r}: known are {', '.join(DTYPES)}")
+    layers = decoder_layers(policy)
+    if placement.recompute:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if placement.compile_backend is not None:
+        for layer in layers:
+            layer.compile(backend=placement.compile_backend)
+    if ranks.mesh is None:
+        return
+    on_host: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda")
+    for unit in (*layers, policy):
+        fully_shard(
+            unit,
+            mesh=ranks.mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES[placement.compute_dtype], reduce_dtype=torch.float32),
+            offload_policy=on_host if placement.offload else OffloadPolicy(),
+        )
+    for module in units(policy):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)
+
+
+def decoder_layers(policy: PolicyModule) -> list[torch.nn.Module]:
+    """The modules that transformers says must stay whole: what FSDP shards one by one."""
+    kinds = set(policy.model._no_split_modules or ())
+    return [module for module in policy.model.modules() if type(module).__name__ in kinds]
+
+
+def units(policy: PolicyModule) -> Iterator[FSDPModule]:
+    return (module for module in policy.modules() if isinstance(module, FSDPModule))
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter, and the number of the first one. A tensor that is not sharded is all rows."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), int(offset[0]) if offset else 0
+
+
+def gathered(rows: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, dtype: str) -> Weights:
+    """Whole tensors of every rank's rows, rounded, one after another. A collective; HSDP's further copies bring nothing."""
+    weights: dict[str, WeightTensor] = {}
+    for name, tensor in to_weights(rows, dtype=dtype).items():
+        parts = ranks.gather(tensor if ranks.copy == 0 else None)
+        shards = [part for part in parts if part is not None]
+        shape = (sum(part.shape[0] for part in shards), *tensor.shape[1:])
+        weights[name] = WeightTensor(dtype, shape, np.concatenate([part.data for part in shards]))
+    return weights

@@ -1,0 +1,332 @@
+"""The train backend on torch: any causal language model of Hugging Face with full attention, on one process or on many.
+
+Master weights are fp32 and stay so: AdamW and gradient clipping work on them, and `snapshot` rounds a copy to bf16. Workers
+sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for the same policy
+(0.003 nats on average in the demo). That is what the importance ratio is for; where it must not be, compute on the snapshot.
+Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where that is 0), without
+the noise.
+
+A step is forward and backward over packed passes (algo/shares.py), one after another, then clipping and the optimizer. The loss
+is divided by counts of the whole batch, so the split into passes and ranks changes nothing but rounding.
+
+With `ranks` every method is a collective: all ranks call it alike. leading_backend.py is what makes rank 0 lead the others.
+
+Letters: N predictions, S distinct places that they are read from.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from prime_node.adapters.engines.torch_weights import to_weights
+from prime_node.adapters.models.lora import LoraSettings, is_adapter, merged
+from prime_node.adapters.models.policy_build import build_policy
+from prime_node.adapters.models.pretrained_model import pretrained_weights
+from prime_node.adapters.training import train_state
+from prime_node.adapters.training.packed_attention import Layout
+from prime_node.adapters.training.ranks import ALONE, Ranks
+from prime_node.adapters.training.sequence_attention import SequenceLayout
+from prime_node.adapters.training.shard_copies import ShardCopies
+from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, gathered, local_rows, units
+from prime_node.adapters.training.torch_batch import Tallies, drift, loss_inputs
+from prime_node.adapters.training.torch_optimizers import make_optimizer
+from prime_node.adapters.training.tree_attention import TreeLayout
+from prime_node.algo.losses import LOG_RATIO_ABS
+from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
+from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, Share, shares
+from prime_node.broadcast.publish.whole_copy import WholeCopy
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainingDiverged, TrainSample
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import Weights
+
+PREPARED_MAX = 2
+"""Batches that are packed ahead and not used yet."""
+_NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
+"""What a rank computes, and forgets, while others have more passes than it."""
+
+
+class TorchBackend:
+    """Implements ports.train_backend.TrainBackend."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        weights: Weights | None = None,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        published_dtype: str = "bf16",
+        packing: Packing = Packing.TREE,
+        row_tokens: int = 128,
+        micro_batch_tokens: int = 16_384,
+        device: str = "cpu",
+        threads: int | None = None,
+        ranks: Ranks = ALONE,
+        placement: Placement = PLAIN,
+        lora: LoraSettings | None = None,
+    ) -> None:
+        """A model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
+
+        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.shares); `threads` sets torch's for the process.
+        Raises LocalError.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._device = torch.device(device)
+        self._published_dtype = published_dtype
+        self._ranks = ranks
+        self._placement = placement
+        self._policy = build_policy(
+            model_folder,
+            weights,
+            seed=seed,
+            temperature=temperature or 1.0,
+            device=self._device,
+            ranks=ranks,
+            placement=placement,
+            lora=lora,
+        )
+        self.packing = PackingSettings(
+            packing,
+            row_tokens=row_tokens,
+            micro_batch_tokens=micro_batch_tokens,
+            quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
+        )
+        self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
+        self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
+        self._proximal: list[Tensor] = []
+        self._prepared: deque[tuple[Sequence[TrainSample], list[Share]]] = deque(maxlen=PREPARED_MAX)
+        self.new_optimizer(OptimizerSettings())
+
+    def new_optimizer(self, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self._optimizer = make_optimizer(trained, settings)
+
+    def shares(self, samples: Sequence[TrainSample]) -> list[Share]:
+        """What each rank computes of a batch; at once where it was prepared. Raises LocalError."""
+        return next((made for prepared, made in self._prepared if prepared is samples), None) or self._cut(samples)
+
+    def _cut(self, samples: Sequence[TrainSample]) -> list[Share]:
+        longest = max(
+            (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
+        )
+        if longest > self._positions_max:
+            raise LocalError(
+                f"a sequence of {longest:,} tokens is longer than the model's max_position_embeddings = {self._positions_max:,}; "
+                "lower the run's prompt_tokens_max or completion_tokens_max"
+            )
+        return shares(samples, self.packing, ranks=self._ranks.count)
+
+    def prepare(self, samples: Sequence[TrainSample]) -> None:
+        self._prepared.append((samples, self._cut(samples)))
+
+    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+        return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
+
+    def train_share(self, share: Share, loss: Loss, lr: float) -> StepStats:
+        """This rank's part of a step."""
+        if share.num_tokens == 0:
+            return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
+        began_s = time.perf_counter()
+        denominator = loss.denominator(num_tokens=share.num_tokens, num_sequences=share.num_sequences)
+        loss_sum = 0.0
+        tallies = Tallies()
+        for one in self._passes(share):
+            logprobs_N, entropies_N = self._forward(one.packed)
+            if not one.places:
+                torch.autograd.backward(logprobs_N.sum() * 0.0)
+                continue
+            inputs = loss_inputs(logprobs_N, one.samples)
+            outputs = loss(inputs)
+            torch.autograd.backward(outputs.loss / denominator)
+            loss_sum += outputs.loss.item()
+            tallies.add(outputs.metrics)
+            tallies.add(drift(inputs, entropies_N))
+        reduced_s = time.perf_counter()
+        grad_norm = self._optimizer_step(lr)
+        ended_s = time.perf_counter()
+        means = tallies.means(self._ranks)
+        return StepStats(
+            loss=self._ranks.sum([loss_sum])[0] / denominator,
+            grad_norm=grad_norm,
+            num_tokens=share.num_tokens,
+            log_ratio_abs=means.pop(LOG_RATIO_ABS, 0.0),
+            metrics=means,
+            work={
+                "packing_share": share.packing_share,
+                "balance_share": share.balance_share,
+                "sharing_ratio": share.sharing_ratio,
+                "num_computed_tokens": share.computed_tokens,
+                "ranks": self._ranks.count,
+                "model_flops": 6.0 * self._num_parameters * share.computed_tokens,
+                "passes_seconds": reduced_s - began_s,
+                "optimizer_seconds": ended_s - reduced_s,
+                **self._memory(),
+            },
+        )
+
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        return self.share_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def share_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+        """Of the whole batch, on every rank."""
+        found: dict[int, list[float]] = {}
+        with torch.no_grad():
+            for one in self._passes(share):
+                values = self._forward(one.packed)[0].tolist()
+                start = 0
+                for place, sample in zip(one.places, one.samples, strict=False):
+                    end = start + len(sample.completion_token_ids)
+                    found[place] = values[start:end]
+                    start = end
+        everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
+        return [everywhere[place] for place in range(num_samples)]
+
+    def keep_proximal(self) -> None:
+        self._proximal = self._copied()
+
+    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        return self.share_proximal_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def share_proximal_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+        """Of the whole batch, on every rank."""
+        assert self._proximal, "no proximal policy has been kept"
+        present = self._copied()
+        try:
+            self._put(self._proximal)
+            return self.share_logprobs(share, num_samples)
+        finally:
+            self._put(present)
+
+    @torch.no_grad()
+    def _copied(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._policy.parameters()]
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._policy.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    def snapshot(self) -> Weights:
+        """Whole. On several ranks it is gathered tensor by tensor, and rank 0 alone has it: for models that one host can hold."""
+        if self._ranks.mesh is None:
+            return to_weights(self._published(), dtype=self._published_dtype)
+        return gathered(self._published(), self._ranks, dtype=self._published_dtype)
+
+    def copy(self) -> PolicyCopy:
+        assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy"
+        return WholeCopy(self.snapshot())
+
+    def take_copy(self, number: int, copies: ShardCopies) -> None:
+        """This rank's rows, for the publisher."""
+        copies.take(number, self._published(), dtype=self._published_dtype)
+
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors of one policy."""
+        size = DTYPES[self._published_dtype].itemsize
+        return size * sum(
+            int(tensor.numel()) for name, tensor in self._policy.model.named_parameters() if not is_adapter(name)
+        )
+
+    def state_bytes(self) -> int:
+        """What this rank holds between two steps: its rows of the weights, and what the optimizer remembers of them."""
+        held = [local_rows(parameter)[0] for parameter in self._policy.parameters()]
+        for state in self._optimizer.state.values():
+            held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        settings = json.dumps(asdict(self._settings)).encode()
+        state = train_state.copied(self._policy.model, self._optimizer, self._ranks, note=settings)
+        return train_state.writer(state, folder, self._ranks)
+
+    def load(self, folder: Path) -> None:
+        settings = json.loads(train_state.note_of(folder, self._ranks))
+        self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
+        train_state.restore(self._policy.model, self._optimizer, folder, self._ranks)
+
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's tensors under the model's own names; this rank's rows where they are sharded."""
+        return merged(self._policy.model)
+
+    def _passes(self, share: Share) -> Iterator[Pass]:
+        """As many on every rank, for each is a collective; gradients are reduced after the last, or after each."""
+        if share.num_passes > len(share.passes):
+            empty = Pass(pack_sequences([_NOTHING], micro_batch_tokens=1)[0], (), ())
+            passes = (*share.passes, *(empty,) * (share.num_passes - len(share.passes)))
+        else:
+            passes = share.passes
+        for number, one in enumerate(passes):
+            is_last = number == len(passes) - 1
+            for unit in units(self._policy):
+                unit.set_requires_gradient_sync(is_last or self._placement.reduce_each_pass, recurse=False)
+                unit.set_is_last_backward(is_last)
+            yield one
+
+    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """[N] nats and entropies of the predictions."""
+        sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
+        row_N = self._to_device(row_of_N)
+        logprobs_N, entropies_S = self._policy(
+            self._to_device(packed.token_ids)[None],
+            self._to_device(packed.positions)[None],
+            self._to_device(sources_S),
+            row_N,
+            self._to_device(packed.targets_N),
+            layout=self._layout(packed),
+        )
+        return logprobs_N, entropies_S[row_N]
+
+    def _layout(self, packed: Packed) -> Layout:
+        if isinstance(packed, PackedSequences):
+            return SequenceLayout.of(packed.lengths, device=self._device)
+        return TreeLayout.of(packed, device=self._device, dtype=DTYPES[self._placement.compute_dtype])
+
+    def _optimizer_step(self, lr: float) -> float:
+        norm_tensor = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.grad_norm_max)
+        norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
+        if not norm < float("inf"):
+            self._optimizer.zero_grad()
+            raise TrainingDiverged(
+                f"the gradient's norm is {norm}; lower the learning rate, and go on from the last checkpoint"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _memory(self) -> dict[str, float]:
+        """The most that this rank's device has held at once since the last step."""
+        if self._device.type != "cuda":
+            return {}
+        peak = float(torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return {"device_memory_bytes_max": peak}
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def make_backend(ranks: Ranks, *, initial_weights: str | None, device: str, **settings: Any) -> TorchBackend:
+    """A rank's backend by TorchBackend's own settings; of several GPUs it takes the one that is this rank's.
+
+    `initial_weights`: a folder or a hub's model name, of which each rank reads its own rows. Raises LocalError.
+    """
+    here = f"{device}:{torch.cuda.current_device()}" if device == "cuda" else device
+    weights = None if initial_weights is None else pretrained_weights(initial_weights)
+    return TorchBackend(weights=weights, ranks=ranks, device=here, **settings)

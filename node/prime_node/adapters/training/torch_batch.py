@@ -1,0 +1,94 @@
+"""Between samples and a loss: what every torch backend does alike.
+
+Letters: N completion tokens of the samples, one sample's after another's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from prime_node.adapters.training.ranks import ALONE, Ranks
+from prime_node.algo.losses import LossInputs
+from prime_node.algo.losses.base import LOG_RATIO_MAX
+from prime_node.ports.train_backend import TrainingMode, TrainSample
+
+
+def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInputs:
+    """The trainer's logprobs of these samples' completions, and beside them all that the samples bring."""
+    device = logprobs_N.device
+    lengths = [len(sample.completion_token_ids) for sample in samples]
+
+    def column(values_of: Callable[[TrainSample], Sequence[float]], *, empty: float) -> Tensor:
+        values = [
+            value
+            for sample, length in zip(samples, lengths, strict=True)
+            for value in values_of(sample) or [empty] * length
+        ]
+        return torch.tensor(values, device=device)
+
+    def column_if_any(values_of: Callable[[TrainSample], Sequence[float]]) -> Tensor | None:
+        """NaN where a sample has none: whoever uses it all the same fails loudly."""
+        return column(values_of, empty=math.nan) if any(map(values_of, samples)) else None
+
+    advantages = torch.tensor([sample.advantage for sample in samples], device=device)
+    return LossInputs(
+        trainer_logprobs=logprobs_N,
+        inference_logprobs=column(lambda sample: sample.inference_logprobs, empty=0.0),
+        advantages=advantages.repeat_interleave(torch.tensor(lengths, device=device)),
+        loss_mask=column(lambda sample: sample.loss_mask, empty=True).bool(),
+        teacher_logprobs=column_if_any(lambda sample: sample.teacher_logprobs),
+        prox_logprobs=column_if_any(lambda sample: sample.prox_logprobs),
+        lengths=tuple(lengths),
+        modes=tuple(sample.mode for sample in samples),
+    )
+
+
+def drift(inputs: LossInputs, entropies_N: Tensor) -> dict[str, Tensor]:
+    """[2] tallies of how far trainer and inference are apart, over the trained tokens and over all that were sampled.
+
+    `kl` is the estimator r - 1 - log r of KL(inference || trainer) (http://joschu.net/blog/kl-approx.html), never negative.
+    """
+    lengths = torch.tensor(inputs.lengths, device=entropies_N.device)
+    sampled = torch.tensor([mode is not TrainingMode.SFT for mode in inputs.modes], device=entropies_N.device)
+    sampled_N = sampled.repeat_interleave(lengths)
+    distance_N = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    ratio_N = distance_N.exp()
+    kl_N = ratio_N - 1.0 - distance_N
+    trained_N = inputs.loss_mask
+    return {
+        "entropy_mean": _tally(entropies_N, trained_N),
+        "kl_mean": _tally(kl_N, trained_N & sampled_N),
+        "kl_unmasked_mean": _tally(kl_N, sampled_N),
+        "ratio_unmasked_mean": _tally(ratio_N, sampled_N),
+    }
+
+
+def _tally(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().to(values.dtype)])
+
+
+class Tallies:
+    """Metrics of several micro-batches: [2] each, the sum over tokens and their number."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        """Of this rank, which may lack a name that others have."""
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, tally in metrics.items():
+            self.sums[name] = self.sums[name] + tally if name in self.sums else tally
+
+    def means(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Over all ranks; a collective."""
+        totals: dict[str, list[float]] = {}
+        for rank in ranks.gather(self._listed()):
+            for name, tally in rank.items():
+                totals[name] = [have + more for have, more in zip(totals.get(name, (0.0, 0.0)), tally, strict=True)]
+        return {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
+
+    def _listed(self) -> dict[str, list[float]]:
+        return {name: tally.tolist() for name, tally in self.sums.items()}

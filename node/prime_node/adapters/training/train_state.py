@@ -1,0 +1,143 @@
+"""Model, optimizer and random state in torch's distributed checkpoint format (DCP), the same for any number of ranks.
+
+    model.NAME                  parameters that are trained; frozen ones follow from how the model was built
+    optimizer.NAME.KEY          what the optimizer remembers of each
+    random.RANK                 torch's generator on each rank
+    note                        bytes of whoever saved it
+
+Names of what is one rank's own bear the rank: the same name on two ranks would silently keep one of them. A checkpoint of one
+process is read by many and the other way round; DCP cuts the tensors anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from prime_node.adapters.training.ranks import Ranks
+from prime_protocol.errors import LocalError
+
+
+def copied(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
+    """The state at this moment, in the host's memory: later steps do not change it. `note` is the same on all ranks."""
+    state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
+    for name, parameter in _trained(model):
+        state[f"model.{name}"] = _copy(parameter.detach())
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{key}"] = _copy(value) if isinstance(value, Tensor) else value
+    return state
+
+
+def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], None]:
+    """What writes it, durably; a collective of its own, for one thread of each rank. It raises LocalError on all of them."""
+
+    def write() -> None:
+        try:
+            with _without_advice():
+                save(
+                    state,
+                    storage_writer=FileSystemWriter(folder, sync_files=True),
+                    process_group=ranks.save_group,
+                    no_dist=ranks.mesh is None,
+                )
+        except (CheckpointException, OSError, RuntimeError) as error:  # the first is a BaseException
+            reason = _reason(error)
+            if "unexpected pos" in reason:  # all that torch's zip writer says where the system refuses a write
+                free_mb = shutil.disk_usage(folder).free // 2**20
+                reason += f": a file could not be written whole; is the disk full? {free_mb} MiB are free in {folder}"
+            raise LocalError(reason) from None
+
+    return write
+
+
+def note_of(folder: Path, ranks: Ranks) -> bytes:
+    """What was noted. Raises LocalError where there is no checkpoint to be read."""
+    reader = FileSystemReader(folder)
+    try:
+        stored = reader.read_metadata().state_dict_metadata["note"]
+        assert isinstance(stored, TensorStorageMetadata)
+        state = {"note": torch.empty(stored.size, dtype=torch.uint8)}
+        with _without_advice():
+            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
+    except (CheckpointException, KeyError, OSError, RuntimeError) as error:
+        raise LocalError(f"checkpoint {folder} cannot be taken up: {_reason(error)}") from None
+    return state["note"].numpy().tobytes()
+
+
+def restore(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
+    """Continue where the state was copied. Raises LocalError."""
+    reader = FileSystemReader(folder)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in _trained(model)}
+        own = f"random.{ranks.rank}"
+        if own in stored:
+            state[own] = torch.get_rng_state()
+        for name, parameter in _trained(model):
+            prefix = f"optimizer.{name}."
+            for key in (key for key in stored if key.startswith(prefix)):
+                state[key] = _room_for(stored[key], parameter)
+        with _without_advice():
+            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise LocalError(f"checkpoint {folder} cannot be taken up: {_reason(error)}") from None
+    if own in stored:
+        torch.set_rng_state(state[own])
+    optimizer.state.clear()
+    for name, parameter in _trained(model):
+        prefix = f"optimizer.{name}."
+        found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if found:
+            optimizer.state[parameter] = found
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """DCP warns each time that one process without torch.distributed is one process, even where it is told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _trained(model: Any) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    host = tensor.detach().cpu()
+    return host.clone() if not tensor.is_cuda else host
+
+
+def _room_for(stored: Any, parameter: Tensor) -> Any:
+    """A tensor laid out as the parameter where it has the parameter's shape; else one that every rank holds whole."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if stored.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=stored.properties.dtype).detach()
+    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def _reason(error: BaseException) -> str:
+    """Of the first rank that failed, as the system said it."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {cause}"
+    return str(error)

@@ -1,0 +1,320 @@
+"""The coordinator over HTTP, for workers, validators and the trainer. SPEC.md, section "HTTP".
+
+Nothing that a server sends is trusted. Every answer is read up to a bound of its own; redirects, compression
+and cookies are refused; whatever makes no sense becomes a PeerError, and silence becomes Unreachable.
+
+There is no fixed total time for a request: a 16 MB part over a poor line may take long and still be fine. A
+request ends when nothing moved for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow
+retrieval, as The Update Framework calls it).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+
+import aiohttp
+
+from prime_node.adapters.web.http_answers import (
+    STALL_S,
+    Patience,
+    Refusal,
+    error_of,
+    nonsense,
+    pieces,
+    read_bounded,
+    sensible,
+    sensible_envelope,
+)
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
+from prime_protocol.messages import (
+    AdminRequest,
+    BatchRequest,
+    BlobHeader,
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseRequest,
+    LeaveRequest,
+    NotYet,
+    PeersReply,
+    PeersRequest,
+    ReceiptList,
+    ReceiptsRequest,
+    Request,
+    ReturnLeaseRequest,
+    Stamped,
+    UploadReply,
+)
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
+
+CONNECT_S_MAX = 10.0
+"""To open a connection."""
+READ_BYTES = 2**19
+"""Read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
+ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
+"""Any answer that is no blob and no bundle."""
+
+Reply = TypeVar("Reply", bound=WireModel)
+
+
+class HttpClient:
+    """Implements WorkerPort, ValidatorPort, TrainerPort and PublicSource. Without a key it may only read.
+
+    `bounds` may be set to the run's limits once the RunSpec is verified.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str,
+        clock: Clock,
+        key: SigningKey | None = None,
+        bounds: Limits | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.bounds = bounds or Limits()
+        self._run = run
+        self._clock = clock
+        self._key = key
+        self._stall_s = stall_s
+        self._session: aiohttp.ClientSession | None = None
+        self._head: tuple[str, Envelope] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # Public: where checkpoints come from
+
+    async def run_spec(self) -> Envelope:
+        return await self._statement("/v1/run", limits.RUN_SPEC_BYTES_MAX)
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        sent = {"If-None-Match": self._head[0]} if self._head else {}
+        if wait_s >= 1.0:
+            sent["Prefer"] = f"wait={int(wait_s)}"
+        status, body, headers = await self._exchange("GET", "/v1/head", headers=sent, wait_s=wait_s)
+        if status == 204:
+            return None
+        if status == 304 and self._head:
+            return self._head[1]
+        envelope = open_envelope(body)
+        tag = headers.get("ETag")
+        self._head = (tag, envelope) if tag else None
+        return envelope
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        _, body, _ = await self._exchange("GET", f"/v1/manifests/{policy_version}")
+        return open_envelope(body)
+
+    async def key_ring(self, version: int) -> Envelope:
+        return await self._statement(f"/v1/keys/{version}", limits.KEY_RING_BYTES_MAX)
+
+    async def timestamp(self) -> Envelope:
+        return await self._statement("/v1/timestamp", limits.TIMESTAMP_BYTES_MAX)
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        wanted = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        if end is not None and end <= start:
+            return b""
+        bytes_max = self.bounds.blob_bytes_max if end is None else end - start
+        status, body, _ = await self._exchange("GET", f"/v1/blobs/{digest}", headers=wanted, bytes_max=bytes_max)
+        if wanted and status != 206 and not (start == 0 and end == len(body)):
+            raise PeerError(ErrorCode.BAD_RANGE, f"{self.url} ignores byte ranges")
+        return body
+
+    # Worker
+
+    async def join(self, request: JoinRequest) -> JoinReply:
+        return await self._ask_for(JoinReply, request)
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        return await self._ask_for(HeartbeatReply, request)
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        return await self._ask_for_envelope(request, wait_s=request.wait_s)
+
+    async def return_lease(self, request: ReturnLeaseRequest) -> None:
+        await self._ask(request)
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        _, body = await self._post("/v1/rollouts", parcel)
+        return sensible(body, UploadReply)
+
+    async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
+        return await self._ask_for(ReceiptList, request)
+
+    async def leave(self, request: LeaveRequest) -> None:
+        await self._ask(request)
+
+    # Validator
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        status, body = await self._ask(request, wait_s=request.wait_s)
+        return sensible(body, NotYet) if status == 202 else sensible(body, CheckTask)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
+        _, body = await self._ask(request, bytes_max=bytes_max)
+        if digest_of(body) != request.bundle:
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
+        return body
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        await self._ask(request)
+
+    # Trainer
+
+    async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        return await self._ask_for_envelope(request, wait_s=request.wait_s)
+
+    async def put_blob(self, data: bytes) -> str:
+        header = BlobHeader(
+            body_digest=digest_of(data),
+            body_bytes=len(data),
+            run=self._run,
+            issued_at_ms=self._clock.now_ms(),
+        )
+        await self._exchange("POST", "/v1/blobs", body=pack_parcel(header, data, PayloadType.BLOB, self._signing_key()))
+        return header.body_digest
+
+    async def publish(self, manifest: Envelope) -> None:
+        await self._post("/v1/manifests", manifest.to_bytes())
+
+    # Peers
+
+    async def find_peers(self, request: PeersRequest) -> PeersReply:
+        return await self._ask_for(PeersReply, request)
+
+    # Operator
+
+    async def admin(self, request: AdminRequest) -> None:
+        await self._ask(request)
+
+    async def add_key_ring(self, ring: Envelope) -> None:
+        """Idempotent for the newest ring."""
+        await self._post("/v1/keys", ring.to_bytes())
+
+    # How a request is made
+
+    async def _statement(self, path: str, payload_bytes_max: int) -> Envelope:
+        """An envelope of a bounded payload, in base64 and with its signatures."""
+        bytes_max = payload_bytes_max * 3 // 2 + 4_096
+        _, body, _ = await self._exchange("GET", path, bytes_max=bytes_max)
+        return open_envelope(body, bytes_max=bytes_max)
+
+    async def _ask_for(self, reply: type[Reply], request: Request) -> Reply:
+        _, body = await self._ask(request)
+        return sensible(body, reply)
+
+    async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
+        status, body = await self._ask(request, wait_s=wait_s)
+        return sensible(body, NotYet) if status == 202 else sensible_envelope(body)
+
+    async def _ask(
+        self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> tuple[int, bytes]:
+        stamped = Stamped(
+            run=self._run, nonce=secrets.token_hex(16), issued_at_ms=self._clock.now_ms(), request=request
+        )
+        envelope = seal(stamped, PayloadType.REQUEST, self._signing_key())
+        path = "admin" if isinstance(request, AdminRequest) else request.action
+        return await self._post(f"/v1/{path}", envelope.to_bytes(), wait_s=wait_s, bytes_max=bytes_max)
+
+    async def _post(
+        self, path: str, body: bytes, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> tuple[int, bytes]:
+        """Raises Refusal where the coordinator itself says no; whatever else stands in the way may pass."""
+        try:
+            status, answer, _ = await self._exchange("POST", path, body=body, wait_s=wait_s, bytes_max=bytes_max)
+        except Refusal:
+            raise
+        except PeerError as error:
+            raise nonsense(error) from None
+        return status, answer
+
+    def _signing_key(self) -> SigningKey:
+        assert self._key is not None, "this client was made without a key: it may only read"
+        return self._key
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+        bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request and its whole answer: status below 400, body, headers. Raises PeerError or
+        Unreachable."""
+        try:
+            async with Patience(self._stall_s, wait_s=wait_s) as patience:
+                sent = {**self._standing_headers(), **(headers or {})}
+                if body is not None:
+                    sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
+                async with self._connected().request(
+                    method,
+                    self.url + path,
+                    data=None if body is None else pieces(body, patience),
+                    headers=sent,
+                    allow_redirects=False,
+                ) as answer:
+                    patience.answered()
+                    if "Content-Encoding" in answer.headers:
+                        raise PeerError(ErrorCode.MALFORMED, f"{self.url} compresses its answer unasked")
+                    if answer.status >= 400:
+                        raise await error_of(answer, patience, self._clock)
+                    if 300 <= answer.status < 400 and answer.status != 304:
+                        raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
+                    return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
+        except TimeoutError:
+            raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
+        except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
+            raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+
+    def _standing_headers(self) -> Mapping[str, str]:
+        """Sent with every request."""
+        return {}
+
+    def _connected(self) -> aiohttp.ClientSession:
+        """The one session, made on first use because it belongs to the running loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
+                read_bufsize=READ_BYTES,
+            )
+        return self._session

@@ -1,0 +1,113 @@
+"""A link to a peer over HTTP, and the coordinator's dial-back. SPEC.md, section "Peers".
+
+A peer answers on the same paths as a coordinator's public half; it may be anybody, so its answers are bounded the same way, and
+its bytes prove themselves. Connections are kept: to learn of a delta and to fetch it costs no handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import aiohttp
+
+from prime_node.adapters.web.http_answers import Patience, error_of, read_bounded
+from prime_node.adapters.web.http_client import CONNECT_S_MAX, HttpClient
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.envelope import parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.limits import Limits
+from prime_protocol.peers import PeerNews, check_answer
+
+SILENCE_S_MAX = 45.0
+"""A peer sends a line every 15 seconds, if only to show that it is there."""
+DIAL_S_MAX = 5.0
+CONNECTIONS_MAX = 20
+"""To one peer: more than requests that the picker keeps open there, and the news."""
+
+
+class HttpPeer(HttpClient):
+    """Implements ports.swarm.PeerLink."""
+
+    def __init__(
+        self, url: str, *, run: str, clock: Clock, bounds: Limits, authorization: Callable[[], str | None]
+    ) -> None:
+        """`authorization` is the header that shows our ticket to this peer; None before we have one."""
+        super().__init__(url, run=run, clock=clock, bounds=bounds)
+        self._authorization = authorization
+
+    def _standing_headers(self) -> Mapping[str, str]:
+        shown = self._authorization()
+        return {} if shown is None else {"Authorization": shown}
+
+    async def news(self) -> AsyncIterator[PeerNews]:
+        try:
+            async with self._connected().get(
+                f"{self.url}/v1/have", headers=dict(self._standing_headers()), allow_redirects=False
+            ) as answer:
+                if answer.status >= 400:
+                    async with Patience(self._stall_s, wait_s=0.0) as patience:
+                        raise await error_of(answer, patience, self._clock)
+                async for line in _lines(answer):
+                    yield parse_json(line, PeerNews)
+        except TimeoutError:
+            raise Unreachable(f"{self.url} has fallen silent") from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+        raise Unreachable(f"{self.url} has closed the link")
+
+    async def peers(self) -> str:
+        _, body, _ = await self._exchange("GET", "/v1/peers", bytes_max=limits.PEER_LIST_BYTES_MAX)
+        try:
+            return body.decode()
+        except UnicodeDecodeError:
+            raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The lines of a body that does not end, each bounded in length and in the time that it takes to come."""
+    rest = bytearray()
+    while True:
+        async with asyncio.timeout(SILENCE_S_MAX):
+            data = await answer.content.readany()
+        if not data:
+            return
+        rest += data
+        *whole, last = rest.split(b"\n")
+        for line in whole:
+            yield bytes(line)
+        rest = bytearray(last)
+        if len(rest) > limits.PEER_NEWS_BYTES_MAX:
+            raise LimitExceeded("PEER_NEWS_BYTES_MAX", None, limits.PEER_NEWS_BYTES_MAX)
+
+
+class HttpDialBack:
+    """Implements ports.swarm.DialBack."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    async def answers(self, url: str, peer: KeyId) -> bool:
+        nonce = secrets.token_hex(16)
+        timeout = aiohttp.ClientTimeout(total=DIAL_S_MAX, sock_connect=min(CONNECT_S_MAX, DIAL_S_MAX))
+        with contextlib.suppress(aiohttp.ClientError, PeerError, OSError, TimeoutError, ValueError):
+            async with (
+                aiohttp.ClientSession(
+                    timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+                ) as session,
+                session.get(f"{url}/v1/identity", headers={"Prime-Nonce": nonce}, allow_redirects=False) as answer,
+                Patience(DIAL_S_MAX, wait_s=0.0) as patience,
+            ):
+                if answer.status != 200:
+                    return False
+                body = await read_bounded(answer, patience, bytes_max=limits.PEER_TICKET_BYTES_MAX)
+                check_answer(body, peer, self._run, nonce)
+                return True
+        return False

@@ -1,0 +1,1 @@
+"""Checks of published checkpoints by anybody, and exports."""

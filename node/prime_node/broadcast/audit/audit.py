@@ -1,0 +1,266 @@
+"""Is a published checkpoint what it claims to be? Numbered checks over any source, without torch.
+
+    (1) the RunSpec has the pinned digest, its root keys signed it, and a threshold of them each key ring
+    (2) the trainer of its day signed every manifest
+    (3) every manifest's content holds: schema, limits, tensor table, encodings
+    (4) the manifests form one chain up to the head, and the source shows no second one
+    (5) every part and index has its digest, and each index fills its parts and covers its tensors
+    (6) every chunk has its digest
+    (7) every tensor decodes to its digest, and all of them to the state root
+    (8) the model files are the ones that the RunSpec names
+    (9) nothing newer is kept back: the coordinator's timestamp names this head, and holds
+
+A policy may have several encodings. Of one policy the cheapest way that is kept is taken; with `chain` all of every policy are
+decoded, and each must give the same tensors.
+
+The audit stops at the first thing that does not hold. Each check says what it established and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.audit.audit_manifests import ManifestAudit, Step
+from prime_node.broadcast.audit.audit_report import TITLES, AuditReport, Check
+from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, CheckFailed, feed_parts
+from prime_node.ports.transport import PublicSource, Unreachable
+from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import ChunkIndex, open_index
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import Encoding, Manifest, SignedManifest
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights
+
+__all__ = ["TITLES", "Audit", "AuditReport", "Check", "Step", "Verified", "audit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What an audit has found to hold, for whoever goes on with it: an export, a comparison."""
+
+    run: PinnedRun
+    signed: SignedManifest
+    weights: Weights
+    model_files: Mapping[str, bytes]
+
+
+async def audit(
+    source: PublicSource,
+    run: str | None,
+    *,
+    chain: bool = False,
+    policy_version: int | None = None,
+    now_ms: int | None = None,
+    on_check: Callable[[Check], None] = lambda _: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    on_total: Callable[[int], None] = lambda _: None,
+    on_verified: Callable[[Verified], None] | None = None,
+) -> AuditReport:
+    """Check the head, or policy `policy_version` and how the head follows from it, or with `chain` everything
+    from policy 0 to the head.
+
+    `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so.
+    By `now_ms` the source must be fresh; None takes it for a copy.
+    Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no
+    forgery. `on_total` hears how many bytes there are, `on_bytes` of each part that was hashed, and
+    `on_verified` gets the policy asked for, once every check has passed. Never raises for what a source does.
+    """
+    work = Audit(source, on_check, now_ms, on_bytes=on_bytes, on_total=on_total, keep_weights=on_verified is not None)
+    try:
+        await work.all_checks(run, chain=chain, policy_version=policy_version)
+    except (PeerError, Unreachable) as error:
+        work.stop(error)
+        return work.report()
+    if on_verified is not None:
+        on_verified(work.verified())
+    return work.report()
+
+
+@dataclass
+class Audit(ManifestAudit):
+    """One audit under way."""
+
+    on_bytes: Callable[[int], None] = lambda _: None
+    on_total: Callable[[int], None] = lambda _: None
+    keep_weights: bool = False
+    """Whether the wanted policy's weights and the model files outlive their check."""
+    weights: Weights | None = None
+    model_files: dict[str, bytes] = field(default_factory=dict)
+    num_parts: int = 0
+    num_chunks: int = 0
+    num_tensors: int = 0
+    num_policies: int = 0
+    num_absent: int = 0
+    """Policies before the head whose bytes are no longer kept."""
+    num_bytes: int = 0
+    decoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARTS_AT_ONCE, "decode"))
+    """Threads for the chunks of a part and for tensors, beside those that read; they end with the audit."""
+    roots: dict[int, str] = field(default_factory=dict)
+    """State roots of the policies that were decoded: a base among them needs no hashing again."""
+
+    async def all_checks(self, run: str | None, *, chain: bool, policy_version: int | None) -> None:
+        path = await self.manifests(run, chain=chain, policy_version=policy_version)
+        assert self.pinned is not None
+        assert self.head is not None
+        self.on_total(sum(self.sizes.values() if chain else (encoding.sent_bytes for _, encoding in path)))
+        await (self._all_bytes(self.head) if chain else self._bytes_of(path))
+        self._about_bytes()
+        await self._model_files()
+        self.established(8, f"{len(self.pinned.spec.model_files)} files have the digests of the RunSpec")
+        self.freshness()
+
+    def verified(self) -> Verified:
+        assert self.pinned is not None
+        assert self.wanted is not None
+        assert self.weights is not None
+        return Verified(self.pinned, self.wanted, self.weights, self.model_files)
+
+    # (5) to (7)
+
+    async def _bytes_of(self, path: list[Step]) -> None:
+        """The bytes of the cheapest way that is still kept."""
+        assert self.wanted is not None
+        while True:
+            weights: Weights | None = None
+            for manifest, encoding in path:
+                try:
+                    weights = await self._decode(manifest, encoding, weights)
+                except PeerError as error:
+                    if error.code is not ErrorCode.NOT_FOUND:
+                        raise
+                    self.closed.add((manifest.policy_version, encoding.base_version))
+                    missing = error
+                    break
+            else:
+                self.num_policies += len(path)
+                return
+            try:
+                path = await self.path_to(self.wanted)
+            except PeerError:
+                self.at = 5
+                raise missing from None
+
+    async def _all_bytes(self, head: SignedManifest) -> None:
+        """Every encoding of every policy from 0 to the head; weights are held while a later delta needs them."""
+        assert self.wanted is not None
+        needed = {signed.manifest.policy_version for signed in (head, self.wanted)}
+        last_use = {route.base_version: version for version, routes in sorted(self.routes.items()) for route in routes}
+        held: dict[int, Weights] = {}
+        for version in sorted(self.routes):
+            weights = await self._every_encoding(await self.known(version), held)
+            if weights is None:
+                if version in needed:
+                    self.at = 5
+                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: what it is built on is not kept")
+                self.num_absent += 1
+                continue
+            self.num_policies += 1
+            held[version] = weights
+            held = {base: kept for base, kept in held.items() if last_use.get(base, -1) > version}
+
+    async def _every_encoding(self, manifest: Manifest, held: dict[int, Weights]) -> Weights | None:
+        """One policy's weights; None where no encoding of it is kept with its base."""
+        weights = None
+        for encoding in manifest.encodings:
+            base = None if encoding.base is None else held.get(encoding.base.policy_version)
+            if encoding.base is not None and base is None:
+                continue
+            try:
+                weights = await self._decode(manifest, encoding, base)
+            except PeerError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+        return weights
+
+    async def open_index(self, manifest: Manifest, encoding: Encoding) -> ChunkIndex:
+        """(5) of an index."""
+        self.at = 5
+        data = await self.source.blob(encoding.index.digest, start=0, end=encoding.index.size)
+        index = await asyncio.to_thread(open_index, data, encoding, manifest.tensors)
+        self.num_bytes += len(data)
+        self.on_bytes(len(data))
+        return index
+
+    async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None) -> Weights:
+        """(5) to (7) of one encoding."""
+        index = await self.open_index(manifest, encoding)
+        self.at = 7
+        root = None if encoding.base is None else self.roots.get(encoding.base.policy_version)
+        decoder = await asyncio.to_thread(
+            CheckpointDecoder, manifest, encoding, index, base, base_root=root, pool=self.decoders
+        )
+        try:
+            what = f"policy {manifest.policy_version}"
+            await feed_parts(self.source, encoding.parts, decoder, what=what, on_part=self._hashed)
+        except CheckFailed as failed:
+            self.at = failed.at
+            raise failed.error from None
+        weights = await asyncio.to_thread(decoder.finish)
+        self.roots[manifest.policy_version] = manifest.state_root
+        if self.keep_weights and self.wanted and manifest.policy_version == self.wanted.manifest.policy_version:
+            self.weights = weights
+        self.num_chunks += len(index)
+        self.num_tensors += len(manifest.tensors)
+        return weights
+
+    def _hashed(self, num_bytes: int) -> None:
+        self.num_parts += 1
+        self.num_bytes += num_bytes
+        self.on_bytes(num_bytes)
+
+    def _about_bytes(self) -> None:
+        absent = f"; {self.num_absent} earlier policies are no longer kept" if self.num_absent else ""
+        self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes{absent}")
+        self.established(6, f"{self.num_chunks} with their digests")
+        self.established(
+            7,
+            f"{self.num_tensors} tensors of {self.num_policies} policies decode to their digests and state roots",
+        )
+
+    # (8)
+
+    async def _model_files(self) -> None:
+        assert self.pinned is not None
+        for file in self.pinned.spec.model_files:
+            self.at = 8
+            data = await self.source.blob(file.digest, start=0, end=file.size)
+            if len(data) != file.size or digest_of(data) != file.digest:
+                raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} is not the file that the RunSpec names")
+            if self.keep_weights:
+                self.model_files[file.name] = data
+
+    # What was found
+
+    def stop(self, error: PeerError | Unreachable) -> None:
+        """Report what the checks before the failing one established, then the failure."""
+        at = self.at
+        if len(self.checks) < 2 and at > 2:
+            self.established(2, f"{len(self.digests)} signed by the run's trainer")
+        if len(self.checks) < 3 and at > 3:
+            self.established(3, f"{len(self.digests)} within the limits; tensor tables hash to their state roots")
+        if 5 in self.due and len(self.checks) < 5 and at > 5:
+            self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
+        if len(self.checks) < 6 and at > 6:
+            self.established(6, f"{self.num_chunks} with their digests so far")
+        detail = error.detail if isinstance(error, PeerError) else f"the source does not answer: {error}"
+        check = Check(at, False, detail)
+        self.checks.append(check)
+        self.on_check(check)
+
+    def report(self) -> AuditReport:
+        return AuditReport(
+            checks=tuple(self.checks),
+            run=None if self.pinned is None else self.pinned.digest,
+            policy_version=-1 if self.head is None else self.head.manifest.policy_version,
+            num_manifests=len(self.digests),
+            num_policies=self.num_policies,
+            num_bytes=self.num_bytes,
+            due=self.due,
+            key_ring=0 if self.pinned is None else self.pinned.keys.version,
+            timestamp=self.timestamp,
+            evidence=self.evidence,
+        )

@@ -1,0 +1,281 @@
+"""The manifests' part of an audit: checks (1) to (4) and (9). See audit.py.
+
+Manifests are read as they are needed and not all held: of each one, its digest, its roots and the ways that lead to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.audit.audit_report import TITLES, Check, date_of
+from prime_node.broadcast.follow.paths import Route, routes_of, search
+from prime_node.broadcast.follow.pinned import fetch_key_rings
+from prime_node.ports.transport import PublicSource
+from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
+from prime_protocol.envelope import Envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
+from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
+
+MANIFESTS_MAX = 256
+"""Manifests read for the cheapest way, once some way is known."""
+
+Step = tuple[Manifest, Encoding]
+"""One hop of a way."""
+
+
+@dataclass
+class ManifestAudit:
+    """What was read so far, and what it established."""
+
+    source: PublicSource
+    on_check: Callable[[Check], None]
+    now_ms: int | None = None
+    """The time by which the source must be fresh; None for a copy, whose age is told and not judged."""
+    due: tuple[int, ...] = tuple(TITLES)
+    checks: list[Check] = field(default_factory=list)
+    at: int = 1
+    """Number of the check under way."""
+    pinned: PinnedRun | None = None
+    timestamp: Timestamp | None = None
+    stamped: Envelope | None = None
+    """The timestamp as it came."""
+    timestamp_fault: PeerError | None = None
+    """Why there is no timestamp; told when its turn has come."""
+    head: SignedManifest | None = None
+    wanted: SignedManifest | None = None
+    """The policy that was asked for: the head, or an earlier one."""
+    evidence: tuple[Envelope, ...] = ()
+    """Signed statements that contradict each other."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of the manifests that were opened."""
+    routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)
+    """Their encodings."""
+    roots: dict[int, str] = field(default_factory=dict)
+    base_roots: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By policy and base: the root that the policy's manifest says its base has."""
+    closed: set[tuple[int, int | None]] = field(default_factory=set)
+    """Encodings whose bytes are no longer kept."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each one's encodings."""
+
+    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Step]:
+        """(1) to (4). Returns what the wanted policy is built on, itself last; nothing with `chain`, which takes all."""
+        self.pinned = await self._run_spec(run)
+        await fetch_key_rings(self.source, self.pinned.keys)
+        self.established(1, self._about_run(run))
+        self.timestamp = await self._timestamp(self.pinned)  # before the head: what is shown then must not be older
+        self.head = await self._head()
+        self.wanted = await self._wanted(self.head, policy_version)
+        if chain:
+            await self._walk_chain(0, self.head)
+        elif policy_version is not None:
+            await self._walk_chain(self.wanted.manifest.policy_version, self.head)
+        path = [] if chain else await self.path_to(self.wanted)
+        self._check_bases()
+        await self._same_under_its_number(self.head)
+        self._about_manifests(chain=chain, walked=policy_version is not None)
+        return path
+
+    # (1)
+
+    async def _run_spec(self, run: str | None) -> PinnedRun:
+        envelope = await self.source.run_spec()
+        return open_run_spec(envelope, pinned=run or envelope.digest)
+
+    def _about_run(self, run: str | None) -> str:
+        assert self.pinned is not None
+        rings = f"; keys by key ring {self.pinned.keys.version}" if self.pinned.keys.version else ""
+        signed = f"'{self.pinned.spec.name}' ({self.pinned.digest[:12]}), signed by its root keys{rings}"
+        return signed if run else f"{signed}; not pinned: give the join link to know that it is the run you mean"
+
+    # (2) to (4)
+
+    async def _manifest(self, policy_version: int) -> SignedManifest:
+        """(2) and (3) of one manifest."""
+        assert self.pinned is not None
+        self.at = 2
+        signed = open_manifest(await self.source.manifest(policy_version), self.pinned)
+        self.at = 3
+        check_manifest(signed.manifest, self.pinned)
+        if signed.manifest.policy_version != policy_version:
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN,
+                f"under number {policy_version} lies manifest {signed.manifest.policy_version}",
+            )
+        return signed
+
+    async def _head(self) -> SignedManifest:
+        assert self.pinned is not None
+        self.at = 2
+        envelope = await self.source.head()
+        if envelope is None:
+            raise PeerError(ErrorCode.NOT_FOUND, "nothing has been published yet")
+        signed = open_manifest(envelope, self.pinned)
+        self.at = 3
+        check_manifest(signed.manifest, self.pinned)
+        named = self.pinned.keys.published
+        if named is not None and signed.manifest.policy_version < named.policy_version:
+            self.at = 4
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN,
+                f"rollback: the head is policy {signed.manifest.policy_version}, and the run's root names a newer one, "
+                f"{named.policy_version}",
+            )
+        self._note(signed)
+        return signed
+
+    def _note(self, signed: SignedManifest) -> None:
+        version = signed.manifest.policy_version
+        if self.digests.get(version, signed.digest) != signed.digest:
+            self.at = 4
+            self.evidence = (signed.envelope,)
+            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
+        self.digests[version] = signed.digest
+        self.routes[version] = routes_of(signed.manifest)
+        self.roots[version] = signed.manifest.state_root
+        self.sizes[version] = sum(encoding.sent_bytes for encoding in signed.manifest.encodings)
+        for encoding in signed.manifest.encodings:
+            if encoding.base is not None:
+                self.base_roots[version, encoding.base.policy_version] = encoding.base.state_root
+
+    async def _wanted(self, head: SignedManifest, policy_version: int | None) -> SignedManifest:
+        newest = head.manifest.policy_version
+        if policy_version is None or policy_version == newest:
+            return head
+        if policy_version > newest:
+            raise PeerError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published yet; the head is {newest}")
+        wanted = await self._manifest(policy_version)
+        self._note(wanted)
+        return wanted
+
+    async def _walk_chain(self, first: int, head: SignedManifest) -> None:
+        """Link by link from policy `first` to the head."""
+        previous: SignedManifest | None = None
+        for version in range(first, head.manifest.policy_version):
+            signed = await self._manifest(version)
+            self.at = 4
+            if version == 0 or previous is not None:
+                check_link(signed.manifest, previous)
+            self._note(signed)
+            previous = signed
+        self.at = 4
+        if head.manifest.policy_version == 0 or previous is not None:
+            check_link(head.manifest, previous)
+
+    async def path_to(self, wanted: SignedManifest) -> list[Step]:
+        """The cheapest way from nothing, in the order in which it is applied. Raises PeerError(NOT_FOUND) where none is open."""
+        version = wanted.manifest.policy_version
+        while True:
+            routes = {
+                known: [route for route in made if (known, route.base_version) not in self.closed]
+                for known, made in self.routes.items()
+            }
+            found = search(version, routes)
+            if not found.unread or (found.path is not None and len(self.routes) > MANIFESTS_MAX):
+                break
+            self._note(await self._manifest(found.unread[0]))
+        if found.path is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {version} any more")
+        return [await self._step(hop.policy_version, hop.route.base_version, wanted) for hop in found.path.hops]
+
+    async def _step(self, version: int, base: int | None, wanted: SignedManifest) -> Step:
+        is_wanted = version == wanted.manifest.policy_version
+        manifest = wanted.manifest if is_wanted else await self.known(version)
+        encoding = manifest.encoding(base)
+        assert encoding is not None
+        return manifest, encoding
+
+    def _check_bases(self) -> None:
+        """Every delta's base is the policy of that number, as far as manifests were read."""
+        self.at = 4
+        for (version, base), root in self.base_roots.items():
+            if self.roots.get(base, root) != root:
+                raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
+
+    async def _same_under_its_number(self, head: SignedManifest) -> None:
+        """The head as such and the manifest under its number are one: else the source shows a fork."""
+        numbered = await self._manifest(head.manifest.policy_version)
+        self.at = 4
+        self.evidence = (numbered.envelope, head.envelope)
+        check_not_a_fork(numbered, head)
+        self.evidence = ()
+
+    def _about_manifests(self, *, chain: bool, walked: bool) -> None:
+        assert self.head is not None
+        assert self.wanted is not None
+        count, head = len(self.digests), f"policy {self.head.manifest.policy_version} ({self.head.digest[:12]})"
+        self.established(2, f"{count} signed by the run's trainer")
+        self.established(3, f"{count} within the limits; tensor tables hash to their state roots")
+        if chain or walked:
+            first = 0 if chain else self.wanted.manifest.policy_version
+            self.established(4, f"unbroken from policy {first} to {head}")
+        else:
+            self.established(4, f"head is {head}; history not walked")
+
+    async def known(self, policy_version: int) -> Manifest:
+        """A manifest of the walked chain again; they are not all held in memory."""
+        self.at = 5
+        envelope = await self.source.manifest(policy_version)
+        if envelope.digest != self.digests[policy_version]:
+            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit")
+        return parse_json(envelope.payload, Manifest)
+
+    # (9)
+
+    async def _timestamp(self, pinned: PinnedRun) -> Timestamp | None:
+        """The coordinator's word on what is newest, if there is one. Its age is check (9), which comes last."""
+        try:
+            self.stamped = await self.source.timestamp()
+            stamp = open_timestamp(self.stamped, pinned)
+        except PeerError as error:
+            self.timestamp_fault = error
+            return None
+        if stamp.key_ring > pinned.keys.version:  # it may have come meanwhile
+            await fetch_key_rings(self.source, pinned.keys)
+        return stamp
+
+    def freshness(self) -> None:
+        """(9)."""
+        assert self.pinned is not None
+        assert self.head is not None
+        self.at = 9
+        version, stamp = self.head.manifest.policy_version, self.timestamp
+        if stamp is not None:
+            self._check_newest(stamp, self.pinned, self.head)
+        if version == self.pinned.spec.max_steps:
+            self.established(9, f"policy {version} is the run's last: nothing newer can come")
+        elif stamp is None:
+            assert self.timestamp_fault is not None
+            if self.now_ms is not None or self.timestamp_fault.code is not ErrorCode.NOT_FOUND:
+                raise self.timestamp_fault
+            self.established(9, "no timestamp lies beside it: whether there is anything newer is not known")
+        elif self.now_ms is None:
+            self.established(
+                9, f"policy {stamp.policy_version} was the newest at {date_of(stamp.issued_at_ms)}; this is a copy"
+            )
+        else:
+            check_fresh(stamp, self.now_ms)
+            self.established(9, f"policy {stamp.policy_version} is the newest, until {date_of(stamp.expires_at_ms)}")
+
+    def _check_newest(self, stamp: Timestamp, pinned: PinnedRun, head: SignedManifest) -> None:
+        """What is shown is no older than what is said to be there. Raises PeerError."""
+        version = head.manifest.policy_version
+        if stamp.policy_version > version:
+            raise PeerError(
+                ErrorCode.EXPIRED, f"freeze: the head is policy {version}, and policy {stamp.policy_version} is out"
+            )
+        if stamp.policy_version == version and stamp.head != head.point:
+            self.evidence = (head.envelope,) if self.stamped is None else (head.envelope, self.stamped)
+            raise PeerError(ErrorCode.FORK, f"the coordinator says that policy {version} is another one than the head")
+        if stamp.key_ring > pinned.keys.version:
+            raise PeerError(ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force and is not shown")
+
+    # What was found
+
+    def established(self, number: int, detail: str) -> None:
+        check = Check(number, True, detail)
+        self.checks.append(check)
+        self.on_check(check)

@@ -1,0 +1,119 @@
+"""A verified policy as a plain Hugging Face model directory that says where it comes from.
+
+    model.safetensors                    or model-00001-of-0000N.safetensors and their index, above SHARD_BYTES
+    config.json, tokenizer.json, ...     the model files of the RunSpec, byte for byte
+    PROVENANCE.json                      an in-toto Statement: every other file's SHA-256, and which signed policy it is
+    PROVENANCE.dsse.json                 the same, signed by the exporter, where he gave a key
+    provenance/run.json, manifest.json   the run's own signed envelopes: the proof; keys-0001.json, ... where its keys changed
+
+Invariant: the directory appears whole or not at all. It is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from prime_node.broadcast.audit.attestation import sign_statement, statement
+from prime_node.broadcast.audit.audit import Verified
+from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, write_safetensors
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.weights import Weights, num_bytes
+
+SHARD_BYTES = 5 * 10**9
+"""Weights above this are written to several files, as the Hugging Face hub asks for."""
+PROVENANCE_FILE = "PROVENANCE.json"
+SIGNED_PROVENANCE_FILE = "PROVENANCE.dsse.json"
+
+
+def export(
+    verified: Verified,
+    folder: Path,
+    *,
+    software: str,
+    key: SigningKey | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, str]:
+    """Write the directory. Returns file name -> SHA-256. Raises LocalError, and leaves nothing behind then."""
+    check_free(folder)
+    _check_names(verified)
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "provenance").mkdir(parents=True)
+        files = _write(verified, partial, shard_bytes=shard_bytes)
+        said = statement(files, verified.run, verified.signed, software=software)
+        (partial / PROVENANCE_FILE).write_bytes(said)
+        if key is not None:
+            (partial / SIGNED_PROVENANCE_FILE).write_bytes(sign_statement(said, key).to_bytes())
+        _make_durable(partial)
+        if folder.is_dir():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        raise LocalError(f"export to {folder}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return files
+
+
+def check_free(folder: Path) -> None:
+    """An export goes to a new folder or into an empty one. Raises LocalError."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise LocalError(f"{folder} is not empty; export to a new folder")
+
+
+def _check_names(verified: Verified) -> None:
+    """A model file of the run may not pass for one that the export writes. Raises LocalError."""
+    for name in map(str.casefold, verified.model_files):
+        if name.startswith("provenance") or ".safetensors" in name:
+            raise LocalError(f"the run has a model file {name}; an export writes a file of that name itself")
+
+
+def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
+    """The tensors in their own order, as many to a file as fit; one that is larger has a file to itself."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in weights.items():
+        if shards[-1] and size + tensor.data.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.data.nbytes
+    for names in shards:
+        yield {name: weights[name] for name in names}
+
+
+def _write(verified: Verified, folder: Path, *, shard_bytes: int) -> dict[str, str]:
+    files: dict[str, str] = {}
+    small = {
+        **verified.model_files,
+        "provenance/run.json": verified.run.envelope.to_bytes(),
+        "provenance/manifest.json": verified.signed.envelope.to_bytes(),
+        **{f"provenance/keys-{ring.version:04d}.json": one.to_bytes() for ring, one in verified.run.keys.rings},
+    }
+    shards = list(shards_of(verified.weights, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[name] = write_safetensors(folder / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes(verified.weights)}, "weight_map": weight_map}
+        small[INDEX_FILE] = (json.dumps(index, indent=1) + "\n").encode()
+    for name, data in small.items():
+        (folder / name).write_bytes(data)
+        files[name] = hashlib.sha256(data).hexdigest()
+    return files
+
+
+def _make_durable(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

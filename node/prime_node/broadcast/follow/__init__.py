@@ -1,0 +1,1 @@
+"""From the newest head to verified weights."""

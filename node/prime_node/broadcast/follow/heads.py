@@ -1,0 +1,231 @@
+"""Which policy is the newest, by signature and chain, whoever says so.
+
+Asks several sources for their heads. Before one is believed: (1) the trainer's signature over the manifest;
+(2) check_manifest; (3) the links from the head that was known before, and that it is no older than what a key
+ring of the root names. The newest verified head is kept on
+disk, so that a restart does not open the door to a rollback. Two signed manifests for one policy version are
+evidence: both are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from prime_node.broadcast.follow.known_chain import HeadNews, KnownChain
+from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
+from prime_node.patience import unless
+from prime_node.ports.transport import Unreachable
+from prime_protocol.chain import check_manifest
+from prime_protocol.envelope import Envelope, open_envelope
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.manifest import BasePolicy, SignedManifest, open_manifest
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+MANIFESTS_AT_ONCE = 8
+EVIDENCE_FILES_MAX = 16
+
+
+class Heads:
+    """The verified head, and the manifests that lead to it."""
+
+    def __init__(self, run: PinnedRun, pool: SourcePool, folder: Path) -> None:
+        """Takes up the head that `folder` holds from the last time."""
+        self.chain = KnownChain()
+        self._run = run
+        self._pool = pool
+        self._folder = folder
+        self._ring = run.keys.version
+        """The key ring by which the head was verified."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._restore()
+
+    @property
+    def newest(self) -> int:
+        """Policy version of the head; -1 before the first."""
+        return -1 if self.chain.head is None else self.chain.head.manifest.policy_version
+
+    async def look(self, *, wait_s: float = 0.0) -> None:
+        """Ask every source that does not rest for its head, and follow the highest that holds. Peers are asked when they say that
+        they have a newer policy.
+
+        The preferred source may hold the question for `wait_s` until there is news, or until a peer says so.
+        """
+        self._require_the_roots_chain()
+        asked = [named for named in self._pool.ready() if named.kind is not SourceKind.PEER or named.head > self.newest]
+        if wait_s and not any(named.kind is SourceKind.PEER for named in asked):
+            await unless(self._pool.hinted(self.newest), self._ask(asked, wait_s=wait_s))
+        else:
+            await self._ask(asked)
+
+    async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
+        await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
+
+    async def manifest(self, policy_version: int) -> SignedManifest:
+        """A manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""
+        held = self.chain.recent(policy_version)
+        if held is not None:
+            return held
+        while policy_version < self.chain.lowest:
+            await self._fetch(self.chain.lowest)
+        return await self._fetch(policy_version)
+
+    async def base(self, wanted: BasePolicy) -> SignedManifest:
+        """The manifest of a policy that a verified one names as a base: its root says that it is the one that is meant.
+
+        It may lie before the known chain; nothing is walked for it. Raises PeerError or Unreachable.
+        """
+        held = self.chain.recent(wanted.policy_version)
+        return held if held and _is(held, wanted) else await self._fetch(wanted.policy_version, wanted)
+
+    async def _look_at(self, named: NamedSource, *, wait_s: float) -> None:
+        try:
+            envelope = await named.source.head(wait_s=wait_s)
+            if envelope is not None and not self._is_head(envelope):
+                await self._consider(named, await self._open(envelope))
+            if named.head > self.newest:
+                promised, named.head = named.head, self.newest
+                raise PeerError(ErrorCode.NOT_FOUND, f"it says that it has policy {promised}, and does not show it")
+            self._pool.succeeded(named)
+        except (PeerError, Unreachable) as error:
+            self._pool.failed(named, error)
+
+    def _is_head(self, envelope: Envelope) -> bool:
+        """Cheap: the head as it was verified last time. Most polls end here."""
+        return self.chain.head is not None and envelope.payload == self.chain.head.envelope.payload
+
+    async def _open(self, envelope: Envelope) -> SignedManifest:
+        """(1) and (2), beside the event loop: a manifest may be large. Raises PeerError."""
+        return await asyncio.to_thread(_open_checked, envelope, self._run)
+
+    async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
+        """Take a head in, if it is newer and continues what is known (3). Raises PeerError or Unreachable."""
+        news = self._news(shown)
+        if news is HeadNews.OLDER:
+            log.debug("source %s is behind: policy %d", named.name, shown.manifest.policy_version)
+        if news is not HeadNews.NEWER or self._is_rolled_back(shown):
+            return
+        if self.chain.head is None:
+            self.chain.begin(shown)
+        else:
+            await self._link(named, shown)
+        self._write(self._folder / "head.json", shown.envelope)
+
+    def _is_rolled_back(self, shown: SignedManifest) -> bool:
+        """Older than a manifest that the run's root has named, so not the head, whoever shows it."""
+        named = self._run.keys.published
+        return named is not None and shown.manifest.policy_version < named.policy_version
+
+    def _require_the_roots_chain(self) -> None:
+        """A new key ring may say that the head that we follow is a thief's. Raises LocalError: what we hold is not the run's."""
+        head, version = self.chain.head, self._run.keys.version
+        if head is None or version == self._ring:
+            return
+        try:
+            self._run.keys.verify_manifest(head.envelope, head.point)
+        except PeerError as error:
+            self._write(self._folder / "evidence" / f"withdrawn-{head.digest[:16]}.json", head.envelope)
+            (self._folder / "head.json").unlink(missing_ok=True)
+            raise LocalError(
+                f"policy {self.newest}, which this machine follows, is not the run's by key ring {version}: {error.detail}. "
+                f"It is kept in {self._folder / 'evidence'}; start again to follow the run's own"
+            ) from None
+        self._ring = version
+
+    async def _link(self, named: NamedSource, shown: SignedManifest) -> None:
+        """Walk from the known head to a newer one, by this source's manifests."""
+        while self.newest < shown.manifest.policy_version - 1:
+            versions = range(self.newest + 1, shown.manifest.policy_version)[:MANIFESTS_AT_ONCE]
+            for envelope in await asyncio.gather(*(named.source.manifest(version) for version in versions)):
+                await self._extend(named, await self._open(envelope))
+        await self._extend(named, shown)
+
+    async def _extend(self, named: NamedSource, new: SignedManifest) -> None:
+        if new.manifest.policy_version <= self.newest:
+            self._news(new)  # another source was faster; this one must say the same
+            return
+        try:
+            self.chain.extend(new)
+        except PeerError:
+            # Both are signed. Does the source have another manifest for our own head? Then that is the fork.
+            other = await self._open(await named.source.manifest(self.newest))
+            self._news(other)
+            raise
+
+    def _news(self, shown: SignedManifest) -> HeadNews:
+        """As KnownChain.news, and keeps the evidence of a fork."""
+        try:
+            return self.chain.news(shown)
+        except PeerError:
+            self._keep_evidence(shown)
+            raise
+
+    async def _fetch(self, policy_version: int, wanted: BasePolicy | None = None) -> SignedManifest:
+        last: Exception = Unreachable("every source rests")
+        for named in self._pool.ready():
+            try:
+                signed = await self._open(await named.source.manifest(policy_version))
+                if signed.manifest.policy_version != policy_version:
+                    raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another")
+                if wanted is not None and not _is(signed, wanted):
+                    raise PeerError(
+                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is another one than the base that is meant"
+                    )
+                self._news(signed)
+                if policy_version >= self.chain.lowest:
+                    self.chain.confirm(signed)
+                return signed
+            except (PeerError, Unreachable) as error:
+                last = error
+                if not (isinstance(error, PeerError) and error.code is ErrorCode.NOT_FOUND):
+                    self._pool.failed(named, error)
+        raise last
+
+    def _keep_evidence(self, other: SignedManifest) -> None:
+        """Two signed manifests for one version convict the trainer's key. Both are written down, once."""
+        version = other.manifest.policy_version
+        folder = self._folder / "evidence"
+        for signed in (self.chain.recent(version), other):
+            if signed is None:
+                continue
+            path = folder / f"fork-{version:08d}-{signed.digest[:16]}.json"
+            if not path.exists() and len(list(folder.glob("*.json"))) < EVIDENCE_FILES_MAX:
+                self._write(path, signed.envelope)
+                log.error("fork: two signed manifests for policy %d; evidence in %s", version, path)
+
+    def _restore(self) -> None:
+        """The head as it was when this machine stopped, verified again. A damaged file is no reason to
+        stop."""
+        path = self._folder / "head.json"
+        if not path.exists():
+            return
+        try:
+            head = _open_checked(open_envelope(path.read_bytes()), self._run)
+            if not self._is_rolled_back(head):
+                self.chain.begin(head)
+        except PeerError as error:
+            log.warning("%s: %s; starting from the head that the sources show", path, error)
+            path.unlink()
+
+    def _write(self, path: Path, envelope: Envelope) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_bytes(envelope.to_bytes())
+            partial.replace(path)
+        except OSError as error:
+            raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
+
+
+def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:
+    signed = open_manifest(envelope, run)
+    check_manifest(signed.manifest, run)
+    return signed
+
+
+def _is(signed: SignedManifest, wanted: BasePolicy) -> bool:
+    return (signed.manifest.policy_version, signed.manifest.state_root) == (wanted.policy_version, wanted.state_root)

@@ -1,0 +1,123 @@
+"""Finds the way to a policy by reading as few manifests as it takes.
+
+A way begins at a policy that is held, or at nothing, and every hop is an encoding of a signed manifest. A manifest off the known
+chain (older than where this machine joined) is believed for what the newer one says of it: the trainer signed it, and its
+state root is the one that the newer one names as its base. So nothing has to be walked link by link to be used.
+
+Blobs that lie on this machine's disk cost nothing: after a restart the way goes over what was downloaded before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from prime_node.broadcast.follow.heads import Heads
+from prime_node.broadcast.follow.paths import Path, Route, routes_of, search
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
+
+MANIFESTS_AT_ONCE = 8
+READS_MAX = 64
+"""Manifests read for one search once some way is known: a cheaper one further off is not looked for."""
+ROUTES_MAX = 4_096
+MANIFESTS_MAX = 32
+
+Closed = Collection[tuple[int, int | None]]
+"""Encodings not to use, by policy and base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One hop with all that is needed to take it."""
+
+    signed: SignedManifest
+    encoding: Encoding
+
+    @property
+    def name(self) -> tuple[int, int | None]:
+        return self.signed.manifest.policy_version, self.encoding.base_version
+
+
+class Ways:
+    """What was read of the manifests, and what is asked of it."""
+
+    def __init__(self, heads: Heads, *, on_disk: Callable[[str], bool]) -> None:
+        """`on_disk` says whether a blob is here, by its digest."""
+        self._heads = heads
+        self._on_disk = on_disk
+        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._roots: dict[int, BasePolicy] = {}
+        """Policies whose root is known: from their own manifest, or from one of a delta that was taken against them."""
+        self._manifests: dict[int, SignedManifest] = {}
+
+    async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[Step]:
+        """The cheapest way in bytes. Raises PeerError(NOT_FOUND) where none is open, or Unreachable."""
+        self._note(target)
+        path = await self._search(target.manifest.policy_version, held, closed)
+        steps = []
+        for hop in path.hops:
+            signed = await self._manifest(hop.policy_version)
+            encoding = signed.manifest.encoding(hop.route.base_version)
+            assert encoding is not None
+            steps.append(Step(signed, encoding))
+        return steps
+
+    def at_hand(self, policy_version: int) -> SignedManifest | None:
+        """A manifest that was read lately."""
+        return self._manifests.get(policy_version)
+
+    async def _search(self, target: int, held: Collection[int], closed: Closed) -> Path:
+        dead_ends: set[int] = set()
+        num_read = 0
+        while True:
+            routes = {
+                version: [route for route in self._routes_now(version) if (version, route.base_version) not in closed]
+                for version in self._routes
+            }
+            found = search(target, routes | {version: [] for version in dead_ends}, held)
+            if not found.unread or (found.path is not None and num_read >= READS_MAX):
+                break
+            wanted = found.unread[:MANIFESTS_AT_ONCE]
+            num_read += len(wanted)
+            read = await asyncio.gather(*(self._manifest(version) for version in wanted), return_exceptions=True)
+            for version, result in zip(wanted, read, strict=True):
+                if isinstance(result, PeerError):
+                    dead_ends.add(version)
+                elif isinstance(result, BaseException):
+                    raise result
+        if found.path is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {target} any more")
+        return found.path
+
+    def _routes_now(self, version: int) -> Sequence[Route]:
+        """A policy's routes, shorter by what is on the disk where its manifest is at hand."""
+        signed = self._manifests.get(version)
+        if signed is None:
+            return self._routes[version]
+        return [
+            Route(one.base_version, sum(blob.size for blob in one.blobs if not self._on_disk(blob.digest)))
+            for one in signed.manifest.encodings
+        ]
+
+    async def _manifest(self, version: int) -> SignedManifest:
+        signed = self._manifests.get(version)
+        if signed is None:
+            signed = await self._heads.base(self._roots[version])
+            self._note(signed)
+        return signed
+
+    def _note(self, signed: SignedManifest) -> None:
+        version = signed.manifest.policy_version
+        self._routes[version] = routes_of(signed.manifest)
+        self._manifests.pop(version, None)
+        self._manifests[version] = signed
+        self._roots[version] = BasePolicy(policy_version=version, state_root=signed.manifest.state_root)
+        for encoding in signed.manifest.encodings:
+            if encoding.base is not None:
+                self._roots[encoding.base.policy_version] = encoding.base
+        while len(self._manifests) > MANIFESTS_MAX:
+            del self._manifests[next(iter(self._manifests))]
+        while len(self._routes) > ROUTES_MAX:
+            del self._routes[min(self._routes)]

@@ -1,0 +1,1 @@
+"""From a policy to signed, compressed encodings."""

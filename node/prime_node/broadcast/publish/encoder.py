@@ -1,0 +1,95 @@
+"""Makes the encodings of each next policy, and holds what that takes: older weights, and the sizes of what was published.
+
+What is made is spans.py's decision. Memory: the weights of the last policy, of the last one at each longer span, and of policy
+0, so len(spans) + 1 policies at most. Encodings stream out part by part, so all they take is a part, and some chunks for each
+thread. A base that is not held (after a restart) is left out until it comes round again; policy 0 can be taken up from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.publish.spans import (
+    SpanRules,
+    anchor_is_due,
+    needed_later,
+    paying_deltas,
+    planned_bases,
+    worth_remembering,
+)
+from prime_node.ports.train_backend import PolicyCopy
+from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What a manifest says about one encoding, and its index. The parts went where `keep` puts them."""
+
+    encoding: Encoding
+    index: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    policy: BasePolicy
+    copy: PolicyCopy
+
+
+class SpanEncoder:
+    """One run's encoder. `encode` is heavy and may run in a thread; calls do not overlap."""
+
+    def __init__(self, rules: SpanRules) -> None:
+        self.rules = rules
+        self._held: dict[int, _Held] = {}
+        self._routes: dict[int, tuple[Route, ...]] = {}
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Policies whose weights are in memory."""
+        return tuple(sorted(self._held))
+
+    def encode(
+        self, policy_version: int, copy: PolicyCopy, keep: Callable[[PartEntry, bytearray], object]
+    ) -> list[Encoded]:
+        """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
+
+        `keep` gets the parts of every encoding that is tried.
+        """
+        anchor_bytes = self._anchor_bytes()
+        deltas: dict[int, Encoded] = {}
+        for base_version in planned_bases(policy_version, self.rules):
+            if base := self._held.get(base_version):
+                deltas[base_version] = Encoded(*copy.encode((base.policy, base.copy), keep=keep))
+        sizes = {base: delta.encoding.sent_bytes for base, delta in deltas.items()}
+        paying = paying_deltas(policy_version, sizes, self._routes, anchor_bytes=anchor_bytes)
+        chosen = {base: sizes[base] for base in paying}
+        needs_anchor = anchor_is_due(policy_version, chosen, self._routes, self.rules, anchor_bytes=anchor_bytes)
+        anchor = [Encoded(*copy.encode(None, keep=keep))] if needs_anchor else []
+        return anchor + [deltas[base] for base in paying]
+
+    def published(self, manifest: Manifest, copy: PolicyCopy, *, head: int) -> None:
+        """Take up a published policy; forget what no policy after `head` needs."""
+        version = manifest.policy_version
+        self._routes = worth_remembering({**self._routes, version: routes_of(manifest)})
+        needed = needed_later(head, self.rules)
+        if version in needed and version not in self._held:
+            policy = BasePolicy(policy_version=version, state_root=manifest.state_root)
+            self._held[version] = _Held(policy, copy)
+        else:
+            copy.drop()
+        for gone in self._held.keys() - needed:
+            self._held.pop(gone).copy.drop()
+        log.debug("policies %s are held, %d bytes each", self.held, copy.raw_bytes)
+
+    def _anchor_bytes(self) -> int | None:
+        """What an anchor takes: the newest one's size, as all are of much the same."""
+        for version in sorted(self._routes, reverse=True):
+            for route in self._routes[version]:
+                if route.base_version is None:
+                    return route.sent_bytes
+        return None

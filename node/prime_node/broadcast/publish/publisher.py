@@ -1,0 +1,303 @@
+"""Publishes policies behind the trainer's back: encode, store, sign, announce, strictly in the order of their versions.
+
+Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then
+the trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never
+further ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline;
+any other fault ends it, and surfaces at the next `submit` or `flush`; who waits for something else meanwhile (a batch that only
+the unpublished policy could bring) waits for `failed` beside it.
+
+What is encoded, and which older weights are held for it, is encoder.py's matter.
+
+Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
+again; a version that is published already is compared and not published twice. Another state root is an error that names both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder
+from prime_node.broadcast.publish.part_spool import PartSpool
+from prime_node.broadcast.publish.spans import SpanRules
+from prime_node.broadcast.publish.whole_copy import WholeCopy
+from prime_node.patience import ask_until_answered
+from prime_node.ports.clock import Clock
+from prime_node.ports.train_backend import PolicyCopy
+from prime_node.ports.transport import TrainerPort
+from prime_protocol.chain import check_manifest
+from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
+from prime_protocol.chunk_index import open_index
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import (
+    Manifest,
+    PartEntry,
+    Provenance,
+    SignedManifest,
+    TensorEntry,
+    open_manifest,
+    sign_manifest,
+)
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
+
+UPLOADS_MAX = 3
+"""Attempts to publish one policy while the coordinator says that a blob of it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One policy that was announced."""
+
+    policy_version: int
+    state_root: str
+    raw_bytes: int
+    """Of all tensors."""
+    encodings: Mapping[str, int]
+    """Bytes of each: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
+    seconds: float
+    """From the moment that its turn came."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a worker that keeps up downloads for it."""
+        return self.encodings.get("delta_1", self.encodings.get("anchor", min(self.encodings.values())))
+
+    @property
+    def ratio(self) -> float:
+        return self.raw_bytes / max(1, self.sent_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    policy_version: int
+    copy: PolicyCopy
+    provenance: Provenance
+
+
+class Publisher:
+    """Signs and announces policies. `start` first, `flush` and `close` last."""
+
+    def __init__(
+        self,
+        coordinator: TrainerPort,
+        run: PinnedRun,
+        key: SigningKey,
+        *,
+        clock: Clock,
+        pending_max: int,
+        cosigners: Sequence[SigningKey] = (),
+        rules: SpanRules | None = None,
+        on_published: Callable[[Published], None] = lambda published: None,
+        spool_folder: Path | None = None,
+    ) -> None:
+        """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop;
+        `spool_folder` is as PartSpool says.
+        """
+        self._coordinator = coordinator
+        self._run = run
+        self._keys = (key, *cosigners)
+        self._clock = clock
+        self._pending_max = pending_max
+        self._encoder = SpanEncoder(rules or SpanRules())
+        self._on_published = on_published
+        self._spool_folder = spool_folder
+        self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
+        self._head: SignedManifest | None = None
+        self._pending: deque[_Submission] = deque()
+        self._changed = asyncio.Condition()
+        self._worker: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+
+    @property
+    def head(self) -> int:
+        """The newest policy version that is announced; -1 before the first."""
+        return -1 if self._head is None else self._head.manifest.policy_version
+
+    async def start(self) -> None:
+        """Learn from the coordinator where the chain ends, verified. Raises PeerError."""
+        envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
+        if envelope is not None:
+            self._head = open_manifest(envelope, self._run)
+            check_manifest(self._head.manifest, self._run)
+            if self._encoder.rules.root_every:
+                await self._take_up_first()
+        self._worker = asyncio.create_task(self._work())
+
+    async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
+        """Publish it behind, and drop the copy when it is needed no more. Raises what went wrong with an earlier one.
+
+        `policy`: weights that do not change any more, or a train backend's copy.
+        """
+        self._raise_error()
+        assert self._worker is not None, "start() first"
+        async with self._changed:
+            copy = WholeCopy(policy) if isinstance(policy, Mapping) else policy
+            self._pending.append(_Submission(policy_version, copy, provenance))
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._error is not None or len(self._pending) <= self._pending_max)
+        self._raise_error()
+
+    async def flush(self) -> None:
+        """Wait until everything is announced. Raises what went wrong."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None or not self._pending)
+        self._raise_error()
+
+    async def failed(self) -> NoReturn:
+        """Never returns: raises what went wrong, as soon as something does."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None)
+        assert self._error is not None
+        raise self._error
+
+    async def close(self) -> None:
+        """End the background task; what is pending is published by the next start. Idempotent."""
+        if self._worker is not None:
+            self._worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._worker
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _work(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: bool(self._pending))
+            try:
+                await self._publish(self._pending[0])
+            except Exception as error:  # noqa: BLE001 - the task's edge: kept, and raised where the trainer looks next
+                log.error("policy %d was not published: %s", self._pending[0].policy_version, error)
+                self._error = error
+            async with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
+            if self._error is not None:
+                return
+
+    async def _publish(self, submission: _Submission) -> None:
+        version = submission.policy_version
+        if version <= self.head:
+            await self._compare(submission)
+            return
+        if version != self.head + 1:
+            raise LocalError(
+                f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has"
+            )
+        began_s = self._clock.monotonic_s()
+        tensors = await asyncio.to_thread(submission.copy.tensors)
+        with PartSpool(self._spool_folder) as spool:
+            encoded = await asyncio.to_thread(self._encoder.encode, version, submission.copy, spool.keep)
+            signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
+            await self._upload(signed, encoded, spool)
+        self._head = signed
+        self._encoder.published(signed.manifest, submission.copy, head=version)
+        self._on_published(
+            Published(
+                version,
+                signed.manifest.state_root,
+                submission.copy.raw_bytes,
+                {_name_of(route, version): route.sent_bytes for route in routes_of(signed.manifest)},
+                self._clock.monotonic_s() - began_s,
+            )
+        )
+
+    async def _upload(self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool) -> None:
+        """Every blob, one after the other from the spool, then the manifest."""
+        version = signed.manifest.policy_version
+        for attempt in range(UPLOADS_MAX):
+            for one in encoded:
+                await self._put(one.index, version)
+            for part in {part.digest: part for one in encoded for part in one.encoding.parts}.values():
+                await self._put(await asyncio.to_thread(spool.read, part), version)
+            try:
+                await ask_until_answered(
+                    lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
+                )
+                return
+            except PeerError as error:
+                # An older policy held the same bytes, and was forgotten with them between our upload and our manifest.
+                if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
+                    raise
+
+    async def _put(self, blob: bytes, version: int) -> None:
+        await ask_until_answered(
+            partial(self._coordinator.put_blob, blob), what=f"blobs of policy {version}", clock=self._clock
+        )
+
+    async def _take_up_first(self) -> None:
+        """Policy 0 from the coordinator, for root deltas. Where its bytes are gone, there are none."""
+        try:
+            signed = await self._published_manifest(0)
+            manifest, anchor = signed.manifest, signed.manifest.encoding(None)
+            if anchor is None:
+                raise PeerError(ErrorCode.NOT_FOUND, "policy 0 has no anchor")
+            index = open_index(await self._blob(anchor.index), anchor, manifest.tensors)
+            decoder = CheckpointDecoder(manifest, anchor, index)
+            for number, part in enumerate(anchor.parts):
+                await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
+            weights = await asyncio.to_thread(decoder.finish)
+            self._encoder.published(manifest, WholeCopy(weights), head=self.head)
+        except PeerError as error:
+            log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
+
+    async def _blob(self, entry: PartEntry) -> bytes:
+        return await ask_until_answered(
+            lambda: self._coordinator.blob(entry.digest, start=0, end=entry.size), what="policy 0", clock=self._clock
+        )
+
+    async def _published_manifest(self, version: int) -> SignedManifest:
+        envelope = await ask_until_answered(
+            lambda: self._coordinator.manifest(version), what=f"manifest {version}", clock=self._clock
+        )
+        signed = open_manifest(envelope, self._run)
+        check_manifest(signed.manifest, self._run)
+        return signed
+
+    async def _compare(self, submission: _Submission) -> None:
+        """The version is published already: it must be the same weights."""
+        version = submission.policy_version
+        published = self._head
+        if published is None or published.manifest.policy_version != version:
+            published = await self._published_manifest(version)
+        ours = root_of_table(await asyncio.to_thread(submission.copy.tensors))
+        theirs = published.manifest.state_root
+        if published.manifest.policy_version != version or ours != theirs:
+            raise LocalError(
+                f"policy {version} is published with state root {theirs}, but this trainer computed {ours}. A step is repeated"
+                " exactly only on the same kind of machine, with the same settings, number of threads and software"
+            )
+        log.info("policy %d was computed again and is the published one", version)
+        self._encoder.published(published.manifest, submission.copy, head=self.head)
+
+    def _manifest(
+        self, submission: _Submission, tensors: tuple[TensorEntry, ...], encoded: Sequence[Encoded]
+    ) -> Manifest:
+        return Manifest(
+            run=self._run.digest,
+            policy_version=submission.policy_version,
+            previous=None if self._head is None else self._head.digest,
+            model_config_digest=self._config_digest,
+            state_root=root_of_table(tensors),
+            tensors=tensors,
+            encodings=tuple(one.encoding for one in encoded),
+            produced_by=submission.provenance,
+            created_at_ms=self._clock.now_ms(),
+        )
+
+
+def _name_of(route: Route, version: int) -> str:
+    return "anchor" if route.base_version is None else f"delta_{version - route.base_version}"

@@ -1,0 +1,1 @@
+"""Pieces: which, from whom, and to whom."""

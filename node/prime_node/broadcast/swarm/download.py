@@ -1,0 +1,291 @@
+"""One encoding on its way to this machine, from all sources at once.
+
+Who waits for whom: `run` asks every source that has room for the piece that the picker names, and waits until one has come, a
+source has changed, or TICK_S have passed (work is stolen from a source that has fallen silent). A piece is fetched, verified and
+stored by a task of its own, announced to the peers, and only then decoded: others need not wait for our decoder. Pieces in memory
+are bounded; what waits for the decoder counts.
+
+Invariant: nothing is stored, announced or decoded before each of its chunks had its digest. Whose piece was wrong is known
+exactly, since a piece comes from one source and is hashed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.picker import Picker, PickerRules
+from prime_node.broadcast.swarm.piece_sets import PieceSet, members, pieces, span
+from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool, fetch_from
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import Unreachable
+from prime_protocol.chunk_index import ChunkIndex
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import Encoding
+from prime_protocol.pieces import Piece, check_piece, chunks_of, cut_pieces
+
+TICK_S = 0.1
+"""How often to look whether a silent source's work should be taken over."""
+TREE_S_MAX = 2.0
+"""Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
+PIECE_S_MAX = 30.0
+"""A source that needs longer for a piece is left, and asked again later."""
+
+Decode = Callable[[int, memoryview], None]
+"""(number of a chunk, its verified bytes). Called from threads. Raises PeerError."""
+
+
+@dataclass
+class Download:
+    """What it works with. `run` once."""
+
+    encoding: Encoding
+    index: ChunkIndex
+    decode: Decode
+    pool: SourcePool
+    parts: PartStore
+    holdings: Holdings
+    clock: Clock
+    rng: random.Random
+    memory_bytes_max: int
+    rules: PickerRules = field(default_factory=PickerRules)
+    on_bytes: Callable[[int], None] = lambda num_bytes: None
+    """Hears of verified bytes, from the disk or from a source."""
+    received: dict[str, int] = field(default_factory=dict)
+    """Bytes of pieces by source, those that came twice included."""
+
+    def __post_init__(self) -> None:
+        self._pieces = cut_pieces(self.encoding, self.index)
+        self._name = self.encoding.index.digest
+        self._of_part: list[PieceSet] = [0] * len(self.encoding.parts)
+        for number, piece in enumerate(self._pieces):
+            self._of_part[piece.part] |= 1 << number
+        self._stored: set[int] = set()
+        """Parts with room on the disk."""
+        self._absent: dict[str, PieceSet] = {}
+        """What a source that should have everything says that it has not."""
+        self._tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
+        self._asked: set[asyncio.Task[None]] = set()
+        """Those that wait for a source; the others verify, store or decode."""
+        self._memory_bytes = 0
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def run(self) -> None:
+        """Until everything has been decoded.
+
+        Raises PeerError(NOT_FOUND) where nobody has a piece any more, another PeerError where verified bytes do not decode,
+        Unreachable where nobody gives anything for long, OSError from the disk.
+        """
+        have = await self._from_disk()
+        self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
+        sizes = [piece.size for piece in self._pieces]
+        share = self.pool.share(self._name, len(sizes))
+        self._picker = Picker(sizes, rng=self.rng, rules=self.rules, have=have, share=share)
+        self._parents = self.pool.parents(self.encoding.sent_bytes)
+        self._tree_until_s = self.clock.monotonic_s() + TREE_S_MAX
+        listening = asyncio.create_task(self._listen())
+        try:
+            await self._fetch_all()
+        finally:
+            listening.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+
+    # From the disk
+
+    async def _from_disk(self) -> PieceSet:
+        """Decode what lies there from last time. Returns the pieces."""
+        found = 0
+        for part, entry in enumerate(self.encoding.parts):
+            whole = await asyncio.to_thread(self.parts.read, entry)
+            data = whole if whole is not None else await asyncio.to_thread(self.parts.begin, entry)
+            if data is not None:
+                self._stored.add(part)
+            if data:
+                here = await asyncio.to_thread(self._take_verified, part, data)
+                self.on_bytes(sum(self._pieces[number].size for number in members(here)))
+                found |= here
+                if whole is None and here == self._of_part[part]:
+                    await asyncio.to_thread(self.parts.finish, entry)
+        return found
+
+    def _take_verified(self, part: int, data: bytes) -> PieceSet:
+        """The pieces of a part on the disk that are what they should be, decoded."""
+        here, view = [], memoryview(data)
+        for number in members(self._of_part[part]):
+            piece = self._pieces[number]
+            with contextlib.suppress(PeerError):
+                self._check(piece, view[piece.start : piece.end])
+                here.append(number)
+        for number in here:
+            piece = self._pieces[number]
+            self._decode(piece, view[piece.start : piece.end])
+        return pieces(here)
+
+    def _on_disk(self) -> PieceSet:
+        made = 0
+        for part in self._stored:
+            made |= self._of_part[part]
+        return made
+
+    # From the sources
+
+    async def _fetch_all(self) -> None:
+        rounds = 0
+        while not self._picker.is_done or self._tasks:
+            missing = self._picker.missing
+            self._news.clear()
+            self._ask()
+            if self._error is not None:
+                raise self._error
+            if self._tasks:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await self._news.wait()
+            elif not self._picker.is_done and not self._news.is_set() and self._parents is not None:
+                self._parents = None if self.clock.monotonic_s() >= self._tree_until_s else self._parents
+                await self.pool.rest()
+            elif not self._picker.is_done and not self._news.is_set():
+                self._check_somebody_has(missing)
+                if rounds >= ROUNDS_MAX:
+                    raise Unreachable(f"no source gives pieces of encoding {self._name[:12]}")
+                rounds += 1
+                await self.pool.rest()
+            if self._picker.missing != missing:
+                rounds = 0
+
+    async def _listen(self) -> None:
+        while True:
+            await self.pool.changed()
+            self._news.set()
+
+    def _ask(self) -> None:
+        """Give every source that is awake as much to do as the picker has for it."""
+        now_s = self.clock.monotonic_s()
+        only = self._parents if now_s < self._tree_until_s else None
+        ready = {named.name: named for named in self.pool.ready() if only is None or named.name in only}
+        for name in self._picker.sources:
+            if name not in ready:
+                self._picker.remove(name)
+        for name, named in ready.items():
+            if name not in self._picker.sources:
+                self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)
+            has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
+            self._picker.has(name, has & ~self._absent.get(name, 0))
+            while self._memory_bytes < self.memory_bytes_max:
+                number = self._picker.pick(name, now_s)
+                if number is None:
+                    break
+                self._memory_bytes += self._pieces[number].size
+                task = asyncio.create_task(self._piece(named, number))
+                self._tasks[task] = name, number
+                self._asked.add(task)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        _, number = self._tasks.pop(task)
+        self._asked.discard(task)
+        self._memory_bytes -= self._pieces[number].size
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or (error if isinstance(error, Exception) else None)
+        self._news.set()
+
+    async def _piece(self, named: NamedSource, number: int) -> None:
+        piece = self._pieces[number]
+        entry = self.encoding.parts[piece.part]
+        if self.pool.download_turn is not None:
+            await self.pool.download_turn(piece.size)
+        named.fetching += 1
+        try:
+            async with asyncio.timeout(PIECE_S_MAX):
+                data = await named.source.blob(entry.digest, start=piece.start, end=piece.end)
+            await asyncio.to_thread(self._store, piece, data)
+        except TimeoutError:
+            self._missed(named, number, Unreachable(f"a piece took longer than {PIECE_S_MAX:.0f} s"))
+            return
+        except (PeerError, Unreachable) as error:
+            if named.kind is not SourceKind.PEER and isinstance(error, PeerError):
+                await self._blame(named, piece, error)
+            self._missed(named, number, error)
+            return
+        finally:
+            named.fetching -= 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked.discard(task)
+        self.received[named.name] = self.received.get(named.name, 0) + len(data)
+        if self._picker.have >> number & 1:
+            return  # another source was faster
+        self._arrived(named, number, len(data))
+        if self._picker.have & self._of_part[piece.part] == self._of_part[piece.part] and piece.part in self._stored:
+            await asyncio.to_thread(self.parts.finish, entry)
+        await asyncio.to_thread(self._decode, piece, data)
+
+    def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
+        now_s = self.clock.monotonic_s()
+        if named.name not in self._picker.sources:  # it was found to rest meanwhile
+            self._picker.add(named.name)
+        self._picker.arrived(named.name, number, now_s)
+        for task, (_, same) in self._tasks.items():
+            if task in self._asked and same == number:
+                task.cancel()
+        self.pool.succeeded(named, num_bytes)
+        if self._pieces[number].part in self._stored:
+            self.holdings.came(self._name, number)
+        self.on_bytes(num_bytes)
+        self._news.set()
+
+    def _missed(self, named: NamedSource, number: int, error: PeerError | Unreachable) -> None:
+        if isinstance(error, PeerError) and error.code is ErrorCode.NOT_FOUND:
+            self._absent[named.name] = self._absent.get(named.name, 0) | self._of_part[self._pieces[number].part]
+        else:
+            self.pool.failed(named, error)
+        if named.name in self._picker.sources:  # it comes back with what it has then
+            self._picker.remove(named.name)
+
+    async def _blame(self, named: NamedSource, piece: Piece, error: PeerError) -> None:
+        """A source that is there for good sent a wrong piece. Is it the publisher's fault? Then the part has its digest, and its
+        chunks do not have those that the index names: no source can do better, and the download ends with that."""
+        if error.code is not ErrorCode.DIGEST_MISMATCH:
+            return
+        entry = self.encoding.parts[piece.part]
+        with contextlib.suppress(PeerError, Unreachable):
+            data = await fetch_from(named.source, entry)
+            try:
+                await asyncio.to_thread(self._check, piece, data[piece.start : piece.end])
+            except PeerError as wrong:
+                self._error = PeerError(ErrorCode.CHAIN_BROKEN, f"published broken: {wrong.detail}")
+
+    def _check_somebody_has(self, missing: PieceSet) -> None:
+        """Raises PeerError(NOT_FOUND) where every source that is there for good lacks a piece, and no peer has it."""
+        lasting = self.pool.lasting
+        if not lasting:
+            return
+        for named in lasting:
+            missing &= self._absent.get(named.name, 0)
+        for named in self.pool.peers:
+            missing &= ~named.has.get(self._name, 0)
+        if missing:
+            part = self._pieces[next(members(missing))].part
+            raise PeerError(ErrorCode.NOT_FOUND, f"no source has part {self.encoding.parts[part].digest[:12]} any more")
+
+    # In threads
+
+    def _check(self, piece: Piece, data: bytes | memoryview) -> None:
+        check_piece(piece, data, self.index)
+
+    def _store(self, piece: Piece, data: bytes) -> None:
+        self._check(piece, data)
+        if piece.part in self._stored:
+            self.parts.put(self.encoding.parts[piece.part].digest, piece.start, data)
+
+    def _decode(self, piece: Piece, data: bytes | memoryview) -> None:
+        for number, chunk in chunks_of(piece, data, self.index):
+            self.decode(number, chunk)

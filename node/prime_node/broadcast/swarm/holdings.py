@@ -1,0 +1,169 @@
+"""What this machine can give to others: encodings, whole or as far as they have come, and the news about them.
+
+Whoever serves reads here; downloads write here. News are numbered, so that a listener who has heard a part of them asks for the
+rest. Invariant: a piece is announced only after it was verified and lies on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.swarm.piece_sets import PieceSet, span
+from prime_protocol.manifest import Encoding
+from prime_protocol.pieces import Piece
+
+HOLDINGS_MAX = 64
+"""Encodings that are announced, the newest ones."""
+NEWS_MAX = 8_192
+"""Announcements that are remembered; who is further behind gets everything."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """One encoding of which something is here."""
+
+    encoding: Encoding
+    pieces: Sequence[Piece]
+    has: PieceSet = 0
+    _ends: list[tuple[int, int]] = field(default_factory=list)
+    """(part, end) of every piece, to find one by."""
+
+    def __post_init__(self) -> None:
+        self._ends = [(piece.part, piece.end) for piece in self.pieces]
+
+    @property
+    def name(self) -> str:
+        """Of the encoding: its index's digest."""
+        return self.encoding.index.digest
+
+    def has_range(self, part: int, start: int, end: int) -> bool:
+        """Have all pieces come that these bytes of a part belong to?"""
+        place = bisect_right(self._ends, (part, start))
+        while start < end:
+            if not self.has >> place & 1:
+                return False
+            start = self._ends[place][1]
+            place += 1
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return self.has == span(0, len(self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has come since somebody asked last."""
+
+    cursor: int
+    """To ask from next time."""
+    pieces: dict[str, PieceSet]
+    """By encoding."""
+    head: int
+    """Newest policy that is here whole, -1 before the first."""
+
+
+class Holdings:
+    """Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.head = -1
+        self._holdings: dict[str, Holding] = {}
+        self._where: dict[str, list[tuple[str, int]]] = {}
+        """Digests of parts: the encodings that they are in, and their place there."""
+        self._log: list[tuple[str, PieceSet]] = []
+        self._log_begins = 1  # a cursor of 0 means: from the beginning
+        self._changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._holdings.values())
+
+    def add(self, holding: Holding) -> None:
+        """An encoding of which pieces are here or will come. Idempotent: the pieces are put together."""
+        known = self._holdings.get(holding.name)
+        if known is None:
+            self._holdings[holding.name] = known = Holding(holding.encoding, holding.pieces)
+            for number, part in enumerate(holding.encoding.parts):
+                self._where.setdefault(part.digest, []).append((holding.name, number))
+            while len(self._holdings) > HOLDINGS_MAX:
+                self.remove(next(iter(self._holdings)))
+        self._announce(known, holding.has)
+
+    def came(self, name: str, piece: int) -> None:
+        """A verified piece lies on the disk."""
+        self._announce(self._holdings[name], 1 << piece)
+
+    def staged(self, policy_version: int) -> None:
+        """A policy is here and verified as a whole."""
+        if policy_version > self.head:
+            self.head = policy_version
+            self.tell()
+
+    def remove(self, name: str) -> None:
+        """An encoding is no longer on the disk."""
+        holding = self._holdings.pop(name, None)
+        for part in () if holding is None else holding.encoding.parts:
+            places = self._where[part.digest]
+            places[:] = [place for place in places if place[0] != name]
+            if not places:
+                del self._where[part.digest]
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Other blobs have been removed from the disk."""
+        for name in [
+            one.name for one in self._holdings.values() if not {b.digest for b in one.encoding.blobs} <= digests
+        ]:
+            self.remove(name)
+
+    def has_range(self, digest: str, start: int, end: int) -> bool:
+        """Are these bytes of a part here, verified?"""
+        for name, number in self._where.get(digest, ()):
+            holding = self._holdings[name]
+            if 0 <= start < end <= holding.encoding.parts[number].size and holding.has_range(number, start, end):
+                return True
+        return False
+
+    def size(self, digest: str) -> int | None:
+        """Of a part of which something is here."""
+        places = self._where.get(digest)
+        return None if not places else self._holdings[places[0][0]].encoding.parts[places[0][1]].size
+
+    # News
+
+    def news(self, cursor: int) -> News:
+        """Since `cursor`; everything, where that is too long ago or 0."""
+        if not self._log_begins <= cursor <= self._log_begins + len(self._log) or cursor == 0:
+            return News(self._end, {name: one.has for name, one in self._holdings.items() if one.has}, self.head)
+        fresh: dict[str, PieceSet] = {}
+        for name, pieces in self._log[cursor - self._log_begins :]:
+            if name in self._holdings:
+                fresh[name] = fresh.get(name, 0) | pieces
+        return News(self._end, fresh, self.head)
+
+    async def changed(self, seen: News) -> None:
+        """Until there is something that `seen` does not say, or `tell` is called."""
+        if self._end == seen.cursor and self.head == seen.head:
+            await self._changed.wait()
+
+    @property
+    def _end(self) -> int:
+        return self._log_begins + len(self._log)
+
+    def _announce(self, holding: Holding, pieces: PieceSet) -> None:
+        new = pieces & ~holding.has
+        if new:
+            holding.has |= new
+            self._log.append((holding.name, new))
+            if len(self._log) > NEWS_MAX:
+                dropped = len(self._log) // 2
+                del self._log[:dropped]
+                self._log_begins += dropped
+            self.tell()
+
+    def tell(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

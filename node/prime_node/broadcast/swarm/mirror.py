@@ -1,0 +1,108 @@
+"""Keeps every encoding of the newest policies without decoding any: bandwidth and a disk lent to a run, without a GPU.
+
+Who waits for whom: `follow` waits for a new head and downloads it as a follower does, from all sources at once, verified chunk by
+chunk; peers fetch from it meanwhile. A source that is away costs time, never the task; a fault of this machine ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from prime_node.broadcast.follow.heads import Heads
+from prime_node.broadcast.swarm.download import Download
+from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.shelf import Shelf
+from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_protocol.chunk_index import open_index
+from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.manifest import Encoding, Manifest
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+HEAD_WAIT_S = 10.0
+POLL_S = 1.0
+PAUSE_S = 5.0
+"""After a policy that could not be had."""
+
+
+class Mirror:
+    """`folder` is its own and survives restarts. Raises LocalError where it is unusable."""
+
+    def __init__(
+        self,
+        run: PinnedRun,
+        sources: Sequence[tuple[str, CheckpointSource]],
+        folder: Path,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        memory_bytes_max: int,
+        parts_bytes_max: int,
+    ) -> None:
+        self.holdings = Holdings()
+        self.received: dict[str, int] = {}
+        """Bytes of pieces so far, by source."""
+        self.pool = SourcePool(sources, clock=clock, rng=rng)
+        self._clock = clock
+        self._rng = rng
+        self._folder = folder
+        self._memory_bytes_max = memory_bytes_max
+        try:
+            self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
+            self.heads = Heads(run, self.pool, folder)
+        except OSError as error:
+            raise LocalError(f"folder {folder}: {error}") from None
+        self.shelf = Shelf(self.parts, self.holdings)
+
+    async def follow(self) -> NoReturn:
+        """For ever. Cancel it to stop."""
+        while True:
+            asked_s = self._clock.monotonic_s()
+            await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.holdings.head else 0.0)
+            if self.heads.newest <= self.holdings.head:
+                await self._clock.sleep(max(0.0, POLL_S - (self._clock.monotonic_s() - asked_s)))
+                continue
+            try:
+                await self.take(self.heads.newest)
+            except (PeerError, Unreachable) as error:
+                log.warning("policy %d: %s; looking for the head again", self.heads.newest, error)
+                await self._clock.sleep(PAUSE_S)
+
+    async def take(self, policy_version: int) -> None:
+        """Every encoding of a policy; those that are short come first. Raises PeerError, Unreachable or LocalError."""
+        signed = await self.heads.manifest(policy_version)
+        try:
+            for encoding in sorted(signed.manifest.encodings, key=lambda one: one.sent_bytes):
+                await self._download(signed.manifest, encoding)
+            self.shelf.put(signed)
+        except OSError as error:
+            raise LocalError(f"folder {self._folder}: {error}; free some space and start again") from None
+        log.info("policy %d is here, %d encodings", policy_version, len(signed.manifest.encodings))
+
+    async def _download(self, manifest: Manifest, encoding: Encoding) -> None:
+        packed = await asyncio.to_thread(self.parts.read, encoding.index)
+        if packed is None:
+            packed = await self.pool.fetch_blob(encoding.index)
+            await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
+        index = open_index(packed, encoding, manifest.tensors)
+        await Download(
+            encoding,
+            index,
+            lambda number, chunk: None,
+            self.pool,
+            self.parts,
+            self.holdings,
+            self._clock,
+            self._rng,
+            self._memory_bytes_max,
+            received=self.received,
+        ).run()

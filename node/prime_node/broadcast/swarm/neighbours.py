@@ -1,0 +1,175 @@
+"""The peers that this machine is linked to, as sources of its pool.
+
+Who waits for whom: `run` keeps as many links as the topology wants, choosing among the directory's records; each link has a task
+that listens to the peer's news and ends with it. A peer that cannot be reached rests; one that sent a wrong byte is not linked
+again while this process lives, and its news count for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from prime_node.broadcast.swarm.directory import Directory
+from prime_node.broadcast.swarm.piece_sets import span
+from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
+from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
+from prime_node.ports.clock import Clock
+from prime_node.ports.swarm import PeerLink
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.peers import PeerNews, PeerRecord
+
+log = logging.getLogger(__name__)
+
+REST_S_MIN, REST_S_MAX = 1.0, 300.0
+LOOK_S = 1.0
+"""How often to look whether there are links to make."""
+
+Connect = Callable[[PeerRecord], PeerLink | None]
+"""Makes a link, without waiting; None where the record names no way that this machine can go."""
+
+
+@dataclass(slots=True)
+class _Rest:
+    failures: int = 0
+    until_s: float = 0.0
+
+
+class Neighbours:
+    """Used from the event loop only."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        pool: SourcePool,
+        connect: Connect,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        rules: TopologyRules | None = None,
+    ) -> None:
+        self.liars: dict[KeyId, str] = {}
+        """Peers that sent wrong bytes, and what was wrong."""
+        self._directory = directory
+        self._pool = pool
+        self._connect = connect
+        self._clock = clock
+        self._rng = rng
+        self._rules = rules or TopologyRules()
+        self._links: dict[KeyId, PeerLink] = {}
+        self._tasks: dict[KeyId, asyncio.Task[None]] = {}
+        self._rests: dict[KeyId, _Rest] = {}
+        self._wake = asyncio.Event()
+        pool.lied = self._lied
+        pool.share = self._share
+        pool.parents = self._parents
+
+    @property
+    def linked(self) -> tuple[KeyId, ...]:
+        """Peers whose news we hear."""
+        return tuple(named.name for named in self._pool.peers)
+
+    def links(self) -> list[PeerLink]:
+        return [self._links[peer] for peer in self.linked if peer in self._links]
+
+    async def run(self) -> NoReturn:
+        """Until cancelled; closes the links then."""
+        asking = asyncio.create_task(self._directory.run(self.links, self._wake.set))
+        try:
+            while True:
+                self._link_more()
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    if asking.done():
+                        asking.result()
+        finally:
+            tasks = [asking, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _link_more(self) -> None:
+        now_s = self._clock.monotonic_s()
+        waiting = {
+            peer: record
+            for peer, record in self._directory.records.items()
+            if peer not in self._tasks and peer not in self.liars and self._rests.get(peer, _Rest()).until_s <= now_s
+        }
+        above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)
+        first = [waiting.pop(peer) for peer in above if peer in waiting]
+        room = max(0, self._rules.neighbours_max - len(self._tasks) - len(first))
+        for record in [*first, *self._rng.sample(list(waiting.values()), min(room, len(waiting)))]:
+            link = self._connect(record)
+            if link is not None:
+                self._links[record.peer] = link
+                self._tasks[record.peer] = asyncio.create_task(self._listen(record.peer, link))
+
+    async def _listen(self, peer: KeyId, link: PeerLink) -> None:
+        """One link, from its first news to its last."""
+        named = NamedSource(peer, link, SourceKind.PEER)
+        try:
+            async for news in link.news():
+                self._heard(named, news)
+                self._rests.pop(peer, None)
+                self._pool.add(named)
+        except (PeerError, Unreachable) as error:
+            self._rest(peer, error)
+        finally:
+            self._pool.remove(peer)
+            self._links.pop(peer, None)
+            self._tasks.pop(peer, None)
+            await link.close()
+
+    def _heard(self, named: NamedSource, news: PeerNews) -> None:
+        """Raises PeerError for a peer that announces without end."""
+        for name, ranges in news.pieces.items():
+            held = named.has.get(name, 0)
+            for start, end in ranges:
+                if not start < end <= limits.CHUNKS_MAX:
+                    raise PeerError(ErrorCode.WRONG_TYPE, f"a run of pieces from {start} to {end}")
+                held |= span(start, end)
+            named.has.pop(name, None)
+            named.has[name] = held
+        while len(named.has) > limits.PEER_NEWS_ENCODINGS_MAX:
+            del named.has[next(iter(named.has))]
+        named.head = max(named.head, news.head)
+
+    def _rest(self, peer: KeyId, error: Exception) -> None:
+        rest = self._rests.setdefault(peer, _Rest())
+        rest.failures += 1
+        pause_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(rest.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
+        rest.until_s = self._clock.monotonic_s() + pause_s
+        log.info("peer %s: %s; linking again in %.0f s at the earliest", peer, error, pause_s)
+
+    def _lied(self, named: NamedSource, error: PeerError) -> None:
+        if named.kind is SourceKind.PEER:
+            log.warning("peer %s sent wrong bytes (%s); it is left for good", named.name, error.detail)
+            self.liars[named.name] = error.detail
+            task = self._tasks.get(named.name)
+            if task is not None:
+                task.cancel()
+            self._pool.remove(named.name)
+
+    def _share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
+        """Ours, among the listed peers that do not have the encoding whole yet: the same list at everybody, as far as may be."""
+        whole = span(0, num_pieces)
+        done = {named.name for named in self._pool.peers if named.has.get(encoding, 0) == whole}
+        return share_of(self._directory.me, self._directory.records.keys() - done, encoding)
+
+    def _parents(self, sent_bytes: int) -> frozenset[str] | None:
+        """Those of ours that are linked, where so many bytes go down the tree. None at its root, and in a swarm."""
+        directory = self._directory
+        if topology_for(sent_bytes, len(directory.records) + 1, self._rules) is Topology.SWARM:
+            return None
+        above = parents(directory.me, directory.records, directory.run_digest, self._rules)
+        return frozenset(above).intersection(self.linked) or None

@@ -1,0 +1,151 @@
+"""Links between peers over the peer network (libp2p), for those that HTTP does not reach. SPEC.md, section "Peers over HTTP".
+
+The same questions and answers as over HTTP, one request each: a path, and of the headers the range. Who asks is known by the link
+and belongs to the run by the ticket that he shows. A request carries no stream, so news are asked for with the cursor of the last
+ones, and the answer waits until there are some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from pydantic import Field
+
+from prime_node.broadcast.swarm.serving import KEEP_ALIVE_S, PeerService
+from prime_node.ports.peers import Answer, PeerAddress, PeerNetwork
+from prime_node.ports.transport import Unreachable
+from prime_node.ports.web import Handler, Request, Route
+from prime_protocol import limits
+from prime_protocol.assignment import Count
+from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.limits import Limits
+from prime_protocol.peers import PeerNews, PeerRecord
+
+PROTOCOL = "checkpoints"
+QUESTION_BYTES_MAX = 3 * limits.PEER_TICKET_BYTES_MAX
+LINK_S_MAX = 40.0
+"""To link to a peer, the punching of a hole included."""
+ANSWER_S_MAX = 30.0
+"""For a piece: a slow line, and a turn at the other's uplink."""
+
+
+class Question(WireModel):
+    """Example: {"path": "/v1/blobs/ab..", "start": 0, "end": 65536}."""
+
+    path: str = Field(max_length=200)
+    start: Count | None = None
+    end: Count | None = None
+    """With `start`: a range of a blob."""
+    cursor: Count = 0
+    """Of the last news; 0 asks for everything."""
+    head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
+    """Newest policy of the last news."""
+    authorization: str | None = Field(default=None, max_length=2 * limits.PEER_TICKET_BYTES_MAX)
+
+
+def serve_over(network: PeerNetwork, service: PeerService) -> None:
+    """Answer other peers' questions over the network. To be called before it starts."""
+    serve_routes(network, service.routes(), service)
+
+
+def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerService | None = None) -> None:
+    """As `serve_over`, for whoever has no service: the coordinator."""
+    paths = [(re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", r.path)), r.handler) for r in routes]
+
+    async def answer(peer: KeyId, payload: bytes) -> bytes | Answer:
+        question = parse_json(payload, Question)
+        handler, params = _find(paths, question.path)
+        headers = {} if question.authorization is None else {"authorization": question.authorization}
+        if question.start is not None and question.end is not None:
+            headers["range"] = f"bytes={question.start}-{question.end - 1}"
+        request = Request(params=params, body=b"", headers=headers, remote=peer)
+        if service is not None:
+            if service.member(request) not in (None, peer):
+                raise PeerError(ErrorCode.BAD_SIGNATURE, "this is another key's ticket")
+            if question.path == "/v1/have":
+                return await service.news_since(request, question.cursor, question.head)
+        response = await handler(request)
+        assert isinstance(response.body, bytes)
+        return response.body if response.after is None else Answer(response.body, response.after)
+
+    network.serve(PROTOCOL, answer, request_bytes_max=QUESTION_BYTES_MAX)
+
+
+def _find(paths: list[tuple[re.Pattern[str], Handler]], path: str) -> tuple[Handler, Mapping[str, str]]:
+    for pattern, handler in paths:
+        if found := pattern.fullmatch(path):
+            return handler, found.groupdict()
+    raise PeerError(ErrorCode.NOT_FOUND, f"no path {path}")
+
+
+class NetworkPeer:
+    """Implements ports.swarm.PeerLink."""
+
+    def __init__(
+        self, network: PeerNetwork, record: PeerRecord, *, bounds: Limits, authorization: Callable[[], str | None]
+    ) -> None:
+        self._network = network
+        self._address = PeerAddress(record.peer, record.addresses)
+        self._bounds = bounds
+        self._authorization = authorization
+
+    async def run_spec(self) -> Envelope:
+        return open_envelope(await self._ask("/v1/run", limits.ENVELOPE_BYTES_MAX))
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        body = await self._ask("/v1/head", limits.ENVELOPE_BYTES_MAX)
+        return open_envelope(body) if body else None
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        return open_envelope(await self._ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None and end <= start:
+            return b""
+        bytes_max = self._bounds.blob_bytes_max if end is None else end - start
+        if end is None:
+            return (await self._ask(f"/v1/blobs/{digest}", bytes_max))[start:]
+        return await self._ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
+
+    async def news(self) -> AsyncIterator[PeerNews]:
+        news = PeerNews()
+        while True:
+            question = Question(path="/v1/have", cursor=news.cursor, head=news.head)
+            body = await self._request(question, limits.PEER_NEWS_BYTES_MAX, wait_s=KEEP_ALIVE_S)
+            news = parse_json(body, PeerNews)
+            yield news
+
+    async def peers(self) -> str:
+        body = await self._ask("/v1/peers", limits.PEER_LIST_BYTES_MAX)
+        try:
+            return body.decode()
+        except UnicodeDecodeError:
+            raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
+
+    async def close(self) -> None:
+        """The link stays: the network keeps what it may need again."""
+
+    async def _ask(self, path: str, bytes_max: int, *, start: int | None = None, end: int | None = None) -> bytes:
+        return await self._request(Question(path=path, start=start, end=end), bytes_max)
+
+    async def _request(self, question: Question, bytes_max: int, *, wait_s: float = 0.0) -> bytes:
+        await self._need_direct_link()
+        asked = question.model_copy(update={"authorization": self._authorization()})
+        return await self._network.request(
+            self._address.peer,
+            PROTOCOL,
+            asked.model_dump_json(exclude_none=True).encode(),
+            timeout_s=ANSWER_S_MAX + wait_s,
+            reply_bytes_max=bytes_max,
+        )
+
+    async def _need_direct_link(self) -> None:
+        """Raises Unreachable: a relay carries words, and bytes come from whoever is reached directly."""
+        linked = {link.peer: link for link in self._network.connected()}.get(self._address.peer)
+        if linked is None or not linked.is_direct:
+            linked = await self._network.connect(self._address, timeout_s=LINK_S_MAX)
+        if not linked.is_direct:
+            raise Unreachable(f"{self._address.peer} is reached over a relay alone")

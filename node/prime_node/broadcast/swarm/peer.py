@@ -1,0 +1,96 @@
+"""One peer of the swarm: it serves what is here, offers itself, and links to others. For workers, seeders and the trainer.
+
+Who waits for whom: nothing waits for a peer. What it serves and fetches is in the holdings and the pool that it was given; a
+fault of its own is logged and ends it alone, so that a run never stops because of its swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.swarm.directory import Directory
+from prime_node.broadcast.swarm.neighbours import Neighbours
+from prime_node.broadcast.swarm.serving import PeerService
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+from prime_node.ports.peers import PeerNetwork
+from prime_node.ports.web import WebServer
+from prime_protocol.messages import PeersRequest
+
+log = logging.getLogger(__name__)
+
+STOP_S = 1.0
+"""For answers under way, when the peer stops."""
+
+
+@dataclass
+class Peer:
+    """What it is made of. `running` once."""
+
+    config: SwarmConfig
+    service: PeerService
+    web: WebServer
+    directory: Directory
+    neighbours: Neighbours | None = None
+    """None for a machine that only serves: the trainer."""
+    network: PeerNetwork | None = None
+    """Over which peers behind a NAT are reached."""
+    port: int | None = None
+    """Where it serves."""
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.directory.offer = self.offer
+
+    def offer(self) -> PeersRequest:
+        """What the coordinator is asked, and told."""
+        if self.config.private:
+            return PeersRequest()
+        return PeersRequest(port=self.port, addresses=() if self.network is None else self.network.addresses())
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Raises LocalError where its port cannot be had."""
+        if not self.config.private:
+            self.port = await self.web.start(self.service.routes(), host=self.config.host, port=self.config.port)
+            log.info("serving peers on port %d", self.port)
+        if self.network is not None:
+            await self.network.start()
+        self._task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self.service.close()
+            if self.network is not None:
+                await self.network.close()
+            await self.web.stop(grace_s=STOP_S)
+            self.service.uplink.close()
+
+    def describe(self) -> str:
+        """For the owner's screen. Example: `4 peers, 120.5 MB given`."""
+        if self.config.private:
+            standing = "private"
+        elif self.directory.reachable is False:
+            standing = f"not reachable on port {self.port} (forward it, or set swarm.private)"
+        else:
+            standing = f"port {self.port}"
+        if self.network is not None:
+            punched, tried = self.network.punched()
+            standing += f", libp2p {self.network.reachability()}"
+            standing += f" (holes punched to {punched} of {tried} peers)" if tried else ""
+        linked = 0 if self.neighbours is None else len(self.neighbours.linked)
+        return f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
+
+    async def _run(self) -> None:
+        try:
+            if self.neighbours is not None:
+                await self.neighbours.run()
+            else:
+                await self.directory.run(list, lambda: None)
+        except Exception:
+            log.exception("the swarm has stopped here; policies still come from the coordinator and the mirrors")

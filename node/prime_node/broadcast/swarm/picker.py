@@ -1,0 +1,272 @@
+"""Which piece to ask of whom next. Pure: what has happened goes in, requests come out; the clock is an argument.
+
+One picker serves one download. The rules, in the order in which they apply to a source that has room for a request:
+
+    (1) as many requests are open as keep the source busy: twice its rate times its shortest answer (as BBR sizes its window)
+    (2) rarest first among the pieces that it has and nobody was asked for; of equally rare ones those of one's own share of the
+        file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
+    (3) a fallback source gives what no peer has; a slow source gives what no other has
+    (4) where nothing is left to ask for, a piece asked elsewhere is taken over if it comes at least twice as soon from here: the
+        end game and the stealing of work in one. No byte is sent twice that would have been in time
+
+A piece is open until `arrived` or `missed`. Nothing is known here of digests: the caller says `arrived` for verified pieces only.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prime_node.broadcast.swarm.piece_sets import Counts, PieceSet, any_of, members, span
+
+
+@dataclass(frozen=True, slots=True)
+class PickerRules:
+    """Settings of one download."""
+
+    in_flight_max: int = 4
+    """Requests open at one source."""
+    open_max: int = 64
+    """Pieces open at all sources together."""
+    window_gain: float = 2.0
+    """Bytes in flight, as a share of a source's rate times its shortest answer."""
+    slow_piece_s: float = 1.0
+    """A source that needs longer for a piece has one open request."""
+    slow_share: float = 0.05
+    """A source below this share of the mean rate gives only what no other has."""
+    steal_gain: float = 0.5
+    """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
+    steal_look_s: float = 0.1
+    """A source with nothing else to give looks this often for a piece to take over."""
+    copies_max: int = 2
+    """Sources asked for one piece at the same time."""
+    rate_memory_s: float = 2.0
+    """Rates are averages that forget with this time constant."""
+    rate_guess_bytes_s: float = 2**20
+    """Of a source that has given nothing yet, while there is no other to compare with."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way."""
+
+    asked_s: float
+    due_s: float
+    """When it was expected to arrive."""
+
+
+@dataclass(slots=True)
+class _Source:
+    is_fallback: bool
+    has: PieceSet = 0
+    open: dict[int, _Open] = field(default_factory=dict)
+    open_bytes: int = 0
+    rate_bytes_s: float | None = None
+    answer_s_min: float = math.inf
+    looked_s: float = -math.inf
+    """When it last looked for a piece to take over."""
+    counted_s: float = 0.0
+    """The rate has taken in everything until then."""
+
+
+class Picker:
+    """One download of pieces with `sizes` in bytes."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        rng: random.Random,
+        rules: PickerRules | None = None,
+        have: PieceSet = 0,
+        share: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """`have` is here already. `share` is the part of the file, from 0 to 1, that this receiver asks for first."""
+        self.have = have
+        self._sizes = sizes
+        self._all = span(0, len(sizes))
+        self._share = span(round(share[0] * len(sizes)), round(share[1] * len(sizes)))
+        self._rng = rng
+        self._rules = rules or PickerRules()
+        self._sources: dict[str, _Source] = {}
+        self._counts = Counts()
+        """Of the sources that are no fallback."""
+        self._askers: dict[int, list[str]] = {}
+        """Open pieces, and the sources that were asked for them."""
+        self._open: PieceSet = 0
+        self._piece_bytes = sum(sizes) / max(1, len(sizes))
+
+    # What is known
+
+    @property
+    def is_done(self) -> bool:
+        return self.have == self._all
+
+    @property
+    def missing(self) -> PieceSet:
+        return self._all & ~self.have
+
+    @property
+    def unasked(self) -> PieceSet:
+        """Missing pieces that nobody was asked for: only these make a new announcement worth a `pick`."""
+        return self._all & ~self.have & ~self._open
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
+    def add(self, name: str, *, has: PieceSet = 0, is_fallback: bool = False) -> None:
+        """A new source. A fallback (the origin, whose uplink is scarce) is asked for what no peer has."""
+        assert name not in self._sources
+        self._sources[name] = _Source(is_fallback)
+        self.has(name, has)
+
+    def has_all(self, name: str) -> None:
+        self.has(name, self._all)
+
+    def has(self, name: str, announced: PieceSet) -> None:
+        """A source says that it has these pieces too."""
+        source = self._sources[name]
+        new = announced & self._all & ~source.has
+        source.has |= new
+        if new and not source.is_fallback:
+            self._counts.add(new)
+
+    def remove(self, name: str) -> None:
+        """A source is gone. What it was asked for is free again."""
+        source = self._sources[name]
+        for piece in list(source.open):
+            self._close(name, piece)
+        if not source.is_fallback and source.has:
+            self._counts.remove(source.has)
+        del self._sources[name]
+
+    def idle(self) -> list[str]:
+        """The sources that were asked for nothing."""
+        return [name for name, source in self._sources.items() if not source.open]
+
+    def rate_bytes_s(self, name: str) -> float | None:
+        """What a source gives, as measured; None before its first piece."""
+        return self._sources[name].rate_bytes_s
+
+    def open_at(self, name: str) -> tuple[int, ...]:
+        """The pieces that a source was asked for."""
+        return tuple(self._sources[name].open)
+
+    # What happens
+
+    def pick(self, name: str, now_s: float) -> int | None:
+        """The piece to ask of this source now, from here on open; None where it has nothing to do for the moment."""
+        source = self._sources[name]
+        if len(self._askers) >= self._rules.open_max or len(source.open) >= self._window(source):  # (1)
+            return None
+        free = source.has & ~self.have & ~self._open
+        if source.is_fallback:
+            free &= ~self._counts.is_held()  # (3)
+        elif free and self._is_slow(source):
+            free &= self._counts.is_held_once()  # (3)
+        if free:
+            rarest = self._counts.rarest(free)  # (2)
+            piece = any_of(rarest & self._share or rarest, self._rng)
+        else:
+            stolen = self._to_steal(source, now_s)  # (4)
+            if stolen is None:
+                return None
+            piece = stolen
+        if not source.open:
+            source.counted_s = now_s
+        source.open_bytes += self._sizes[piece]
+        source.open[piece] = _Open(now_s, now_s + source.open_bytes / self._rate(source))
+        self._askers.setdefault(piece, []).append(name)
+        self._open |= 1 << piece
+        return piece
+
+    def arrived(self, name: str, piece: int, now_s: float) -> tuple[str, ...]:
+        """A verified piece. Returns the other sources that were asked for it: those requests can be cancelled."""
+        source = self._sources[name]
+        request = source.open.get(piece)
+        if request is not None:
+            self._measure(source, request, self._sizes[piece], now_s)
+            self._close(name, piece)
+        others = tuple(self._askers.get(piece, ()))
+        for other in others:
+            self._close(other, piece)
+        self.have |= 1 << piece
+        return others
+
+    def missed(self, name: str, piece: int) -> None:
+        """A request that came to nothing: refused, cut, cancelled, or with wrong bytes."""
+        if piece in self._sources[name].open:
+            self._close(name, piece)
+
+    # Inside
+
+    def _close(self, name: str, piece: int) -> None:
+        source = self._sources[name]
+        del source.open[piece]
+        source.open_bytes -= self._sizes[piece]
+        askers = self._askers[piece]
+        askers.remove(name)
+        if not askers:
+            del self._askers[piece]
+            self._open &= ~(1 << piece)
+
+    def _measure(self, source: _Source, request: _Open, size: int, now_s: float) -> None:
+        source.answer_s_min = min(source.answer_s_min, max(1e-6, now_s - request.asked_s))
+        passed_s = max(1e-6, now_s - source.counted_s)
+        source.counted_s = now_s
+        if source.rate_bytes_s is None:
+            source.rate_bytes_s = size / passed_s
+        else:
+            weight = -math.expm1(-passed_s / self._rules.rate_memory_s)
+            source.rate_bytes_s += weight * (size / passed_s - source.rate_bytes_s)
+
+    def _window(self, source: _Source) -> int:
+        if source.rate_bytes_s is None:
+            return 2
+        if self._piece_bytes / source.rate_bytes_s > self._rules.slow_piece_s:
+            return 1
+        in_flight_bytes = self._rules.window_gain * source.rate_bytes_s * source.answer_s_min
+        return max(2, min(self._rules.in_flight_max, math.ceil(in_flight_bytes / self._piece_bytes)))
+
+    def _rate(self, source: _Source) -> float:
+        return source.rate_bytes_s or self._mean_rate() or self._rules.rate_guess_bytes_s
+
+    def _mean_rate(self) -> float | None:
+        known = [source.rate_bytes_s for source in self._sources.values() if source.rate_bytes_s is not None]
+        return sum(known) / len(known) if known else None
+
+    def _is_slow(self, source: _Source) -> bool:
+        if source.rate_bytes_s is None:
+            return False
+        mean = self._mean_rate()
+        return mean is not None and source.rate_bytes_s < self._rules.slow_share * mean
+
+    def _to_steal(self, source: _Source, now_s: float) -> int | None:
+        """Of the open pieces that this source has, the one that the others would bring last."""
+        if now_s - source.looked_s < self._rules.steal_look_s:
+            return None
+        source.looked_s = now_s
+        waits: dict[int, float] = {}
+        only_late = (
+            source.is_fallback or source.rate_bytes_s is None
+        )  # what it would bring sooner is not known, or is dear
+        for piece in members(source.has & self._open & ~self.have):
+            askers = self._askers[piece]
+            if piece in source.open or len(askers) >= self._rules.copies_max:
+                continue
+            requests = [self._sources[asker].open[piece] for asker in askers]
+            if not (only_late and any(now_s < request.due_s for request in requests)):
+                waits[piece] = min(self._left_s(request, now_s) for request in requests)
+        if not waits:
+            return None
+        latest = max(waits, key=lambda piece: waits[piece])
+        here_s = (source.open_bytes + self._sizes[latest]) / self._rate(source)
+        return latest if here_s <= self._rules.steal_gain * waits[latest] else None
+
+    @staticmethod
+    def _left_s(request: _Open, now_s: float) -> float:
+        """Until an open request is answered: as expected when it was sent, or, once it is late, as late again."""
+        return abs(request.due_s - now_s)

@@ -1,0 +1,88 @@
+"""The trainer as the first seeder: what it publishes it also keeps and serves, so that the coordinator need not.
+
+A port to the coordinator that keeps a copy of what passes through. A policy is announced to the peers once the coordinator has
+taken its manifest. shelf.py says what stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.piece_sets import span
+from prime_node.broadcast.swarm.shelf import Shelf
+from prime_node.ports.transport import TrainerPort
+from prime_protocol.chunk_index import open_index
+from prime_protocol.envelope import Envelope
+from prime_protocol.errors import PeerError
+from prime_protocol.manifest import Encoding, Manifest, open_manifest
+from prime_protocol.messages import BatchRequest, BundleRequest, NotYet
+from prime_protocol.pieces import cut_pieces
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+
+class Seeding:
+    """Implements ports.transport.TrainerPort."""
+
+    def __init__(self, port: TrainerPort, run: PinnedRun, parts: PartStore, holdings: Holdings) -> None:
+        self._port = port
+        self._run = run
+        self._parts = parts
+        self._holdings = holdings
+        self.shelf = Shelf(parts, holdings)
+
+    async def put_blob(self, data: bytes) -> str:
+        digest = await self._port.put_blob(data)
+        await self._on_disk(digest, data)
+        return digest
+
+    async def publish(self, manifest: Envelope) -> None:
+        signed = open_manifest(manifest, self._run)
+        for encoding in signed.manifest.encodings:
+            await self._announce(
+                signed.manifest, encoding
+            )  # first: workers that hear of the policy find that it is here
+        await self._port.publish(manifest)
+        self.shelf.put(signed)
+
+    async def _on_disk(self, digest: str, data: bytes) -> None:
+        """A full disk costs the seeder, not the run."""
+        try:
+            await asyncio.to_thread(self._parts.write, digest, data)
+        except OSError as error:
+            log.warning("blob %s is not seeded: %s", digest[:12], error)
+
+    async def _announce(self, manifest: Manifest, encoding: Encoding) -> None:
+        index = await asyncio.to_thread(self._parts.read, encoding.index)
+        if index is None or not all(self._parts.has(part.digest) for part in encoding.parts):
+            return
+        try:
+            pieces = cut_pieces(encoding, open_index(index, encoding, manifest.tensors))
+        except PeerError as error:
+            log.error("manifest %d: %s", manifest.policy_version, error)
+            return
+        self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
+
+    # As the coordinator answers
+
+    async def run_spec(self) -> Envelope:
+        return await self._port.run_spec()
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        return await self._port.head(wait_s=wait_s)
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        return await self._port.manifest(policy_version)
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return await self._port.blob(digest, start=start, end=end)
+
+    async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        return await self._port.batch(request)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        return await self._port.bundle(request)

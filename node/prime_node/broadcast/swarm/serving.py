@@ -1,0 +1,236 @@
+"""What a peer serves: the same paths as a coordinator's public half, so that whoever can read one can read the other.
+
+Everything that is served proves itself by a digest or a signature; so strangers may read too, as far as members leave room. Who
+has what, and who else is there, is for members of the run only: those who show a ticket (prime_protocol/peers.py).
+
+    GET /v1/run  /v1/keys/{version}  /v1/timestamp                                 for everybody
+    GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}               for everybody
+    GET /v1/have  /v1/peers                                                        for members
+    GET /v1/identity                                                               for the coordinator's dial-back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prime_node.broadcast.swarm.holdings import Holdings, News
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.piece_sets import runs
+from prime_node.broadcast.swarm.ranges import parse_range
+from prime_node.broadcast.swarm.uplink import Uplink
+from prime_node.ports.clock import Clock
+from prime_node.ports.web import Handler, Request, Response, Route
+from prime_protocol import limits
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.peers import PeerAnswer, PeerNews, check_authorization
+from prime_protocol.run_spec import PinnedRun
+
+STRANGERS = "strangers"
+"""All who show no ticket are one peer to the uplink."""
+NEWS_EVERY_S = 0.05
+"""Between two lines of news to one listener: what comes meanwhile goes into one."""
+KEEP_ALIVE_S = 15.0
+"""A line is sent at least so often, so that a lost link is noticed on both sides."""
+LISTENERS_MAX = 256
+LISTENERS_PER_PEER_MAX = 2
+TOKENS_REMEMBERED_MAX = 4_096
+
+
+@dataclass
+class PeerService:
+    """Serves what `holdings` says from `parts` and `files`."""
+
+    run: PinnedRun
+    key: SigningKey
+    holdings: Holdings
+    parts: PartStore
+    uplink: Uplink
+    clock: Clock
+    manifest: Callable[[int], Envelope | None]
+    """A verified manifest by its policy version, where it is at hand."""
+    peer_list: Callable[[], str | None] = lambda: None
+    """The newest list of peers, as the coordinator signed it."""
+    folder: Path | None = None
+    """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
+    _members: dict[str, str] = field(default_factory=dict)
+    """Authorizations that were checked."""
+    _listeners: dict[str, int] = field(default_factory=dict)
+    _is_closing: bool = False
+
+    def routes(self) -> list[Route]:
+        gets: list[tuple[str, Handler]] = [
+            ("/v1/run", self._run),
+            ("/v1/head", self._head),
+            ("/v1/manifests/{policy_version}", self._manifest),
+            ("/v1/blobs/{digest}", self._blob),
+            ("/v1/keys/{version}", self._key_ring),
+            ("/v1/timestamp", self._timestamp),
+            ("/v1/have", self._have),
+            ("/v1/peers", self._peers),
+            ("/v1/identity", self._identity),
+        ]
+        return [Route("GET", path, handler) for path, handler in gets]
+
+    def close(self) -> None:
+        """End what is open: whoever listens is told no more."""
+        self._is_closing = True
+        self.holdings.tell()
+
+    def member(self, request: Request) -> str | None:
+        """The key that a request's ticket names; None for a stranger. Raises PeerError for a ticket that does not hold."""
+        header = request.headers.get("authorization")
+        if header is None:
+            return None
+        if len(header) > 2 * limits.PEER_TICKET_BYTES_MAX:
+            raise LimitExceeded("authorization chars", len(header), 2 * limits.PEER_TICKET_BYTES_MAX)
+        known = self._members.get(header)
+        if known is None:
+            known = check_authorization(header, self.key.key_id, self.run, now_ms=self.clock.now_ms())
+            if len(self._members) >= TOKENS_REMEMBERED_MAX:
+                self._members.clear()
+            self._members[header] = known
+        return known
+
+    # For everybody
+
+    async def _run(self, request: Request) -> Response:
+        return Response(self.run.envelope.to_bytes())
+
+    async def _head(self, request: Request) -> Response:
+        envelope = self.manifest(self.holdings.head)
+        if envelope is None:
+            return Response(status=204)
+        tag = {"ETag": f'"{envelope.digest}"'}
+        if envelope.digest in request.headers.get("if-none-match", ""):
+            return Response(status=304, headers=tag)
+        return Response(envelope.to_bytes(), headers=tag)
+
+    async def _manifest(self, request: Request) -> Response:
+        number = request.params["policy_version"]
+        envelope = self.manifest(int(number)) if re.fullmatch(r"[0-9]{1,10}", number) else None
+        if envelope is None:
+            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have manifest {number[:20]}")
+        return Response(envelope.to_bytes())
+
+    async def _key_ring(self, request: Request) -> Response:
+        version = request.params["version"]
+        if not re.fullmatch(r"[0-9]{1,4}", version):
+            raise PeerError(ErrorCode.NOT_FOUND, "a key ring has a number")
+        return await self._statement(f"keys/{int(version):04d}.json")
+
+    async def _timestamp(self, request: Request) -> Response:
+        return await self._statement("timestamp.json")
+
+    async def _statement(self, name: str) -> Response:
+        """What trust.py has verified and written."""
+        try:
+            return Response(await asyncio.to_thread(((self.folder or Path()) / "trust" / name).read_bytes))
+        except OSError:
+            raise PeerError(ErrorCode.NOT_FOUND, f"this peer has no {name}") from None
+
+    async def _blob(self, request: Request) -> Response:
+        digest = request.params["digest"]
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise PeerError(ErrorCode.NOT_FOUND, "a blob is named by 64 hex digits")
+        file = self._model_file(digest)
+        size = self.holdings.size(digest) or self.parts.size(digest) or (file and file.stat().st_size)
+        if not size:
+            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have blob {digest}")
+        wanted = request.headers.get("range")
+        start, end = parse_range(wanted, size) if wanted else (0, size)
+        if end - start > self.run.spec.limits.blob_bytes_max:
+            raise LimitExceeded("blob_bytes_max", end - start, self.run.spec.limits.blob_bytes_max)
+        whole = file is not None or self.parts.has(digest)
+        if not whole and not self.holdings.has_range(digest, start, end):
+            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have these bytes of blob {digest}")
+        headers = {"Accept-Ranges": "bytes", "Content-Length": str(end - start)}
+        if wanted:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        member = self.member(request)
+        give_back = await self.uplink.slot(member or STRANGERS, end - start, is_member=member is not None)
+        try:
+            data = await asyncio.to_thread(self._read, digest, start, end, file)
+            if data is None or len(data) != end - start:
+                raise PeerError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
+        except BaseException:
+            give_back()
+            raise
+        return Response(data, 206 if wanted else 200, "application/octet-stream", headers, after=give_back)
+
+    def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes | None:
+        return file.read_bytes()[start:end] if file is not None else self.parts.get(digest, start, end)
+
+    def _model_file(self, digest: str) -> Path | None:
+        for file in self.run.spec.model_files:
+            if file.digest == digest and self.folder is not None:
+                path = self.folder / "model" / file.name
+                return path if path.exists() else None
+        return None
+
+    # For members
+
+    async def _have(self, request: Request) -> Response:
+        member = self._require_member(request)
+        if self._listeners.get(member, 0) >= LISTENERS_PER_PEER_MAX or len(self._listeners) >= LISTENERS_MAX:
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
+        return Response(self._lines(member), content_type="application/x-ndjson")
+
+    async def _lines(self, member: str) -> AsyncIterator[bytes]:
+        self._listeners[member] = self._listeners.get(member, 0) + 1
+        try:
+            news = self.holdings.news(0)
+            while not self._is_closing:
+                yield _line(news) + b"\n"
+                await self.clock.sleep(NEWS_EVERY_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        await self.holdings.changed(news)
+                news = self.holdings.news(news.cursor)
+        finally:
+            self._listeners[member] -= 1
+            if not self._listeners[member]:
+                del self._listeners[member]
+
+    async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
+        """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
+        self._require_member(request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                news = self.holdings.news(cursor)
+                if cursor and not news.pieces and news.head == head:
+                    await self.holdings.changed(news)
+        return _line(self.holdings.news(cursor))
+
+    async def _peers(self, request: Request) -> Response:
+        self._require_member(request)
+        text = self.peer_list()
+        return Response(status=204) if text is None else Response(text.encode())
+
+    def _require_member(self, request: Request) -> str:
+        member = self.member(request)
+        if member is None:
+            raise PeerError(ErrorCode.BAD_SIGNATURE, "this is for members of the run: show a ticket")
+        return member
+
+    # For the coordinator
+
+    async def _identity(self, request: Request) -> Response:
+        nonce = request.headers.get("prime-nonce", "")
+        if not re.fullmatch(r"[0-9a-f]{32}", nonce):
+            raise PeerError(ErrorCode.MALFORMED, "a challenge is 32 hex digits in the header Prime-Nonce")
+        return Response(
+            seal(PeerAnswer(run=self.run.digest, nonce=nonce), PayloadType.PEER_ANSWER, self.key).to_bytes()
+        )
+
+
+def _line(news: News) -> bytes:
+    """As it is told."""
+    pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
+    return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()

@@ -1,0 +1,183 @@
+"""This machine's uplink: who is served when, how fast, how much in all, and whether at all.
+
+Who waits for whom: an answer waits for a slot (choker.py decides whose turn it is, TURN_S_MAX at most), then for the rate limit.
+The slot is given back when the answer has been written to the connection, so that `slots` is what is really under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.ports.clock import Clock
+from prime_protocol.errors import ErrorCode, PeerError
+
+log = logging.getLogger(__name__)
+
+TURN_S_MAX = 3.0
+"""A request that got no slot for so long is turned away; the asker tries another peer."""
+RETRY_S = 1.0
+BURST_S = 0.25
+"""How much of a rate limit may be used at once."""
+
+
+class RateLimit:
+    """A bucket of tokens: bytes per second, with short bursts. 0 is no limit."""
+
+    def __init__(self, bytes_per_s: float, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_s = 0.0
+        """When everything that was taken is paid for."""
+
+    async def take(self, num_bytes: int) -> None:
+        """Waits until so much may move. First come, first served."""
+        if not self._bytes_per_s:
+            return
+        now_s = self._clock.monotonic_s()
+        begins_s = max(self._free_s, now_s - BURST_S)
+        self._free_s = begins_s + num_bytes / self._bytes_per_s
+        if begins_s > now_s:
+            await self._clock.sleep(begins_s - now_s)
+
+
+class DataCap:
+    """Bytes that may be given away in a period of days, remembered over restarts in a small file. 0 is no cap."""
+
+    def __init__(self, bytes_max: int, *, days: int, file: Path, clock: Clock) -> None:
+        self._bytes_max = bytes_max
+        self._days = days
+        self._file = file
+        self._clock = clock
+        self._period, self.used_bytes = self._read()
+        self._written_bytes = self.used_bytes
+
+    @property
+    def is_reached(self) -> bool:
+        self._turn_over()
+        return bool(self._bytes_max) and self.used_bytes >= self._bytes_max
+
+    def use(self, num_bytes: int) -> None:
+        self._turn_over()
+        self.used_bytes += num_bytes
+        if self._bytes_max and (self.used_bytes - self._written_bytes > self._bytes_max // 1_000 or self.is_reached):
+            self._write()
+
+    def close(self) -> None:
+        if self._bytes_max:
+            self._write()
+
+    def _current(self) -> int:
+        return self._clock.now_ms() // (self._days * 86_400_000)
+
+    def _turn_over(self) -> None:
+        if (current := self._current()) != self._period:
+            self._period, self.used_bytes, self._written_bytes = current, 0, 0
+
+    def _read(self) -> tuple[int, int]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            read = json.loads(self._file.read_text())
+            if (read["days"], read["period"]) == (self._days, self._current()):
+                return int(read["period"]), int(read["used_bytes"])
+        return self._current(), 0
+
+    def _write(self) -> None:
+        self._written_bytes = self.used_bytes
+        try:
+            partial = self._file.with_name(self._file.name + ".partial")
+            partial.write_text(json.dumps({"days": self._days, "period": self._period, "used_bytes": self.used_bytes}))
+            partial.replace(self._file)
+        except OSError as error:
+            log.warning("data cap %s: %s", self._file, error)
+
+
+class Uplink:
+    """Everything that is given to peers goes through here."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        rules: ChokerRules | None = None,
+        rate: RateLimit | None = None,
+        cap: DataCap | None = None,
+        may_serve: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`may_serve` is asked for every answer: it is how a machine serves only when it is idle."""
+        self.served_bytes = 0
+        self._clock = clock
+        self._choker = Choker(rules)
+        self._rate = rate
+        self._cap = cap
+        self._may_serve = may_serve
+        self._requests = 0
+        self._turns: dict[int, tuple[str, asyncio.Future[None]]] = {}
+
+    def close(self) -> None:
+        """Write down what the cap has counted."""
+        if self._cap is not None:
+            self._cap.close()
+
+    def gave(self, peer: str, num_bytes: int) -> None:
+        """A peer has given us verified bytes: it is served before those who did not."""
+        self._choker.gave(peer, num_bytes, self._clock.monotonic_s())
+
+    async def slot(self, peer: str, num_bytes: int, *, is_member: bool) -> Callable[[], None]:
+        """A slot for an answer; what is returned gives it back, once the answer was sent.
+
+        Raises PeerError(UNAVAILABLE) where there is none for this peer now.
+        """
+        if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
+            raise PeerError(ErrorCode.UNAVAILABLE, "this peer does not serve at the moment", retry_after_s=30.0)
+        await self._turn(peer, is_member=is_member)
+        if self._rate is not None:
+            try:
+                await self._rate.take(num_bytes)
+            except BaseException:
+                self._done(peer, 0)
+                raise
+        return functools.partial(self._done, peer, num_bytes)
+
+    def _done(self, peer: str, sent_bytes: int) -> None:
+        self.served_bytes += sent_bytes
+        if self._cap is not None:
+            self._cap.use(sent_bytes)
+        self._pass_on(self._choker.done(peer, sent_bytes, self._clock.monotonic_s()))
+
+    async def _turn(self, peer: str, *, is_member: bool) -> None:
+        self._requests += 1
+        request = self._requests
+        turn = self._choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member)
+        if turn is Turn.NOW:
+            return
+        if turn is Turn.REFUSED:
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many wait here already", retry_after_s=RETRY_S)
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns[request] = peer, waiting
+        try:
+            async with asyncio.timeout(TURN_S_MAX):
+                await waiting
+        except BaseException as error:
+            if waiting.done() and not waiting.cancelled():  # the slot came in the same moment
+                self._done(peer, 0)
+            else:
+                self._choker.withdrawn(peer, request)
+            if isinstance(error, TimeoutError):
+                raise PeerError(ErrorCode.UNAVAILABLE, "no slot came free", retry_after_s=RETRY_S) from None
+            raise
+        finally:
+            del self._turns[request]
+
+    def _pass_on(self, request: int | None) -> None:
+        while request is not None:
+            peer, waiting = self._turns[request]
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+            request = self._choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
