@@ -91,13 +91,12 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
     parts = dataclasses.replace(memory_parts(RUN), key=COORDINATOR, environments={"toy": Letters()}, tokenizer=Digits())
     for data in MODEL_FILES.values():
         await parts.public.put(data)
-    stop = asyncio.Event()
     async with running(parts) as world:
         client, rng = world.client(WORKER), random.Random(1)
         pinned = await fetch_run(client, RUN.digest, clock=parts.clock)
         worker = Worker(
             run=pinned,
-            config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 0.05}),
+            config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 3_600.0}),
             key=WORKER,
             coordinator=client,
             engine=TableEngine(),
@@ -107,16 +106,17 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
             clock=parts.clock,
             rng=rng,
         )
-        working = asyncio.create_task(run(worker, stop))
+        working = asyncio.create_task(run(worker, asyncio.Event()))
         validating = asyncio.create_task(validate(world.client(COORDINATOR)))
         batches = await train(world, MemorySource(RUN))
-        await until(lambda: worker.receipts.tally().accepted >= RUN.spec.max_steps * 8)
-        stop.set()
-        assert await working in (Ending.STOPPED, Ending.DRAINED)
+        await until(working.done)
+        assert await working is Ending.DRAINED
         validating.cancel()
 
         assert [len(batch.groups) for batch in batches] == [RUN.spec.groups_per_step] * RUN.spec.max_steps
-        assert worker.receipts.tally().refused == {}
+        tally = worker.receipts.tally()
+        assert tally.accepted == RUN.spec.max_steps * 8, "the last receipts are fetched before leaving"
+        assert tally.refused == {}
         report = await audit(client, RUN.digest, chain=True, now_ms=parts.clock.now_ms())
         assert report.passed, report.failure
         assert report.policy_version == RUN.spec.max_steps

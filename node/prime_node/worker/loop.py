@@ -45,6 +45,7 @@ from prime_protocol.messages import (
     JoinRequest,
     LeaseRequest,
     NotYet,
+    ReceiptList,
     ReceiptsRequest,
     ReturnLeaseRequest,
     UploadReply,
@@ -171,12 +172,13 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
                 tasks.create_task(worker.trust.follow()),
                 tasks.create_task(worker.follower.follow()),
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),
-                tasks.create_task(_fetch_receipts(worker)),
             ]
+            fetching = tasks.create_task(_fetch_receipts(worker))
             leases: asyncio.Queue[Lease] = asyncio.Queue()
             leasing = tasks.create_task(_lease_ahead(worker, leases))
             await _generate(worker, leases)
             leasing.cancel()
+            fetching.cancel()
             await _finish(worker, leases)
         for task in beside:
             task.cancel()
@@ -335,7 +337,7 @@ async def _hand_back(worker: Worker, lease: Lease) -> None:
 
 
 async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
-    """Hand back what was not begun, upload what is done, say goodbye; all within the grace period."""
+    """Hand back what was not begun, upload what is done, take the last receipts, say goodbye; all within the grace period."""
     worker.state = WorkerState.DRAINING
     while not leases.empty():
         await unless(worker.grace_over.wait(), _hand_back(worker, leases.get_nowait()))
@@ -344,6 +346,7 @@ async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
     await unless(worker.grace_over.wait(), worker.spool.drained())
     if worker.spool.num_bundles:
         log.warning("%d bundles stay in the spool and are uploaded next time", worker.spool.num_bundles)
+    await unless(worker.grace_over.wait(), _last_receipts(worker))
     await unless(worker.grace_over.wait(), worker.session.leave())
 
 
@@ -361,12 +364,28 @@ async def _upload(worker: Worker, parcel: bytes) -> UploadReply:
 async def _fetch_receipts(worker: Worker) -> NoReturn:
     while True:
         await worker.clock.sleep(worker.config.receipts_seconds)
-        request = ReceiptsRequest(after=worker.receipts.cursor)
         try:
-            answer = await worker.session.ask(functools.partial(worker.coordinator.receipts, request))
-            await worker.trust.verified(functools.partial(worker.receipts.add, answer))
+            await _take_receipts(worker, worker.session.ask)
         except PeerError as error:
             log.warning("receipts: %s", error)
+
+
+async def _last_receipts(worker: Worker) -> None:
+    """What was judged since the last look: the end of a run comes sooner than the next one. Who is away is not waited for."""
+    try:
+        while await _take_receipts(worker, worker.session.attempt):
+            continue
+    except (PeerError, Unreachable) as error:
+        log.info("receipts: %s; what is missing is fetched next time", error)
+
+
+async def _take_receipts(
+    worker: Worker, ask: Callable[[Callable[[], Awaitable[ReceiptList]]], Awaitable[ReceiptList]]
+) -> bool:
+    """The next receipts; whether there were any."""
+    answer = await ask(functools.partial(worker.coordinator.receipts, ReceiptsRequest(after=worker.receipts.cursor)))
+    await worker.trust.verified(functools.partial(worker.receipts.add, answer))
+    return bool(answer.receipts)
 
 
 async def _show_status(worker: Worker) -> NoReturn:
