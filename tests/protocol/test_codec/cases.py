@@ -21,7 +21,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, write_chunk, write_head
+from prime_protocol.codec.layout import TYPES, read_head, write_chunk, write_head
 
 Array = npt.NDArray[Any]
 FLOATS_WITH_CLASSES = [name for name, element in TYPES.items() if element.has_classes]
@@ -101,11 +101,15 @@ ALL_DECODERS: list[Decoder] = [
 def decode_all_ways(
     data: bytes, base: Array, dtype: str, decoders: Sequence[Decoder] = ALL_DECODERS
 ) -> list[list[int] | None]:
-    """What each implementation of the CLASS decoder makes of a chunk; None where it is refused."""
+    """What each implementation of the CLASS decoder makes of a chunk; None where it is refused.
+
+    The head, which bounds the chunk's length, is checked before all of them, as `decode_chunk` does: they read only the body.
+    """
     results: list[list[int] | None] = []
     guarded = np.full(base.size + 512, 0xA5, base.dtype)
     for decode in decoders:
         try:
+            read_head(data, TYPES[dtype], base.size)
             results.append(decode(data, base, dtype, guarded[256:-256]))
         except CodecError:
             results.append(None)

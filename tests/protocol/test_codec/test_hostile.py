@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prime_protocol.codec import CHUNK_ELEMENTS, DTYPES, CodecError, Mode, decode_chunk, encode_tensor, reference
@@ -62,6 +62,14 @@ def test_truncated_and_extended_chunks_are_refused(mode: Mode) -> None:
         refused(data[:size])
     for tail in (b"\0", b"\0" * 100, b"\xff" * 5000):
         refused(data + tail)
+
+
+def test_a_chunk_longer_than_its_elements_allow_is_refused_though_its_body_would_decode() -> None:
+    base = weights(1275, "fp8_e4m3", 39)
+    data = class_chunk(changed(base, 0.8, 3000.0, 39), base, "fp8_e4m3")
+    assert len(data) > HEAD_BYTES + base.nbytes + 1024
+    with pytest.raises(CodecError, match="bytes are too many"):
+        decode_chunk(data, base.copy(), base, dtype="fp8_e4m3", start=0, count=base.size)
 
 
 @pytest.mark.parametrize("mode", [Mode.SKIP, Mode.CLASS, Mode.GAP, Mode.DENSE])
@@ -140,6 +148,7 @@ tampering: Any = st.tuples(
     seed=st.integers(0, 50),
     how=tampering,
 )
+@example(dtype="fp8_e4m3", density=0.8, spread=3000.0, seed=39, how=([], 0, b""))  # longer than a chunk may be
 def test_all_class_decoders_agree_on_tampered_chunks(
     dtype: str, density: float, spread: float, seed: int, how: tuple[list[tuple[int, int]], int, bytes]
 ) -> None:

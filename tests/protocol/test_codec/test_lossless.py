@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prime_protocol.codec import (
@@ -30,7 +30,7 @@ from prime_protocol.codec import (
 )
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
-from prime_protocol.codec.layout import TYPES, write_chunk
+from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_chunk
 
 from .cases import (
     ALL_DECODERS,
@@ -85,6 +85,7 @@ def test_every_special_value_changes_into_every_other(dtype: str) -> None:
     spread=st.sampled_from([0.05, 0.3, 1.0, 5.0, 40.0]),
     seed=st.integers(0, 2**32 - 1),
 )
+@example(dtype="fp8_e4m3", count=2000, density=1.0, spread=40.0, seed=0)
 def test_all_class_decoders_agree_with_the_encoder(
     dtype: str, count: int, density: float, spread: float, seed: int
 ) -> None:
@@ -94,7 +95,9 @@ def test_all_class_decoders_agree_with_the_encoder(
     if mode_of(data) is Mode.SKIP:
         assert np.array_equal(new, base)
     else:
-        assert decode_all_ways(data, base, dtype) == [new.tolist()] * 4
+        # One-byte floats that cross zero take three bytes each: the chunk may be too long, and encode_chunk takes another mode.
+        allowed = len(data) <= chunk_bytes_max(TYPES[dtype], count)
+        assert decode_all_ways(data, base, dtype) == [new.tolist() if allowed else None] * 4
 
 
 @pytest.mark.parametrize("dtype", FLOATS_WITH_CLASSES)
