@@ -21,12 +21,11 @@ from prime_node.adapters.training.leading_backend import LeadingBackend, dismiss
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import make_backend
 from prime_node.files import write_durably
-from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.loop import run
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.manifest import open_manifest
 
-CLUSTER: TrainerConfig = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0})
+CLUSTER = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0}).of_ranks()
 
 
 class FolderCoordinator(BatchCoordinator):

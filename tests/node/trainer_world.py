@@ -448,6 +448,7 @@ def make_trainer(
             TRAINER,
             clock=clock,
             pending_max=run.spec.async_level,
+            rules=config.publish.rules(),
             on_published=record_published(metrics),
         ),
         evaluator=Evaluator(
