@@ -423,3 +423,26 @@ async def test_a_broken_connection_is_opened_again(server: Server, client: HttpC
         except (Unreachable, PeerError) as error:
             outcomes.append(isinstance(error, PeerError))
     assert outcomes == [False, True, False, True]
+
+
+async def test_a_link_that_is_closed_with_requests_under_way_is_unreachable(server: Server, client: HttpClient) -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def stalls_in_the_body(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Length": "8"})
+        await stream.prepare(request)
+        await stream.write(b"half")
+        begun.set()
+        await over.wait()
+        return stream
+
+    server.answer = stalls_in_the_body
+    asked = asyncio.create_task(client.blob("0" * 64))
+    await begun.wait()
+    waiting = asyncio.create_task(client.blob("1" * 64))
+    await asyncio.sleep(0)
+    await client.close()
+    for task in (asked, waiting):
+        with pytest.raises(Unreachable):
+            await task
+    over.set()

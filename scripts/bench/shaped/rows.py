@@ -45,7 +45,7 @@ FAULT_ROWS: dict[str, Row] = {
         _FAULTY,
         replace(_FAULTY, name="killed receiver", faults=Faults(killed={2: 1.0})),
         replace(_FAULTY, name="late joiner", faults=Faults(late={6: 1.5})),
-        replace(_FAULTY, name="origin dies after one copy", faults=Faults(origin_dies_at_copies=1.15)),
+        replace(_FAULTY, name="origin dies after one copy", faults=Faults(origin_dies_at_copies=1.6)),
         replace(_FAULTY, name="poisoned peer", faults=Faults(poisoned=frozenset({1}))),
         replace(_FAULTY, name="peer at 1 % speed", links=(*SIX[:6], Link(1, 100))),
         replace(

@@ -251,7 +251,7 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
     stream = web.StreamResponse(status=response.status, headers=headers)
     try:
         # The client may go away at any time; that is his business.
-        with contextlib.suppress(ClientConnectionError, ConnectionResetError):
+        with contextlib.suppress(ClientConnectionError, ConnectionError):
             await stream.prepare(request)
             if request.method != "HEAD":
                 async with asyncio.timeout(_send_s_max(response)):

@@ -276,12 +276,13 @@ class HttpClient:
     ) -> tuple[int, bytes, Mapping[str, str]]:
         """One request and its whole answer: status below 400, body, headers. Raises PeerError or
         Unreachable."""
+        session = self._connected()
         try:
             async with Patience(self._stall_s, wait_s=wait_s) as patience:
                 sent = {**self._standing_headers(), **(headers or {})}
                 if body is not None:
                     sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
-                async with self._connected().request(
+                async with session.request(
                     method,
                     self.url + path,
                     data=None if body is None else pieces(body, patience),
@@ -302,6 +303,12 @@ class HttpClient:
             raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+        except (
+            RuntimeError
+        ):  # how aiohttp says that the session was closed: a peer was given up with requests under way
+            if not session.closed:
+                raise
+            raise Unreachable(f"{self.url}: the link was closed meanwhile") from None
 
     def _standing_headers(self) -> Mapping[str, str]:
         """Sent with every request."""

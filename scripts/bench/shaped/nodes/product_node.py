@@ -89,7 +89,10 @@ async def receive(node: SimpleNamespace) -> None:
             async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
                 await linked(peer, node.num_links)
         mark("ready")
-        await all_here.wait()
+        here = asyncio.create_task(all_here.wait())
+        await asyncio.wait({task, here}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()  # a follower ends only by a fault of this machine, or of ours
         await follower.wait_newer(-1)
         await asyncio.to_thread(write_out, node, follower)
         print({name[-8:]: round(num_bytes / 1e6, 1) for name, num_bytes in follower.received.items()}, flush=True)
