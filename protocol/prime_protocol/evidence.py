@@ -17,7 +17,9 @@ before a change is seen. Start t has the prior weight 1 / (t * (t + 1)), which s
 
     A_t = (A_{t-1} + 1 / (t * (t + 1))) * e_t        M_t = A_t + 1 / (t + 1)
 
-so beginning to cheat late costs an attacker's victims log(t * (t + 1)) nats more evidence, not a year's worth.
+so against somebody who begins to cheat at bundle t it takes log(t * (t + 1)) nats more, not a year's worth.
+
+No verdict rests on it yet: validators judge each bundle by the run's thresholds (verify.py).
 
 Letters: J lambdas, T tokens.
 """

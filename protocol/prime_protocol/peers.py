@@ -1,4 +1,4 @@
-"""What peers say to each other, and what the coordinator says about them. SPEC.md, section "Peers".
+"""What peers say to each other, and what the coordinator says about them. SPEC.md, section "Peers over HTTP".
 
 Bytes between peers prove themselves by their digests, so a link needs no trust. What is signed: the coordinator's list of peers
 (so that nobody sends a swarm to a victim), its ticket (this key belongs to the run, until then), and the token with which a key

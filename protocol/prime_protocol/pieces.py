@@ -1,4 +1,4 @@
-"""How an encoding is cut into pieces: what peers announce, ask for and give. SPEC.md, section "Peers".
+"""How an encoding is cut into pieces: what peers announce, ask for and give. SPEC.md, section "Peers over HTTP".
 
 A piece is a run of whole chunks of one part, so that its receiver checks each chunk's digest before he stores, applies or passes
 on anything. The cut follows from the manifest and the index alone: nobody has to say it, and everybody numbers the pieces alike.

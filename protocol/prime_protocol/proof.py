@@ -12,8 +12,10 @@ The polynomial of degree below 128 through 128 points is unique, so byte format 
 takes *its own* 128 largest values and asks the polynomial for each of them: how many exponents or signs differ, and by how much
 the mantissas of the others. Arithmetic noise moves mantissas by a few units; other weights move exponents.
 
-Two things are stricter than published. A bundle has exactly ceil(tokens / 32) proofs for each completion, checked before anything
-is compared: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing that a peer
+No bundle carries proofs yet: engines do not build them and validators do not ask for them.
+
+Two things are stricter than published. There are exactly ceil(tokens / 32) proofs for each completion, checked before anything is
+compared: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing that a peer
 sends can end in a division by zero (upstream, modulus 0 kills the verifier).
 
 Letters: N completions, T tokens, D hidden size, C chunks, K = 128 values of a chunk (fewer where it has no more).

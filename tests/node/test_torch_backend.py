@@ -15,7 +15,7 @@ import torch
 from tests.node.trainer_world import tiny_files, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_node.adapters.engines.torch_weights import copy_into
+from prime_node.adapters.engines.torch_weights import to_torch
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Objective, find_loss
 from prime_node.algo.losses.aggregation import Aggregation
@@ -47,7 +47,7 @@ def plain_model(folder: Path, backend: TorchBackend) -> Any:
     """The same weights in transformers' own attention, in the dtype that the snapshot has exactly."""
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="sdpa")
-    copy_into(model.named_parameters(), backend.snapshot())
+    model.load_state_dict({name: to_torch(tensor) for name, tensor in backend.snapshot().items()})
     return model
 
 

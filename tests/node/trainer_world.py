@@ -333,9 +333,6 @@ class FusedBackend:
         self.inner.new_optimizer(settings)
         self._fuse.passes("after new_optimizer")
 
-    def prepare(self, samples: Sequence[TrainSample]) -> None:
-        self.inner.prepare(samples)
-
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         self._fuse.passes("before train_step")
         stats = self.inner.train_step(samples, loss, lr=lr)

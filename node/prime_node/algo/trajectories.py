@@ -5,7 +5,8 @@ before and something new behind it; then both turns are one sample, and what lie
 (thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins. Nothing is rendered
 or tokenised again: every sampled token is trained exactly once, behind exactly the tokens that it was sampled behind.
 
-The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued.
+The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued. No
+environment here has several turns yet, so the trainer does not call it.
 """
 
 from __future__ import annotations

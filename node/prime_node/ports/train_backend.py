@@ -185,10 +185,6 @@ class TrainBackend(Protocol):
         """Forget the optimizer's state and begin with a fresh one: a new phase of training."""
         ...
 
-    def prepare(self, samples: Sequence[TrainSample]) -> None:
-        """Pack ahead what `train_step` or `logprobs` will be called with: the same object. May be called from another thread."""
-        ...
-
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         """Forward, backward and one optimizer step on all samples of the batch, divided as the loss says.
 

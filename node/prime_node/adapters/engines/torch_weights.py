@@ -31,17 +31,3 @@ def to_weights(tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: str) -> We
         bits = rounded.view(-1).view(_BIT_PATTERNS[rounded.element_size()])
         weights[name] = WeightTensor(dtype, tuple(tensor.shape), bits.numpy())
     return weights
-
-
-def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> None:
-    """Overwrite every parameter in place. Raises ValueError, before anything is written, where names or shapes differ."""
-    targets = dict(parameters)
-    missing, unknown = sorted(targets.keys() - weights.keys()), sorted(weights.keys() - targets.keys())
-    if missing or unknown:
-        raise ValueError(f"the weights lack {missing[:3]} and the model lacks {unknown[:3]}")
-    for name, target in targets.items():
-        if tuple(target.shape) != weights[name].shape:
-            raise ValueError(f"{name} has shape {weights[name].shape}, the model's is {tuple(target.shape)}")
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(to_torch(weights[name]))

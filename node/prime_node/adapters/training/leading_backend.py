@@ -50,9 +50,6 @@ class LeadingBackend:
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self._call("new_optimizer", settings)
 
-    def prepare(self, samples: Sequence[TrainSample]) -> None:
-        self._backend.prepare(samples)
-
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         stats: StepStats = self._call("train_share", loss, lr, own=self._backend.shares(samples))
         return stats

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -51,8 +50,6 @@ from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, 
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
-PREPARED_MAX = 2
-"""Batches that are packed ahead and not used yet."""
 _NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
 """What a rank computes, and forgets, while others have more passes than it."""
 
@@ -107,7 +104,6 @@ class TorchBackend:
         self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
         self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         self._proximal: list[Tensor] = []
-        self._prepared: deque[tuple[Sequence[TrainSample], list[Share]]] = deque(maxlen=PREPARED_MAX)
         self.new_optimizer(OptimizerSettings())
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
@@ -116,10 +112,7 @@ class TorchBackend:
         self._optimizer = make_optimizer(trained, settings)
 
     def shares(self, samples: Sequence[TrainSample]) -> list[Share]:
-        """What each rank computes of a batch; at once where it was prepared. Raises LocalError."""
-        return next((made for prepared, made in self._prepared if prepared is samples), None) or self._cut(samples)
-
-    def _cut(self, samples: Sequence[TrainSample]) -> list[Share]:
+        """What each rank computes of a batch. Pure. Raises LocalError."""
         longest = max(
             (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
         )
@@ -129,9 +122,6 @@ class TorchBackend:
                 "lower the run's prompt_tokens_max or completion_tokens_max"
             )
         return shares(samples, self.packing, ranks=self._ranks.count)
-
-    def prepare(self, samples: Sequence[TrainSample]) -> None:
-        self._prepared.append((samples, self._cut(samples)))
 
     def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)

@@ -1,4 +1,4 @@
-"""A link to a peer over HTTP, and the coordinator's dial-back. SPEC.md, section "Peers".
+"""A link to a peer over HTTP, and the coordinator's dial-back. SPEC.md, section "Peers over HTTP".
 
 A peer answers on the same paths as a coordinator's public half; it may be anybody, so its answers are bounded the same way, and
 its bytes prove themselves. Connections are kept: to learn of a delta and to fetch it costs no handshake.
