@@ -186,7 +186,7 @@ def test_every_module_keeps_to_its_floor() -> None:
         ("prime_node.worker.loop", "from ..trainer import loop"),
         ("prime_node.worker.loop", "import prime_node.adapters.engines.transformers_engine"),
         ("prime_node.worker.loop", "import aiohttp"),
-        ("prime_node.adapters.storage.sqlite_store", "from prime_node.coordinator.state import State"),
+        ("prime_node.adapters.storage.sqlite_store", "from prime_node.coordinator.state.tick import State"),
         ("prime_node.adapters.everything", "import aiohttp\nimport vllm"),
         ("prime_node.observe", "from prime_node.config import Settings"),
         ("prime_node.algo.loss", "from prime_node import replay"),

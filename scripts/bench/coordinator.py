@@ -39,12 +39,12 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
 from prime_node.broadcast.follow.paths import Route
-from prime_node.coordinator import events as ev
 from prime_node.coordinator.daemon import serve
-from prime_node.coordinator.records import State
-from prime_node.coordinator.rules import Rules
-from prime_node.coordinator.scheduler import Grant, choose_slots
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.scheduler import Grant, choose_slots
+from prime_node.coordinator.state.tick import tick
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey

@@ -19,12 +19,12 @@ import time
 from typing import Any
 
 from prime_node.broadcast.follow.paths import Route
-from prime_node.coordinator import events as ev
-from prime_node.coordinator.batching import choose_batch, next_step, stale_slots
-from prime_node.coordinator.records import State
-from prime_node.coordinator.rules import Rules
-from prime_node.coordinator.scheduler import Grant, choose_slots, forgettable_step
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.scheduler import Grant, choose_slots, forgettable_step
+from prime_node.coordinator.state.tick import tick
 from prime_protocol.schedule import Schedule, Selection, lag_of, slots_ahead
 
 G = 8

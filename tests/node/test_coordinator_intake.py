@@ -28,17 +28,17 @@ from prime_node.adapters.storage.memory_store import MemoryStore
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.follow.paths import Route
 from prime_node.broadcast.swarm.ranges import parse_range
-from prime_node.coordinator import events as ev
+from prime_node.coordinator.api.limiter import Buckets
+from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.core import receipt_signer
 from prime_node.coordinator.journal import open_journal
-from prime_node.coordinator.limiter import Buckets
-from prime_node.coordinator.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.records import Publication, State
 from prime_node.coordinator.retention import kept_encodings
-from prime_node.coordinator.rules import rules_of
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import Publication, State
+from prime_node.coordinator.state.rules import rules_of
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

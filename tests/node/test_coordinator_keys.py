@@ -27,10 +27,10 @@ from tests.node.worker_world import next_ring
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import audit
+from prime_node.coordinator.api.requests import Caller, require_role
 from prime_node.coordinator.daemon import Parts, serve
-from prime_node.coordinator.records import State
-from prime_node.coordinator.requests import Caller, require_role
-from prime_node.coordinator.rules import rules_of
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

@@ -22,12 +22,12 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.storage.memory_blobs import MemoryBlobs
 from prime_node.broadcast.follow.paths import Route, search
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants
-from prime_node.coordinator.records import State
 from prime_node.coordinator.retention import kept_encodings
-from prime_node.coordinator.rules import rules_of
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state.tick import tick
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of

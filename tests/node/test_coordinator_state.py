@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, records, scheduler, snapshot
-from prime_node.coordinator.curriculum import Pool, Rating
-from prime_node.coordinator.records import Banned, BundleForgotten, Settled, State, Topic, Woken
-from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, records, scheduler, snapshot
+from prime_node.coordinator.state.curriculum import Pool, Rating
+from prime_node.coordinator.state.records import Banned, BundleForgotten, Settled, State, Topic, Woken
+from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
+from prime_node.coordinator.state.tick import tick
 from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, lag_of, slots_ahead
 from prime_protocol.verdict import BundleStatus, RejectReason
 

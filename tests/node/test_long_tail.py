@@ -9,10 +9,10 @@ import random
 import pytest
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, scheduler
-from prime_node.coordinator.records import BundleForgotten, LeaseEnd, LeaseRecord, Settled
-from prime_node.coordinator.scheduler import Refusal
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, scheduler
+from prime_node.coordinator.state.records import BundleForgotten, LeaseEnd, LeaseRecord, Settled
+from prime_node.coordinator.state.scheduler import Refusal
 from prime_protocol.schedule import Selection, StalePolicy
 from prime_protocol.verdict import BundleStatus, RejectReason
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, scheduler, snapshot
-from prime_node.coordinator.records import State
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, scheduler, snapshot
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.tick import tick
 
 OLD = json.loads((Path(__file__).parent / "data" / "coordinator_log_before_schedules.json").read_text())
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.node.coordinator_world import make_run
 from tests.node.scheduler_world import Run
 
-from prime_node.coordinator.records import LeaseRecord
-from prime_node.coordinator.rules import rules_of
+from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.schedule import slots_ahead
 from prime_protocol.step import Admission
 from prime_protocol.verdict import RejectReason

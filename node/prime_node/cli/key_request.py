@@ -154,7 +154,7 @@ async def _post(url: str, envelope: Envelope) -> None:
 async def _put(run_dir: RunDir, known: Known, envelope: Envelope) -> None:
     """What the coordinator does with it, while it does not run."""
     from prime_node.cli import wire
-    from prime_node.coordinator.statements import check_published, key_ring_name
+    from prime_node.coordinator.api.statements import check_published, key_ring_name
 
     ring = known.run.keys.check(envelope)
     newest = -1 if known.published is None else known.published.policy_version

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from blake3 import blake3
 
-from prime_node.coordinator.records import LeaseRecord
+from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.errors import LocalError

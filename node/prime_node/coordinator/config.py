@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_node.config import Settings, SettingsConfigDict
-from prime_node.coordinator.curriculum import Pool
+from prime_node.coordinator.state.curriculum import Pool
 from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
 
 

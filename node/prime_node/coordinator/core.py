@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prime_node.coordinator import events as ev
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.records import Banned, Settled, State, Woken
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import Banned, Settled, State, Woken
 from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs

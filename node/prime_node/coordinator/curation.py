@@ -12,10 +12,10 @@ import logging
 import random
 import statistics
 
-from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.curriculum import Example, Pool, Rating
-from prime_node.coordinator.records import LeaseRecord
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.curriculum import Example, Pool, Rating
+from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol.errors import LocalError
 
 log = logging.getLogger(__name__)

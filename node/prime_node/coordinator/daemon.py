@@ -14,26 +14,27 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_node.coordinator import curation, judging
-from prime_node.coordinator import events as ev
+from prime_node.coordinator import curation
+from prime_node.coordinator.api import judging
+from prime_node.coordinator.api.limiter import Limiter
+from prime_node.coordinator.api.nonces import Nonces
+from prime_node.coordinator.api.publishing import restore_head
+from prime_node.coordinator.api.requests import Gate
+from prime_node.coordinator.api.routes import make_routes
+from prime_node.coordinator.api.statements import renew_timestamp, require_own_key, restore_keys
+from prime_node.coordinator.api.status import METRICS
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.journal import open_journal
-from prime_node.coordinator.limiter import Limiter
-from prime_node.coordinator.nonces import Nonces
 from prime_node.coordinator.peering import announce_heads, open_host
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
-from prime_node.coordinator.publishing import restore_head
-from prime_node.coordinator.requests import Gate
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
-from prime_node.coordinator.routes import make_routes
-from prime_node.coordinator.rules import rules_of
-from prime_node.coordinator.scheduler import expired_leases
-from prime_node.coordinator.statements import renew_timestamp, require_own_key, restore_keys
-from prime_node.coordinator.status import METRICS
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state.scheduler import expired_leases
 from prime_node.coordinator.waiting import News
 from prime_node.coordinator.watchdog import Watchdog
 from prime_node.patience import first_of

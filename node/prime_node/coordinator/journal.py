@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import invariants, snapshot
-from prime_node.coordinator.records import BundleForgotten, Effect, Settled, State
-from prime_node.coordinator.rules import Rules
-from prime_node.coordinator.state import tick
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, snapshot
+from prime_node.coordinator.state.records import BundleForgotten, Effect, Settled, State
+from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.tick import tick
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 
 from prime_node.broadcast.follow.paths import search
-from prime_node.coordinator import events as ev
+from prime_node.coordinator.api.publishing import read_manifest
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.publishing import read_manifest
-from prime_node.coordinator.records import State
-from prime_node.coordinator.scheduler import oldest_policy_needed
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.scheduler import oldest_policy_needed
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import Manifest
 

@@ -1,6 +1,6 @@
 """The coordinator's durable memory: a log of events, snapshots of the state that they fold to, and receipts by bundle.
 
-The state machine is pure (coordinator/state.py), so the log is the truth: state = fold(snapshot, events after it).
+The state machine is pure (coordinator/state/tick.py), so the log is the truth: state = fold(snapshot, events after it).
 """
 
 from __future__ import annotations

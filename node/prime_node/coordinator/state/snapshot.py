@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from prime_node.coordinator.records import State
+from prime_node.coordinator.state.records import State
 
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 _NEWER_FIELD = '"num_ready":'

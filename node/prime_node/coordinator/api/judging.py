@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from prime_node.coordinator import curation
-from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.records import Topic
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import Topic
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.verdict import RejectReason

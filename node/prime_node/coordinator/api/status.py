@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.records import State, Worker
+from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
 

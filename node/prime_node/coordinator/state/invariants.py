@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prime_node.broadcast.follow.paths import search
-from prime_node.coordinator.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
-from prime_node.coordinator.scheduler import oldest_policy_needed, waits_for
+from prime_node.coordinator.state.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
+from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_for
 
 
 def check(state: State) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from prime_node.coordinator.records import LeaseRecord, State
+from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.replay.selection import Ready, choose, choose_in_time, stale
 from prime_protocol.schedule import Selection, StalePolicy
 

@@ -12,11 +12,11 @@ import asyncio
 import logging
 
 from prime_node.broadcast.follow.paths import routes_of, search
-from prime_node.coordinator import events as ev
+from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
+from prime_node.coordinator.api.training import batch_digests
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.records import Topic
-from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
-from prime_node.coordinator.training import batch_digests
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import Topic
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json

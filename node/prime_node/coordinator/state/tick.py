@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator import batches, slots
-from prime_node.coordinator import events as ev
-from prime_node.coordinator.records import (
+from prime_node.coordinator.state import batches, slots
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import (
     BATCH_NEWS,
     CHECK_NEWS,
     LEASE_NEWS,

@@ -15,11 +15,21 @@ from typing import Any
 from pydantic import BaseModel
 
 from prime_node.broadcast.swarm.ranges import parse_range
-from prime_node.coordinator import intake, judging, leasing, operating, peers, publishing, statements, status, training
+from prime_node.coordinator.api import (
+    finding,
+    intake,
+    judging,
+    leasing,
+    operating,
+    publishing,
+    statements,
+    status,
+    training,
+)
+from prime_node.coordinator.api.publishing import Publisher
+from prime_node.coordinator.api.requests import Caller, Gate
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.publishing import Publisher
-from prime_node.coordinator.records import Topic
-from prime_node.coordinator.requests import Caller, Gate
+from prime_node.coordinator.state.records import Topic
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.envelope import Envelope
@@ -84,7 +94,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
             now_s=core.clock.monotonic_s(),
         )
         assert isinstance(message, messages.PeersRequest)
-        return _respond(await peers.find(core, signer, message, address=request.remote))
+        return _respond(await finding.find(core, signer, message, address=request.remote))
 
     posts = [
         (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)

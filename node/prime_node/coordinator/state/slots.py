@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import neg
 
-from prime_node.coordinator.records import LEASE_NEWS, AcceptedGroup, Effect, LeaseRecord, State, Step
+from prime_node.coordinator.state.records import LEASE_NEWS, AcceptedGroup, Effect, LeaseRecord, State, Step
 
 
 def hold(state: State, lease: LeaseRecord) -> None:

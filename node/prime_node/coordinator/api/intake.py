@@ -18,10 +18,10 @@ by a validator, whose verdict on a body that cannot be read is MALFORMED.
 
 from __future__ import annotations
 
-from prime_node.coordinator import events as ev
+from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.records import LeaseEnd, LeaseRecord, State
-from prime_node.coordinator.requests import Caller, Gate, require_role, wrong_run
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.broadcast.follow.paths import Route
-from prime_node.coordinator.curriculum import Curriculum
-from prime_node.coordinator.rules import Rules
+from prime_node.coordinator.state.curriculum import Curriculum
+from prime_node.coordinator.state.rules import Rules
 from prime_protocol.schedule import StalenessFrom
 from prime_protocol.verdict import BundleStatus, RejectReason
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from prime_node.coordinator import events as ev
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import events as ev
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import AdminRequest
 

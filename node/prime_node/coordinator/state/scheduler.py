@@ -24,9 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from prime_node.coordinator.batching import choose_batch
-from prime_node.coordinator.records import LeaseRecord, State, Worker
-from prime_node.coordinator.slots import lowest_open
+from prime_node.coordinator.state.batching import choose_batch
+from prime_node.coordinator.state.records import LeaseRecord, State, Worker
+from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
 from prime_protocol.schedule import Selection
 

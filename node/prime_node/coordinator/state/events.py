@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.follow.paths import Route
-from prime_node.coordinator.curriculum import Rating
+from prime_node.coordinator.state.curriculum import Rating
 from prime_protocol.verdict import RejectReason
 
 

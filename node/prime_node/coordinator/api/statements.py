@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+from prime_node.coordinator.api.publishing import read_manifest
+from prime_node.coordinator.api.requests import Gate
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.publishing import read_manifest
-from prime_node.coordinator.requests import Gate
 from prime_node.ports.documents import Documents
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from prime_node.coordinator import events as ev
+from prime_node.coordinator.api.requests import Caller, require_role
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.curation import draws_of
-from prime_node.coordinator.records import Topic
-from prime_node.coordinator.requests import Caller, require_role
-from prime_node.coordinator.scheduler import Grant, Refusal, choose_slots
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
 from prime_protocol.messages import (

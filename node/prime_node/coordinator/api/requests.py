@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prime_node.coordinator.limiter import Limiter
-from prime_node.coordinator.nonces import Nonces
-from prime_node.coordinator.records import State
+from prime_node.coordinator.api.limiter import Limiter
+from prime_node.coordinator.api.nonces import Nonces
+from prime_node.coordinator.state.records import State
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError

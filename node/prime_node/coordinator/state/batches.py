@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from prime_node.coordinator import events as ev
-from prime_node.coordinator import slots
-from prime_node.coordinator.records import LEASE_NEWS, BundleForgotten, Effect, Publication, State, Step
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import slots
+from prime_node.coordinator.state.records import LEASE_NEWS, BundleForgotten, Effect, Publication, State, Step
 
 
 def may_be_ready(state: State, step: int) -> bool:
