@@ -30,8 +30,9 @@ from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.sim.dishonest import Cheat, DishonestEngine
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import Pace, open_lease
-from prime_node.worker.loop import Ending, Worker, run
+from prime_node.worker.loop import run
 from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError

@@ -17,7 +17,8 @@ from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.loop import Ending, Worker, run
+from prime_node.worker.loop import run
+from prime_node.worker.worker import Ending, Worker
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.messages import BatchRequest, BundleRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
 from prime_protocol.parcel import open_parcel

@@ -90,8 +90,8 @@ async def _join(
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.patience import unless
-    from prime_node.worker.loop import Worker
     from prime_node.worker.loop import run as run_worker
+    from prime_node.worker.worker import Worker
 
     key = load_or_create(key_file)
     with download_bar() as on_progress:

@@ -1,0 +1,88 @@
+"""What is told beside the work: heartbeats for the coordinator, a status for the owner, and the receipts that come back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+from prime_node.ports.transport import Unreachable
+from prime_node.worker.status import Status, write_status
+from prime_node.worker.worker import Worker
+from prime_protocol.errors import PeerError
+from prime_protocol.messages import HeartbeatRequest, ReceiptList, ReceiptsRequest
+
+log = logging.getLogger(__name__)
+
+
+async def fetch_receipts(worker: Worker) -> NoReturn:
+    while True:
+        await worker.clock.sleep(worker.config.receipts_seconds)
+        try:
+            await _take_receipts(worker, worker.session.ask)
+        except PeerError as error:
+            log.warning("receipts: %s", error)
+
+
+async def last_receipts(worker: Worker) -> None:
+    """What was judged since the last look: the end of a run comes sooner than the next one. Who is away is not waited for."""
+    try:
+        while await _take_receipts(worker, worker.session.attempt):
+            continue
+    except (PeerError, Unreachable) as error:
+        log.info("receipts: %s; what is missing is fetched next time", error)
+
+
+async def _take_receipts(
+    worker: Worker, ask: Callable[[Callable[[], Awaitable[ReceiptList]]], Awaitable[ReceiptList]]
+) -> bool:
+    """The next receipts; whether there were any."""
+    answer = await ask(functools.partial(worker.coordinator.receipts, ReceiptsRequest(after=worker.receipts.cursor)))
+    await worker.trust.verified(functools.partial(worker.receipts.add, answer))
+    return bool(answer.receipts)
+
+
+async def show_status(worker: Worker) -> NoReturn:
+    while True:
+        status = status_of(worker)
+        write_status(worker.folder / "status.json", status)
+        worker.say(status.line())
+        await worker.clock.sleep(worker.config.status_seconds)
+
+
+def heartbeat(worker: Worker) -> HeartbeatRequest:
+    return HeartbeatRequest(
+        state=worker.state,
+        policy_version=worker.held,
+        bundles_spooled=worker.spool.num_bundles,
+        usable_after_ms=worker.usable_after_ms,
+    )
+
+
+def status_of(worker: Worker, *, ended: str = "") -> Status:
+    session, tally = worker.session, worker.receipts.tally()
+    latest = worker.follower.latest()
+    away_since_s = session.away_since_s
+    return Status(
+        worker=worker.key.key_id,
+        state=worker.state,
+        policy_version=worker.held,
+        head=max(session.head, -1 if latest is None else latest.version),
+        step=session.step,
+        tokens_per_s=round(worker.pace.tokens_per_s, 1),
+        rollouts_generated=worker.rollouts_generated,
+        rollouts_accepted=tally.accepted,
+        rollouts_pending=tally.pending,
+        tokens_accepted=tally.tokens,
+        refused=tally.refused,
+        bundles_spooled=worker.spool.num_bundles,
+        bundles_uploaded=worker.spool.num_uploaded,
+        leases_dropped=worker.leases_dropped,
+        coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
+        waiting_for=worker.waiting_for,
+        notice=session.notice,
+        swarm=worker.swarm(),
+        ended=ended,
+        at_ms=worker.clock.now_ms(),
+    )

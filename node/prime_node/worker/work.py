@@ -1,0 +1,171 @@
+"""One lease after another: asked for ahead, loaded for, generated, signed and put into the spool; or given back.
+
+A lease decides which policy the engine loads, so leases of an older policy that wait in line are finished on that one. Only
+weights that the follower has verified are loaded, and an engine that then computes something else is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import NoReturn
+
+from prime_node.broadcast.follow.follower import Policy
+from prime_node.patience import first_of, unless
+from prime_node.ports.engine import EngineMismatch
+from prime_node.ports.transport import Unreachable
+from prime_node.worker.generating import generate
+from prime_node.worker.leases import bundle_for, open_lease
+from prime_node.worker.worker import Worker
+from prime_protocol.assignment import Lease
+from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, WorkerState
+from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
+
+LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
+"""After a question for a lease that went wrong; and the longest pause that a coordinator may ask for."""
+HOLDING_MAX = 1_024
+"""Leases that a request may name."""
+LOADS_MAX = 2
+"""Tries to make the engine compute what its weights say, before we give up on it."""
+
+
+async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
+    """Keep the line filled: one lease being generated, `leases_ahead` behind it."""
+    while True:
+        await worker.room.acquire()
+        leases.put_nowait(await _next_lease(worker))
+
+
+async def _next_lease(worker: Worker) -> Lease:
+    """A lease for the newest policy that we hold, however long it takes."""
+    while True:
+        if fault := worker.trust.fault():
+            worker.waiting_for = fault
+            await worker.clock.sleep(LEASE_PAUSE_S)
+            continue
+        policy = worker.follower.latest() or await worker.follower.wait_newer(-1)
+        asked = LeaseRequest(
+            policy_version=policy.version,
+            policy_digest=policy.signed.digest,
+            rollouts_max=worker.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
+            holding=_holding(worker),
+            wait_s=worker.config.wait_seconds,
+        )
+        try:
+            reply = await worker.session.ask(functools.partial(worker.coordinator.lease, asked))
+            if not isinstance(reply, NotYet):
+                opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
+                lease = await worker.trust.verified(opened)
+                worker.in_hand.add(lease.lease_id)
+                worker.waiting_for = ""
+                return lease
+            reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
+        except PeerError as error:
+            reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
+        worker.waiting_for = reason  # the status line shows it
+        await worker.clock.sleep(pause_s)
+
+
+def _holding(worker: Worker) -> tuple[str, ...] | None:
+    """Every lease that we know of: one whose answer was lost on the way need not wait until it expires."""
+    held = (*worker.in_hand, *worker.spool.lease_ids)
+    return held if len(held) <= HOLDING_MAX else None
+
+
+async def fulfil(worker: Worker, lease: Lease) -> None:
+    """One lease: load its policy, generate, sign, spool. Or give it back, where it cannot be done in time."""
+    too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
+    policy = await unless(too_late, worker.follower.policy(lease.policy_version))
+    if policy is None:
+        await hand_back(worker, lease)
+        return
+    if not worker.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
+        worker.pace.doubt()
+        await hand_back(worker, lease)
+        return
+    swap = worker.run.spec.schedule.swap
+    if worker.held != policy.version and not (swap.spans_policies and worker.held > policy.version):
+        await _load(worker, policy)
+    worker.state = WorkerState.GENERATING
+    began_s = worker.clock.monotonic_s()
+    work = generate(
+        worker.engine,
+        lease,
+        swap,
+        held=worker.held,
+        wait_newer=functools.partial(_wait_newer, worker),
+    )
+    generated = await unless(worker.grace_over.wait(), work)
+    worker.held = -1 if generated is None else generated.held
+    completions = None if generated is None else generated.completions
+    if completions is None:
+        await hand_back(worker, lease)
+        return
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    worker.pace.measured(rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s)
+    worker.rollouts_generated += lease.num_rollouts
+    if worker.seconds_left(lease) <= 0:
+        await hand_back(worker, lease)
+        return
+    parcel = await asyncio.to_thread(
+        bundle_for,
+        lease,
+        completions,
+        key=worker.key,
+        engine=worker.engine.info,
+        created_at_ms=worker.clock.now_ms(),
+    )
+    await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
+    worker.in_hand.discard(lease.lease_id)
+
+
+async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights]:
+    policy = await worker.follower.wait_newer(policy_version)
+    return policy.version, policy.weights
+
+
+async def _load(worker: Worker, policy: Policy) -> None:
+    """Swap the engine to verified weights. Raises LocalError where it does not compute what they say."""
+    for attempt in range(1, LOADS_MAX + 1):
+        worker.held = -1
+        try:
+            await worker.engine.load(policy.weights, policy_version=policy.version)
+        except EngineMismatch as error:
+            log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
+        else:
+            worker.held = policy.version
+            _note_usable(worker, policy)
+            return
+    raise LocalError(
+        f"the engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
+        f"after {LOADS_MAX} loads; try another one with --engine, and report this"
+    )
+
+
+def _note_usable(worker: Worker, policy: Policy) -> None:
+    """How long after its publication the engine could use it. Nothing is said of the first one, nor of older ones."""
+    worker.usable_after_ms = None
+    if policy.version > worker.newest_held:
+        if worker.newest_held >= 0:
+            worker.usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+        worker.newest_held = policy.version
+
+
+async def hand_back(worker: Worker, lease: Lease) -> None:
+    """Give a lease to others. One that has expired is theirs already: after a laptop's sleep that is
+    nothing special."""
+    worker.leases_dropped += 1
+    worker.in_hand.discard(lease.lease_id)
+    if worker.seconds_left(lease) <= 0:
+        log.info("lease %s has expired; dropped", lease.lease_id[:12])
+        return
+    log.info("lease %s cannot be finished in time; handing it back", lease.lease_id[:12])
+    request = ReturnLeaseRequest(lease_id=lease.lease_id)
+    try:
+        await worker.session.attempt(lambda: worker.coordinator.return_lease(request))
+    except (PeerError, Unreachable) as error:
+        log.info("lease %s: %s; it will expire", lease.lease_id[:12], error)

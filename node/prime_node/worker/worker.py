@@ -1,0 +1,101 @@
+"""A worker: its parts, and what it is doing at the moment. The loop and its tasks all work on one of these."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from prime_node import __version__
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.follow.trust import Trust
+from prime_node.folder_lock import FolderLock
+from prime_node.ports.clock import Clock
+from prime_node.ports.engine import Engine
+from prime_node.ports.transport import WorkerPort
+from prime_node.worker.config import WorkerConfig
+from prime_node.worker.leases import Pace
+from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.session import Session
+from prime_node.worker.spool import Spool
+from prime_protocol.assignment import Lease
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import JoinRequest, WorkerState
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+
+class Ending(StrEnum):
+    """How a worker ended. The exit codes are part of the command line's documentation."""
+
+    STOPPED = "stopped"
+    """We were asked to stop, and did in order."""
+    DRAINED = "drained"
+    """The run is over, or the operator drains it."""
+    BANNED = "banned"
+    """The coordinator has banned this key."""
+
+    @property
+    def exit_code(self) -> int:
+        return 4 if self is Ending.BANNED else 0
+
+
+@dataclass
+class Worker:
+    """What the loop works with. `folder` is this worker's own, and of this run."""
+
+    run: PinnedRun
+    config: WorkerConfig
+    key: SigningKey
+    coordinator: WorkerPort
+    engine: Engine
+    follower: Follower
+    trust: Trust
+    """Made before the worker: what is in the folder may be signed by keys that only it knows."""
+    folder: Path
+    clock: Clock
+    rng: random.Random = field(default_factory=random.Random)
+    swarm: Callable[[], str] = lambda: ""
+    """What the owner is told about the exchange with other workers."""
+    say: Callable[[str], None] = log.info
+    """Where the line for the owner goes."""
+    in_hand: set[str] = field(default_factory=set)
+    """Leases that wait, are being generated or are being written to the spool."""
+    held: int = -1
+    """The policy that the engine holds."""
+    newest_held: int = -1
+    """The newest policy that the engine has held."""
+    usable_after_ms: int | None = None
+    """From the publication of the held policy until the engine had it, where that says something about its way to us."""
+    state: WorkerState = WorkerState.FETCHING
+    waiting_for: str = ""
+    rollouts_generated: int = 0
+    leases_dropped: int = 0
+    pace: Pace = field(default_factory=Pace)
+    quit: asyncio.Event = field(default_factory=asyncio.Event)
+    """Take no new work: we were asked to stop, or the coordinator drains us."""
+    grace_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Leave now, whatever is unfinished."""
+
+    def __post_init__(self) -> None:
+        """Raises LocalError where the folder is unusable."""
+        self.lock = FolderLock(self.folder)
+        self.room = asyncio.Semaphore(self.config.leases_ahead + 1)
+        self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=self.rng)
+        self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
+        request = JoinRequest(
+            name=self.config.name,
+            software=f"prime-node {__version__}",
+            engine=self.engine.info,
+            rollouts_max=self.config.rollouts_max,
+        )
+        self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=self.rng)
+
+    def seconds_left(self, lease: Lease) -> float:
+        """Until the lease expires by the coordinator's clock; below 0 once it has."""
+        return (lease.expires_at_ms - self.session.server_now_ms()) / 1_000
