@@ -12,7 +12,8 @@ from tests.node.worker_world import make_run
 from typer.testing import CliRunner
 
 from prime_node.cli.gather import progress_of
-from prime_node.cli.main import app, outcome_of
+from prime_node.cli.main import app
+from prime_node.cli.outcome import outcome_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, Row, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState

@@ -1,20 +1,15 @@
-"""`prime-node`: the commands, and what every one of them does with an error.
-
-Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
-side refused (banned, wrong run, ...); 130 interrupted.
-"""
+"""`prime-node`: the commands."""
 
 from __future__ import annotations
 
 import sys
 
 import typer
-from rich.console import Console
 
 from prime_node import __version__
 from prime_node.cli import config, coordinator, doctor, fetch, join, keys, new, seed, trainer, up, validator, verify
-from prime_node.patience import causes_of
-from prime_protocol.errors import LocalError, PrimeError
+from prime_node.cli.outcome import tell
+from prime_protocol.errors import PrimeError
 
 app = typer.Typer(
     name="prime-node",
@@ -43,25 +38,3 @@ def main() -> None:
         app()
     except (PrimeError, BaseExceptionGroup) as error:
         sys.exit(tell(error))
-
-
-def tell(error: BaseException) -> int:
-    """Say an error that was raised on purpose in one line; returns the exit code. Any other is raised again."""
-    told = outcome_of(error)
-    if told is None:
-        raise error
-    code, line = told
-    Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
-    return code
-
-
-def outcome_of(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and line for an error that was raised on purpose; None where a bug is in it.
-
-    The tasks of a role run in groups, so what one of them raises arrives in a group.
-    """
-    causes = causes_of(error)
-    if not all(isinstance(cause, PrimeError) for cause in causes):
-        return None
-    local = next((cause for cause in causes if isinstance(cause, LocalError)), None)
-    return (4, f"refused by the other side: {causes[0]}") if local is None else (3, str(local))

@@ -100,7 +100,7 @@ def _lead(
 ) -> int:
     """Rank 0. What it ends with on purpose dismisses the others; after a bug they end with it, and torchrun starts all again."""
     from prime_node.cli import wire_training
-    from prime_node.cli.main import tell
+    from prime_node.cli.outcome import tell
     from prime_protocol.errors import PrimeError
 
     try:

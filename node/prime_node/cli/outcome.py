@@ -1,0 +1,34 @@
+"""What every command does with an error.
+
+Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
+side refused (banned, wrong run, ...); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from prime_node.patience import causes_of
+from prime_protocol.errors import LocalError, PrimeError
+
+
+def tell(error: BaseException) -> int:
+    """Say an error that was raised on purpose in one line; returns the exit code. Any other is raised again."""
+    told = outcome_of(error)
+    if told is None:
+        raise error
+    code, line = told
+    Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
+def outcome_of(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and line for an error that was raised on purpose; None where a bug is in it.
+
+    The tasks of a role run in groups, so what one of them raises arrives in a group.
+    """
+    causes = causes_of(error)
+    if not all(isinstance(cause, PrimeError) for cause in causes):
+        return None
+    local = next((cause for cause in causes if isinstance(cause, LocalError)), None)
+    return (4, f"refused by the other side: {causes[0]}") if local is None else (3, str(local))
