@@ -13,6 +13,7 @@ trusted; they take its numbers as arrays. Steps are judged by step.check, envelo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,10 @@ class Prefill:
     logprobs_T: npt.NDArray[np.float32]  # [T] nats, at the run's temperature
     margins_T: npt.NDArray[np.float32]
     """[T] best noisy score minus the chosen token's: 0 where the token is the one that the seed chooses, else above 0."""
+
+
+Statistics = Mapping[str, npt.NDArray[np.float32]]
+"""What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,25 @@ def check_assignment(
     return Verdict.accept()
 
 
-def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
-    """Compare claims with a trusted forward pass. What is not a number counts against the bundle."""
+def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
+    """Compare claims with a trusted forward pass. What is not a number counts against the bundle, as infinity.
+
+    margin [T]: by how much another token's noisy score is above the chosen one's
+    logprob [T]: nats between the claimed logprob and the recomputed one
+    """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
-    errors_T = np.nan_to_num(errors_T, nan=np.inf, posinf=np.inf)
+    found = {"margin": prefill.margins_T, "logprob": errors_T.astype(np.float32)}
+    return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
+
+
+def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
+    """The numbers that the run's thresholds are for."""
+    found = statistics(rollouts, prefill)
     return Measured(
-        logprob_error_mean=float(errors_T.mean()),
-        logprob_error_max=float(errors_T.max()),
-        seed_flips_share=float((~(prefill.margins_T <= 0)).mean()),
+        logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),
+        logprob_error_max=float(found["logprob"].max()),
+        seed_flips_share=float((found["margin"] > 0).mean()),
     )
 
 

@@ -12,7 +12,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure, statistics
 
 STOP = 257
 S, L = FinishReason.STOP, FinishReason.LENGTH
@@ -132,6 +132,15 @@ def test_exact_claims_measure_as_zero(sample: Any) -> None:
     measured = measure(sample.rollouts, prefill(sample))
     assert measured == Measured(0.0, 0.0, 0.0)
     assert judge(measured, CheckPolicy()).accepted
+
+
+def test_each_token_says_by_how_much_it_is_off(sample: Any) -> None:
+    claims = prefill(sample, error=-0.25, flips=2)
+    claims.margins_T[3], claims.logprobs_T[3] = np.nan, -np.inf
+    found = statistics(sample.rollouts, claims)
+    assert found["margin"].tolist() == [0.5, 0.5, 0.0, np.inf, *[0.0] * 7]
+    assert found["logprob"][3] == np.inf
+    assert np.allclose(np.delete(found["logprob"], 3), 0.25)
 
 
 def test_5_claims_that_are_off_on_average_are_refused(sample: Any) -> None:
