@@ -307,6 +307,32 @@ async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
     assert len(queue.results) == 2
 
 
+async def test_without_proofs_samples_of_another_policy_pass_and_no_policy_is_loaded() -> None:
+    stop, scorer = asyncio.Event(), TableScorer()
+    lease = make_lease()
+    forged = make_bundle(lease, await generate(lease, OTHER_POLICY))
+    queue = MemoryCheckQueue([(lease, forged)], stop)
+    validator = make_validator(queue, scorer)
+    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
+    await run(validator, stop)
+    (result,) = queue.results.values()
+    assert result.verdict.accepted
+    assert len(result.rewards) == lease.num_rollouts
+    assert scorer.loaded == []
+
+
+async def test_without_proofs_what_the_lease_alone_decides_is_still_refused() -> None:
+    stop = asyncio.Event()
+    lease = make_lease()
+    rollouts = await generate(lease)
+    queue = MemoryCheckQueue([(lease, make_bundle(lease, replace(rollouts, seeds_N=rollouts.seeds_N + 1)))], stop)
+    validator = make_validator(queue, TableScorer())
+    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
+    await run(validator, stop)
+    (result,) = queue.results.values()
+    assert result.verdict.reason is RejectReason.WRONG_ASSIGNMENT
+
+
 async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() -> None:
     stop = asyncio.Event()
     queue = await make_queue(stop, [0])

@@ -25,3 +25,6 @@ class ValidatorConfig(Settings):
     """How often to look for a new policy."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """How long a request for work may be held open by the coordinator."""
+    unsafe_skip_proofs: bool = False
+    """Accept rollouts without a forward pass: logprobs and tokens are believed, so whoever joins decides what is learned. It is
+    for experiments that show what the checks are for."""

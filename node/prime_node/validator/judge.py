@@ -87,14 +87,27 @@ async def judge_bundle(
     verdict = judge(measured, run.spec.checks)  # (5)
     if not verdict.accepted:
         return Judgement(verdict, measured=asdict(measured))
-    scored = score_rollouts(lease, rollouts, environments, tokenizer)  # (6)
-    if not enough_scored(lease, scored.unscored, group_rollouts_min=schedule.group_rollouts_min):
-        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=asdict(measured))
+    return reward_bundle(bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured))
+
+
+def reward_bundle(
+    bundle: OpenedBundle,
+    *,
+    run: PinnedRun,
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    measured: Mapping[str, float] | None = None,
+) -> Judgement:
+    """(6) alone: what an accepted bundle is worth. `measured`: the numbers that it was accepted by, if it was proven."""
+    lease, rollouts, numbers = bundle.lease, bundle.rollouts, measured or {}
+    scored = score_rollouts(lease, rollouts, environments, tokenizer)
+    if not enough_scored(lease, scored.unscored, group_rollouts_min=run.spec.schedule.group_rollouts_min):
+        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=numbers)
     return Judgement(
-        verdict,
+        Verdict.accept(),
         rollouts.num_tokens,
         scored.rewards,
-        asdict(measured),
+        numbers,
         versions=() if policies_of(rollouts) == [lease.policy_version] else _versions_of_groups(bundle),
         unscored=scored.unscored,
     )
