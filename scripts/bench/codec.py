@@ -84,9 +84,8 @@ def ours(name: str, *, full: bool = False, portable: bool = False) -> Codec:
                 old = None if full else flat[tensor]
                 decode_chunk(chunk.data, flat[tensor], old, dtype="bf16", start=chunk.start, count=chunk.count)
 
-        # Four chunks a task are as many elements as the baselines' pieces have.
         with without_kernels(portable):
-            run(pool, apply, [blobs[i : i + 4] for i in range(0, len(blobs), 4)])
+            run(pool, apply, [blobs[i : i + 16] for i in range(0, len(blobs), 16)])
 
     return Codec(name, encode, decode)
 
@@ -145,11 +144,11 @@ def measure(codecs: list[Codec], base: Weights, new: Weights, rounds: int) -> li
 def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str, float]:
     """How much sooner two threads are done than one: median of the rounds.
 
-    Beside them two processes that encode half each, which share nothing, and two threads that only hash: these say what the
-    machine had to give. Two processors that are threads of one core, or a busy machine, give far less than two.
+    Beside them what the machine had to give: two processes that encode half each and share nothing, and two threads that only
+    hash or only copy memory. Two processors that are threads of one core, or a busy machine, give far less than two.
     """
     block = bytes(4 << 20)
-    ratios: dict[str, list[float]] = {"encode": [], "decode": [], "processes": [], "hashing": []}
+    ratios: dict[str, list[float]] = {"encode": [], "decode": [], "processes": [], "hashing": [], "memcpy": []}
 
     def seconds(work: Callable[[], Any]) -> float:
         begin = time.perf_counter()
@@ -170,6 +169,10 @@ def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str,
                 "hashing": (
                     lambda: run(None, hashlib.sha256, [block] * 8),
                     lambda: run(pool, hashlib.sha256, [block] * 8),
+                ),
+                "memcpy": (
+                    lambda one=one: run(None, np.copyto, one.values(), new.values()),
+                    lambda two=two: run(pool, np.copyto, two.values(), new.values()),
                 ),
             }
             for name, (alone, together) in pairs.items():
@@ -234,8 +237,7 @@ def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: in
         gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds)
         out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.items()))
         for direction in ("encode", "decode"):
-            share = gains[direction] / min(2.0, gains["processes"])
-            out.check(f"{name}: two threads, {direction} / two processes", share, ">=", 0.8)
+            out.check(f"{name}: two threads, {direction}", gains[direction], ">=", 1.6)
     elif rate == DENSE_RATE:
         out.check(f"{name}: decode / xor+zstd-1", mine.decode / single["xor+zstd-1"].decode, ">=", 1.0)
         out.check(f"{name}: encode / xor+zstd-1", mine.encode / single["xor+zstd-1"].encode, ">=", 1.0)

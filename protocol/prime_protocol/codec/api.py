@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
 
 import numpy as np
@@ -40,8 +41,10 @@ GAP_DENSITY_MAX = 0.2
 ANCHOR_CHUNK_ELEMENTS = 2**17
 """Elements that the encoder puts into one chunk of an anchor. A peer passes a chunk on once it has it whole, so small ones spread
 sooner; in a delta even a full chunk has a few kilobytes."""
-CHUNKS_AHEAD = 16
-"""Encoded chunks that may wait for the reader when a pool encodes."""
+CHUNKS_PER_TASK = 8
+"""A thread takes so many at once. Handed over one by one, two threads encoded 1.2 times as fast as one, so 1.8 times."""
+TASKS_AHEAD = 3
+"""Encoded tasks that may wait for the reader when a pool encodes."""
 CLASS_SHARE_MAX = 0.6
 """A CLASS chunk over this share of the raw bytes is compared with the elements themselves."""
 
@@ -65,25 +68,40 @@ def encode_tensors(
 ) -> Iterator[tuple[int, EncodedChunk]]:
     """(tensor's number, chunk) in order, for tensors given as (new, base or None, dtype).
 
-    With a pool of threads, chunks are encoded side by side: the work holds no GIL. At most CHUNKS_AHEAD chunks wait to be
-    taken and `tensors` is read no further than that, so that a checkpoint may stream through, larger than memory.
+    With a pool of threads, chunks are encoded side by side: the work holds no GIL. At most TASKS_AHEAD tasks of
+    CHUNKS_PER_TASK chunks wait to be taken and `tensors` is read no further than that, so that a checkpoint may stream
+    through, larger than memory.
     """
+    ranges = _ranges(tensors)
     if pool is None:
-        for tensor, (start, new, base, element) in _ranges(tensors):
-            yield tensor, EncodedChunk(encode_chunk(new, base, element), start, new.size)
+        for one in ranges:
+            yield _encoded(one)
         return
-    waiting: deque[tuple[int, int, int, Future[bytes]]] = deque()
-    for tensor, (start, new, base, element) in _ranges(tensors):
-        waiting.append((tensor, start, new.size, pool.submit(encode_chunk, new, base, element)))
-        if len(waiting) > CHUNKS_AHEAD:
-            yield _taken(waiting)
+    waiting: deque[Future[list[tuple[int, EncodedChunk]]]] = deque()
+    while several := list(islice(ranges, CHUNKS_PER_TASK)):
+        waiting.append(pool.submit(lambda ranges: [_encoded(one) for one in ranges], several))
+        if len(waiting) > TASKS_AHEAD:
+            yield from waiting.popleft().result()
     while waiting:
-        yield _taken(waiting)
+        yield from waiting.popleft().result()
 
 
-def _ranges(
-    tensors: Iterable[tuple[Array, Array | None, str]],
-) -> Iterator[tuple[int, tuple[int, Array, Array | None, ElementType]]]:
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What becomes one chunk: bits of the elements from `start` on."""
+
+    tensor: int
+    start: int
+    new: Array
+    base: Array | None
+    element: ElementType
+
+
+def _encoded(one: _Range) -> tuple[int, EncodedChunk]:
+    return one.tensor, EncodedChunk(encode_chunk(one.new, one.base, one.element), one.start, one.new.size)
+
+
+def _ranges(tensors: Iterable[tuple[Array, Array | None, str]]) -> Iterator[_Range]:
     for number, (new, base, dtype) in enumerate(tensors):
         element = TYPES[dtype]
         new_bits = bit_patterns(new, element)
@@ -92,12 +110,7 @@ def _ranges(
         most = ANCHOR_CHUNK_ELEMENTS if base is None else CHUNK_ELEMENTS
         for start in range(0, new_bits.size, most):
             part = slice(start, start + most)
-            yield number, (start, new_bits[part], None if base_bits is None else base_bits[part], element)
-
-
-def _taken(waiting: deque[tuple[int, int, int, Future[bytes]]]) -> tuple[int, EncodedChunk]:
-    tensor, start, count, data = waiting.popleft()
-    return tensor, EncodedChunk(data.result(), start, count)
+            yield _Range(number, start, new_bits[part], None if base_bits is None else base_bits[part], element)
 
 
 def decode_chunk(
