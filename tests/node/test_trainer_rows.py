@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,47 @@ async def test_rows_are_tensorboard_s_scalars(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("sft/loss")] == [(5, 9.0)]
+
+
+def wandb_records(file: bytes) -> Iterator[bytes]:
+    """Of W&B's file: LevelDB's log format behind 7 bytes. Blocks of 32 KiB; a record is checksum, length, kind and bytes."""
+    place, whole = 7, b""
+    while place < len(file):
+        if 2**15 - place % 2**15 < 7:
+            place += 2**15 - place % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", file, place + 4)
+        whole += file[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # all of it, or its last piece
+            yield whole
+            whole = b""
+
+
+def wandb_history(folder: Path) -> list[dict[str, float]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    records = map(Record.FromString, wandb_records(path.read_bytes()))
+    return [
+        {item.key or item.nested_key[0]: float(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+
+
+async def test_rows_are_weights_and_biases_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library, offline: it keeps in its folder what `wandb sync` would send."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    async with wire_training.trainer_rows(TrainerConfig(wandb_project="demo"), make_run(), tmp_path) as rows:
+        rows.record(sft_step=5, loss=9.0)
+        rows.record(step=1, loss=2.0, encodings={"anchor": 3})
+        rows.close()
+    found = wandb_history(tmp_path)
+    mine = [{name: value for name, value in row.items() if not name.startswith("_")} for row in found]
+    assert mine == [{"sft/sft_step": 5.0, "sft/loss": 9.0}, {"step": 1.0, "loss": 2.0}]
 
 
 def test_utilisation_is_told_against_what_all_devices_can_compute() -> None:

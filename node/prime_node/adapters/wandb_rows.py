@@ -14,9 +14,13 @@ class WandbRows:
     def __init__(self, folder: Path, *, project: str, run: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(project=project, id=run[:32], name=name, dir=str(folder), resume="allow")
+        # W&B's own step counts calls; after a resume, and with rows of several kinds, that says nothing.
+        self._run.define_metric("*", step_metric="step", step_sync=False)
+        self._run.define_metric("sft/*", step_metric="sft/sft_step", step_sync=False)
 
     def record(self, **fields: Any) -> None:
-        self._run.log({name: value for name, value in fields.items() if isinstance(value, int | float)})
+        prefix = "sft/" if "sft_step" in fields else ""
+        self._run.log({prefix + name: value for name, value in fields.items() if isinstance(value, int | float)})
 
     def close(self) -> None:
         self._run.finish()
