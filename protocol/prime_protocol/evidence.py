@@ -19,15 +19,17 @@ before a change is seen. Start t has the prior weight 1 / (t * (t + 1)), which s
 
 so against somebody who begins to cheat at bundle t it takes log(t * (t + 1)) nats more, not a year's worth.
 
-No verdict rests on it yet: validators judge each bundle by the run's thresholds (verify.py).
+A validator sums each bundle's statistics under the run's calibration (calibration.py), the coordinator folds the sums, and a
+worker whose evidence reaches the run's `checks.evidence_max` is banned. The thresholds on single bundles (verify.py) stay beside
+it, for what is grossly wrong.
 
-Letters: J lambdas, T tokens.
+Letters: T tokens, C completions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Self
 
@@ -35,10 +37,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from prime_protocol.assignment import Count
+from prime_protocol.assignment import Count, Name
 from prime_protocol.envelope import WireModel
+from prime_protocol.limits import COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
 
-LAMBDAS_MAX = 32
 LOG_WEALTH_MAX = 1e6
 """Nats. Beyond every threshold, and far from where sums of floats lose a nat."""
 
@@ -66,28 +68,58 @@ class Moments(WireModel):
         return self
 
 
-class Wealth(WireModel):
+@dataclass(frozen=True, slots=True)
+class Wealth:
     """The evidence of one statistic against one worker. Begins as Wealth()."""
 
-    num_bundles: Count = 0
-    log_wealth: tuple[Finite, ...] = Field(default=(), max_length=LAMBDAS_MAX)
+    num_bundles: int = 0
+    log_wealth: tuple[float, ...] = ()
     """log A_t for each lambda; empty before the first bundle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """All that a bundle's tokens say in one statistic: enough to go on with, whatever the calibration is later."""
+class Sums(WireModel):
+    """What a bundle's tokens say in one statistic. Example: Sums(num_tokens=512, log_e=(-0.3, -1.2))."""
 
-    num_tokens: int
-    log_e: tuple[float, ...]
-    """Nats, log e(lambda) for each lambda."""
+    num_tokens: Count
+    """How many values were summed."""
+    log_e: tuple[Finite, ...] = Field(max_length=LAMBDAS_MAX)
+    """Nats, log e(lambda) for each lambda of the calibration."""
 
 
-def calibrate(honest: npt.NDArray[np.floating], *, cap: float, lambdas: Sequence[float]) -> Moments:
+class BundleEvidence(WireModel):
+    """What a bundle says against its worker, by a validator's forward pass."""
+
+    worker: Name
+    """Class of the engine that sampled, as the bundle's header claims it: `name/dtype/device`."""
+    validator: Name
+    """Class of the engine that judged."""
+    sums: dict[Name, Sums] = Field(max_length=STATISTICS_MAX)
+    """By statistic. Empty: the run's calibration does not know these two classes together."""
+
+
+class Weighed(BundleEvidence):
+    """The same with its place in the worker's life, so that whoever holds the receipts can add them up again."""
+
+    number: int = Field(ge=1, le=COUNT_MAX)
+    """1 for the first bundle that was weighed since the worker began or was forgiven, then one more each time."""
+    log_evidence: Finite
+    """Nats of evidence after this bundle."""
+
+
+def calibrate(
+    honest: npt.NDArray[np.floating],
+    *,
+    cap: float,
+    lambdas: Sequence[float],
+    lengths: npt.NDArray[np.integer] | None = None,
+    headroom: float = 1.0,
+) -> Moments:
     """Moments of honest values [T], with what a sample of that size cannot exclude added.
 
     M0 = mean of exp(lambda * min(s, cap)) + 4 standard errors + 3 / T * exp(lambda * cap): the last term is the rule of three,
-    as if as many tokens as can have escaped the sample lay at the cap.
+    as if as many tokens as can have escaped the sample lay at the cap. Errors of one completion go together; where `lengths`
+    [C] says which tokens are one, M0 is also so large that a completion's e-value has a mean of at most 1, plus 4 standard
+    errors. `headroom` multiplies log M0: the policies of a run are not the one that was measured.
     """
     values_T = np.minimum(honest.astype(np.float64), cap)
     assert len(values_T) > 1
@@ -95,32 +127,59 @@ def calibrate(honest: npt.NDArray[np.floating], *, cap: float, lambdas: Sequence
     log_moments = []
     for rate in lambdas:
         powers_T = np.exp(rate * values_T)
-        moment = (
-            powers_T.mean() + 4 * powers_T.std() / math.sqrt(len(values_T)) + 3 / len(values_T) * math.exp(rate * cap)
-        )
-        log_moments.append(math.log(moment))
+        moment = _upper_mean(powers_T) + 3 / len(values_T) * math.exp(rate * cap)
+        log_moment = math.log(moment)
+        if lengths is not None:
+            log_moment = max(log_moment, _log_moment_of_completions(rate * values_T, lengths, rate * cap))
+        log_moments.append(headroom * log_moment)
     return Moments(cap=cap, lambdas=tuple(lambdas), log_moments=tuple(log_moments), num_tokens=len(values_T))
 
 
+def _upper_mean(values: npt.NDArray[np.float64]) -> float:
+    return float(values.mean() + 4 * values.std() / math.sqrt(len(values)))
+
+
+def _log_moment_of_completions(
+    exponents_T: npt.NDArray[np.float64], lengths_C: npt.NDArray[np.integer], most: float
+) -> float:
+    """The smallest log M0, by halving [0, most], at which completions' e-values have a mean of at most 1."""
+    sums_C = np.add.reduceat(exponents_T, np.cumsum(lengths_C) - lengths_C)
+    low, high = 0.0, most
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        is_enough = _upper_mean(np.exp(np.minimum(sums_C - lengths_C * middle, 700.0))) <= 1
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
+
+
 def sums_of(values: npt.NDArray[np.floating], moments: Moments) -> Sums:
-    """What a bundle's values [T] say. A value that is not a number counts as the cap."""
+    """What a bundle's values [T] say. A value that is not a number counts as the cap; sums are rounded down, to 1e-6 nats."""
     values_T = np.minimum(np.nan_to_num(values.astype(np.float64), nan=moments.cap), moments.cap)
     total = float(values_T.sum())
     log_e = (
-        rate * total - len(values_T) * log_moment
+        math.floor((rate * total - len(values_T) * log_moment) * 1e6) / 1e6
         for rate, log_moment in zip(moments.lambdas, moments.log_moments, strict=True)
     )
-    return Sums(len(values_T), tuple(log_e))
+    return Sums(num_tokens=len(values_T), log_e=tuple(log_e))
 
 
 def updated(wealth: Wealth, sums: Sums) -> Wealth:
-    """After one more bundle. Where the number of lambdas has changed (another calibration), that statistic begins anew."""
-    known = wealth if len(wealth.log_wealth) in (0, len(sums.log_e)) else Wealth()
-    bundle = known.num_bundles + 1
+    """After one more bundle. A run's calibration is fixed, so the number of lambdas is too."""
+    assert len(wealth.log_wealth) in (0, len(sums.log_e))
+    bundle = wealth.num_bundles + 1
     prior = -math.log(bundle) - math.log(bundle + 1)
-    before = known.log_wealth or (-math.inf,) * len(sums.log_e)
+    before = wealth.log_wealth or (-math.inf,) * len(sums.log_e)
     after = (float(np.logaddexp(log_a, prior)) + log_e for log_a, log_e in zip(before, sums.log_e, strict=True))
     return Wealth(num_bundles=bundle, log_wealth=tuple(min(max(a, -LOG_WEALTH_MAX), LOG_WEALTH_MAX) for a in after))
+
+
+def folded(evidence: Mapping[str, Wealth], sums: Mapping[str, Sums], *, statistics: Iterable[str]) -> dict[str, Wealth]:
+    """A worker's evidence after one more bundle. `statistics`: all of the run's calibration; others are ignored.
+
+    Statistics that a bundle does not have stay as they are. The set is fixed, so that the mean over it is an e-process.
+    """
+    known = {name: evidence.get(name, Wealth()) for name in statistics}
+    return {name: updated(wealth, sums[name]) if name in sums else wealth for name, wealth in known.items()}
 
 
 def log_evidence(wealth: Mapping[str, Wealth]) -> float:

@@ -40,6 +40,12 @@ RECEIPTS_MAX = 1_024
 """Receipts in one answer; the cursor leads to the next ones."""
 RECEIPT_CHARS_MAX = 8 * 2**10
 """One receipt's envelope as text."""
+LAMBDAS_MAX = 12
+"""Rates that one statistic's evidence is a mixture over."""
+STATISTICS_MAX = 12
+"""Statistics of one bundle that evidence is made of."""
+CALIBRATION_PAIRS_MAX = 64
+"""Pairs of engines in one calibration."""
 TENSOR_RANK_MAX = 8
 """Dimensions of one tensor."""
 REQUEST_BYTES_MAX = 512 * 2**10

@@ -20,6 +20,7 @@ from prime_protocol.assignment import Count, Lease, Name, Problem, Step, Text, T
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import KeyId
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import EnvelopeText, Multiaddr
@@ -142,6 +143,9 @@ class CheckResultRequest(WireModel):
     lease's own policy sampled them all."""
     unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
     """Indices of completions that could not be scored; their rewards are 0."""
+    evidence: BundleEvidence | None = Field(default=None, exclude_if=lambda value: value is None)
+    """What its tokens say against the worker, of accepted and of refused bundles; null where no forward pass was made, or the
+    run has no calibration."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:

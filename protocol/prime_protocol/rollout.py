@@ -36,6 +36,9 @@ from prime_protocol.limits import Limits
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.tensor_file import pack_tensors, unpack_tensors
 
+CLASS_PART_CHARS_MAX = 60
+"""Of each part of a calibration class, so that the whole of it is a name."""
+
 
 class FinishReason(IntEnum):
     """Why a completion ended."""
@@ -68,6 +71,11 @@ class EngineInfo(WireModel):
     version: Name
     dtype: Name
     device: Name
+
+    @property
+    def calibration_class(self) -> str:
+        """What its honest errors are known by. Example: "transformers/fp32/cpu"."""
+        return "/".join(part[:CLASS_PART_CHARS_MAX] for part in (self.name, self.dtype, self.device))
 
 
 class RolloutHeader(ParcelHeader):

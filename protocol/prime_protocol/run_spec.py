@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from prime_protocol import limits
 from prime_protocol.assignment import Count, Name, Sampling, Seed
+from prime_protocol.calibration import Calibration
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -25,6 +26,8 @@ from prime_protocol.step import Admission
 
 PROTOCOL_VERSION = 1
 """Raised with every change of the wire that an older peer cannot read."""
+EVIDENCE_MAX = 1e5
+"""An honest worker is banned by its statistics with a probability of at most one in so many, over its whole life."""
 CONFIG_FILE = "config.json"
 """The model file that says which architecture the weights belong to; manifests name its digest."""
 
@@ -76,6 +79,10 @@ class CheckPolicy(WireModel):
     """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
     strikes_max: int = Field(default=2, ge=1, le=limits.COUNT_MAX)
     """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
+    calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)
+    """What honest tokens do, by engines. None: bundles are judged one by one, and nothing adds up."""
+    evidence_max: float = Field(default=EVIDENCE_MAX, ge=10.0, le=1e100, exclude_if=lambda value: value == EVIDENCE_MAX)
+    """A worker whose evidence (evidence.py) reaches this is banned: an honest one with a probability of at most 1 / this."""
 
 
 class RunSpec(WireModel):

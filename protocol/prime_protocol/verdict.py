@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from prime_protocol import limits
 from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import printable
+from prime_protocol.evidence import Weighed
 from prime_protocol.identity import KeyId
 
 
@@ -37,6 +38,8 @@ class RejectReason(StrEnum):
     """The claimed logprobs are not those of the claimed policy."""
     SEED_MISMATCH = "seed_mismatch"
     """The tokens are not the ones that the assigned seeds choose."""
+    STATISTICAL = "statistical"
+    """Nothing in this bundle decides by itself, but with the worker's earlier ones the evidence has reached the run's limit."""
     MALFORMED = "malformed"
     """The signed header is sound, but the body is not what SPEC.md describes."""
     BANNED = "banned"
@@ -58,6 +61,7 @@ _DISHONEST = frozenset(
         RejectReason.BAD_TERMINATION,
         RejectReason.LOGPROB_MISMATCH,
         RejectReason.SEED_MISMATCH,
+        RejectReason.STATISTICAL,
         RejectReason.MALFORMED,
     }
 )
@@ -112,6 +116,8 @@ class Receipt(WireModel):
     reason: RejectReason | None = None
     detail: Text = ""
     at_ms: Count
+    evidence: Weighed | None = Field(default=None, exclude_if=lambda value: value is None)
+    """What it added to the evidence against the worker; null where it was not weighed."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:

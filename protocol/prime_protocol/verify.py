@@ -80,11 +80,13 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     """Compare claims with a trusted forward pass. What is not a number counts against the bundle, as infinity.
 
     margin [T]: by how much another token's noisy score is above the chosen one's
+    flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
-    found = {"margin": prefill.margins_T, "logprob": errors_T.astype(np.float32)}
+    flips_T = (~(prefill.margins_T <= 0)).astype(np.float32)
+    found = {"margin": prefill.margins_T, "flip": flips_T, "logprob": errors_T.astype(np.float32)}
     return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
 
 
@@ -94,7 +96,7 @@ def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
     return Measured(
         logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),
         logprob_error_max=float(found["logprob"].max()),
-        seed_flips_share=float((found["margin"] > 0).mean()),
+        seed_flips_share=float(found["flip"].mean(dtype=np.float64)),
     )
 
 

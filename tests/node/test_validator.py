@@ -18,14 +18,17 @@ from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.validator.loop import Validator, run
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, rollouts_for
+from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.verdict import RejectReason
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
@@ -38,6 +41,7 @@ class TableScorer:
     """Implements ports.engine.Scorer for the table model."""
 
     def __init__(self) -> None:
+        self.info = TableEngine().info
         self.loaded: list[int] = []
         self._logits = logits_of(table_weights(99))
 
@@ -142,14 +146,14 @@ def make_bundle(lease: Lease, rollouts: Rollouts, *, key: SigningKey = WORKER, *
     return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
 
 
-async def judge(parcel: bytes, lease: Lease) -> Judgement:
+async def judge(parcel: bytes, lease: Lease, run: PinnedRun = RUN) -> Judgement:
     opened = open_bundle(parcel, lease, RUN)
     if not isinstance(opened, OpenedBundle):
         return opened
     scorer = TableScorer()
     await scorer.load(POLICY, policy_version=0)
     environments = {"toy": LengthEnvironment()}
-    return await judge_bundle(opened, scorer, run=RUN, environments=environments, tokenizer=LetterTokenizer())
+    return await judge_bundle(opened, scorer, run=run, environments=environments, tokenizer=LetterTokenizer())
 
 
 async def reason_for(rollouts: Rollouts, lease: Lease, **changes: object) -> RejectReason | None:
@@ -164,6 +168,34 @@ async def test_an_honest_bundle_is_accepted_with_the_validators_own_rewards() ->
     expected = [min(1.0, (len(c.token_ids) - (c.token_ids[-1] == STOP_TOKEN)) / 8) for c in rollouts.completions()]
     assert judgement.rewards == pytest.approx(expected)
     assert judgement.measured["logprob_error_max"] < 1e-5
+
+
+def calibrated_for(worker: str) -> PinnedRun:
+    """The same run with a calibration of the table model's own judge and such a worker."""
+    moments = Moments(cap=1.0, lambdas=(1.0, 10.0), log_moments=(0.001, 0.01), num_tokens=1_000)
+    pair = PairMoments(worker=worker, validator="table/fp32/cpu", moments={"margin": moments, "logprob": moments})
+    return make_run(rollouts_per_group=16, checks=CheckPolicy(calibration=Calibration(pairs=(pair,))))
+
+
+async def test_what_a_bundle_says_against_its_worker_goes_with_the_verdict_accepted_or_not() -> None:
+    lease, run = make_lease(), calibrated_for("table/fp32/cpu")
+    honest = await judge(make_bundle(lease, await generate(lease)), lease, run)
+    cheating = await judge(make_bundle(lease, await generate(lease, OTHER_POLICY)), lease, run)
+    assert honest.verdict.accepted
+    assert not cheating.verdict.accepted
+    assert honest.evidence is not None
+    assert cheating.evidence is not None
+    assert set(honest.evidence.sums) == {"margin", "logprob"}
+    assert max(honest.evidence.sums["margin"].log_e) < 0 < 12 < max(cheating.evidence.sums["margin"].log_e)
+    assert honest.evidence.sums["margin"].num_tokens == honest.num_tokens
+
+
+async def test_an_engine_that_the_calibration_does_not_know_is_told_as_such() -> None:
+    lease = make_lease()
+    judgement = await judge(make_bundle(lease, await generate(lease)), lease, calibrated_for("vllm/bf16/cuda"))
+    assert judgement.evidence is not None
+    assert (judgement.evidence.worker, judgement.evidence.sums) == ("table/fp32/cpu", {})
+    assert (await judge(make_bundle(lease, await generate(lease)), lease)).evidence is None
 
 
 async def test_samples_of_another_policy_are_found_out() -> None:

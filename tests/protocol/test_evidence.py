@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from prime_protocol.evidence import Moments, Sums, Wealth, calibrate, log_evidence, sums_of, updated
+from prime_protocol.evidence import Moments, Sums, Wealth, calibrate, folded, log_evidence, sums_of, updated
 
+WEALTH = TypeAdapter(Wealth)
 LAMBDAS = (1.0, 5.0, 20.0, 50.0)
 TOKENS = 64
 
@@ -89,16 +91,44 @@ def test_values_beyond_the_cap_and_values_that_are_none_count_as_the_cap() -> No
         assert sums_of(np.array([value]), moments) == capped
 
 
-def test_another_number_of_lambdas_begins_anew() -> None:
-    after = updated(Wealth(num_bundles=9, log_wealth=(5.0,)), Sums(1, (0.0, 0.0)))
-    assert after.num_bundles == 1
-    assert after.log_wealth == pytest.approx((-math.log(2),) * 2)
-
-
 @given(st.lists(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=2), max_size=30))
 def test_evidence_stays_finite_whatever_is_seen(steps: list[list[float]]) -> None:
     wealth = Wealth()
     for log_e in steps:
-        wealth = updated(wealth, Sums(1, tuple(log_e)))
+        wealth = updated(wealth, Sums(num_tokens=1, log_e=tuple(log_e)))
         assert math.isfinite(log_evidence({"margin": wealth}))
-    assert Wealth.model_validate_json(wealth.model_dump_json()) == wealth
+    assert WEALTH.validate_json(WEALTH.dump_json(wealth)) == wealth, "as it is kept in a snapshot"
+
+
+def test_errors_that_go_together_within_a_completion_are_allowed_for() -> None:
+    """A hard prompt makes all its tokens noisy. Moments of single tokens would ban whoever is given such prompts."""
+    rng, length, num = np.random.default_rng(5), 32, 4_000
+
+    def correlated(count: int) -> np.ndarray:
+        scale_C = np.where(rng.random(count) < 0.1, 0.1, 0.001)
+        return rng.exponential(np.repeat(scale_C, length))
+
+    sample, lengths = correlated(num), np.full(num, length)
+    single = calibrate(sample, cap=0.5, lambdas=LAMBDAS)
+    whole = calibrate(sample, cap=0.5, lambdas=LAMBDAS, lengths=lengths)
+    assert all(a >= b for a, b in zip(whole.log_moments, single.log_moments, strict=True))
+
+    def banned(moments: Moments) -> int:
+        return sum(max(run(moments, [correlated(4) for _ in range(60)])) >= math.log(100) for _ in range(100))
+
+    assert banned(single) > 20
+    assert banned(whole) <= 1
+
+
+def test_headroom_multiplies_what_is_allowed() -> None:
+    sample = honest(np.random.default_rng(7), 20_000)
+    plain, roomy = (calibrate(sample, cap=0.5, lambdas=LAMBDAS, headroom=factor) for factor in (1.0, 2.0))
+    assert roomy.log_moments == pytest.approx([2 * moment for moment in plain.log_moments])
+
+
+def test_a_statistic_that_the_calibration_does_not_know_says_nothing() -> None:
+    sums = Sums(num_tokens=1, log_e=(3.0,))
+    evidence = folded({}, {"margin": sums, "smell": sums}, statistics=("margin", "proof"))
+    assert set(evidence) == {"margin", "proof"}
+    assert evidence["proof"] == Wealth()
+    assert evidence["margin"].num_bundles == 1

@@ -10,6 +10,8 @@ import pytest
 
 from prime_protocol import (
     assignment,
+    calibration,
+    evidence,
     key_ring,
     limits,
     manifest,
@@ -29,7 +31,20 @@ from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
-MODULES = (assignment, key_ring, manifest, messages, parcel, peers, rollout, run_spec, timestamp, verdict)
+MODULES = (
+    assignment,
+    calibration,
+    evidence,
+    key_ring,
+    manifest,
+    messages,
+    parcel,
+    peers,
+    rollout,
+    run_spec,
+    timestamp,
+    verdict,
+)
 MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)
 
 

@@ -137,6 +137,7 @@ def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], 
             reason=settled.reason,
             detail=settled.detail,
             at_ms=at_ms,
+            evidence=settled.weighed,
         )
         envelope = seal(receipt, PayloadType.RECEIPT, key).to_bytes().decode()
         return StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, envelope)

@@ -88,6 +88,11 @@ class SwappingEngine(Engine, Protocol):
 class Scorer(Protocol):
     """Judges completions by one forward pass over prompt and completion."""
 
+    @property
+    def info(self) -> EngineInfo:
+        """Which software judges, for calibration."""
+        ...
+
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         """Swap to other weights. Idempotent."""
         ...

@@ -7,7 +7,7 @@ exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
 from prime_node.ports.engine import Scorer, ScoreRequest
@@ -16,13 +16,15 @@ from prime_node.replay.staleness import versions_of
 from prime_node.validator.scoring import enough_scored, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
+from prime_protocol.calibration import evidence_of
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import check_assignment, judge, measure
+from prime_protocol.verify import Prefill, check_assignment, judge, measure, statistics
 from prime_protocol.weights import Weights
 
 
@@ -38,6 +40,8 @@ class Judgement:
     versions: tuple[tuple[int, int], ...] = ()
     """CheckResultRequest.versions."""
     unscored: tuple[int, ...] = ()
+    evidence: BundleEvidence | None = None
+    """What its tokens say against the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,20 @@ async def judge_bundle(
         prefill = await prefill_spans(scorer, requests, spans, lease.sampling, policies, swap=schedule.swap)
     measured = measure(rollouts, prefill)
     verdict = judge(measured, run.spec.checks)  # (5)
-    if not verdict.accepted:
-        return Judgement(verdict, measured=asdict(measured))
-    return reward_bundle(bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured))
+    judgement = Judgement(verdict, measured=asdict(measured))
+    if verdict.accepted:
+        judgement = reward_bundle(
+            bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
+        )
+    return replace(judgement, evidence=_evidence(bundle, prefill, scorer, run))
+
+
+def _evidence(bundle: OpenedBundle, prefill: Prefill, scorer: Scorer, run: PinnedRun) -> BundleEvidence | None:
+    calibration = run.spec.checks.calibration
+    if calibration is None:
+        return None
+    sampled_by, judged_by = bundle.header.engine.calibration_class, scorer.info.calibration_class
+    return evidence_of(statistics(bundle.rollouts, prefill), calibration, worker=sampled_by, validator=judged_by)
 
 
 def reward_bundle(

@@ -112,6 +112,7 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
             measured=dict(judgement.measured),
             versions=judgement.versions,
             unscored=judgement.unscored,
+            evidence=judgement.evidence,
         )
         send = functools.partial(validator.coordinator.check_result, result)
         await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")

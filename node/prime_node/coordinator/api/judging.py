@@ -55,6 +55,7 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             validator=signer,
             versions=request.versions,
             unscored=request.unscored,
+            evidence=request.evidence,
         )
     )
     if verdict.accepted:

@@ -9,6 +9,7 @@ from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
+from prime_protocol.evidence import log_evidence
 
 USABLE_SHOWN_MAX = 16
 """Policies in one status of which it is told when they could be used."""
@@ -120,9 +121,17 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "accepted": worker.accepted,
         "refused": dict(worker.refused),
         "strikes": worker.strikes,
+        "evidence_nats": round(log_evidence(worker.evidence), 2),
+        "calibrated": worker.calibrated,
         "open_leases": len(worker.leases),
         "pending_bundles": len(worker.pending),
-        "banned": {"at_ms": ban.at_ms, "step": ban.step, "reason": ban.reason, "evidence": ban.evidence}
+        "banned": {
+            "at_ms": ban.at_ms,
+            "step": ban.step,
+            "kind": ban.kind,
+            "reason": ban.reason,
+            "evidence": ban.evidence,
+        }
         if ban
         else None,
         "waiting_for": core.hints.get(worker.worker, ""),

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Rating
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.verdict import RejectReason
 
 
@@ -133,6 +134,8 @@ class VerdictGiven:
     """For each group of an accepted bundle the oldest policy of its tokens and of its last tokens; empty: the lease's own."""
     unscored: tuple[int, ...] = ()
     """Completions of an accepted bundle that could not be scored; their rewards are 0."""
+    evidence: BundleEvidence | None = None
+    """What its tokens say against the worker, where a forward pass was made."""
     type: Literal["verdict_given"] = "verdict_given"
 
 

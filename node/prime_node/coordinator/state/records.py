@@ -13,6 +13,7 @@ from enum import StrEnum
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Curriculum
 from prime_node.coordinator.state.rules import Rules
+from prime_protocol.evidence import Wealth, Weighed
 from prime_protocol.schedule import StalenessFrom
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -110,6 +111,17 @@ class Step:
     """All its slots have been given to the trainer."""
 
 
+class BanKind(StrEnum):
+    """What a ban rests on."""
+
+    HARD = "hard"
+    """Bundles each of which was refused for a reason that neither bad luck nor a slow line explains."""
+    STATISTICAL = "statistical"
+    """All its bundles together: their evidence has reached the run's limit."""
+    OPERATOR = "operator"
+    """The operator's word."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ban:
     at_ms: int
@@ -118,6 +130,7 @@ class Ban:
     reason: str
     evidence: str | None
     """The bundle that decided it. Its bytes are kept."""
+    kind: BanKind = BanKind.HARD
 
 
 @dataclass(slots=True)
@@ -134,6 +147,12 @@ class Worker:
     """Takes part at the moment."""
     banned: Ban | None = None
     strikes: int = 0
+    evidence: dict[str, Wealth] = field(default_factory=dict)
+    """By statistic, since it began or was forgiven (suspicion.py)."""
+    num_weighed: int = 0
+    """Bundles that this evidence is from."""
+    calibrated: bool | None = None
+    """Whether the run's calibration knew its engine when its last bundle was judged; None before the first."""
     wasted: int = 0
     """Leases that lapsed or were handed back since its last accepted bundle."""
     pause_until_ms: int = 0
@@ -302,6 +321,8 @@ class Settled:
     status: BundleStatus
     reason: RejectReason | None = None
     detail: str = ""
+    weighed: Weighed | None = None
+    """What it added to the evidence against its worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from prime_protocol.run_spec import PinnedRun
+from prime_protocol.run_spec import EVIDENCE_MAX, PinnedRun
 from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, SwapPolicy
 from prime_protocol.step import Admission
 
@@ -40,6 +40,10 @@ class Rules:
     slow_factor: float | None = None
     requeues: bool = False
     """Workers hand leases back when a newer policy arrives: that wastes nothing."""
+    statistics: tuple[str, ...] = ()
+    """What evidence is made of, by the run's calibration; empty without one."""
+    evidence_max: float = EVIDENCE_MAX
+    """A worker is banned at so much evidence."""
 
     @cached_property
     def admission(self) -> Admission:
@@ -79,4 +83,6 @@ def rules_of(run: PinnedRun) -> Rules:
         straggler_factor=schedule.straggler_factor,
         slow_factor=schedule.slow_factor,
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
+        statistics=() if spec.checks.calibration is None else spec.checks.calibration.statistics,
+        evidence_max=spec.checks.evidence_max,
     )

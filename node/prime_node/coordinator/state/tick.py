@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import batches, slots
+from prime_node.coordinator.state import batches, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import (
     BATCH_NEWS,
@@ -27,6 +27,7 @@ from prime_node.coordinator.state.records import (
     WASTED_MAX,
     AcceptedGroup,
     Ban,
+    BanKind,
     Banned,
     BundleForgotten,
     Effect,
@@ -37,6 +38,7 @@ from prime_node.coordinator.state.records import (
     State,
     Worker,
 )
+from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
@@ -79,7 +81,9 @@ def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effec
 
 
 def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Effect]:
-    return _ban(state, state.workers[event.worker], Ban(at_ms, state.current_step, event.reason, None))
+    return _ban(
+        state, state.workers[event.worker], Ban(at_ms, state.current_step, event.reason, None, BanKind.OPERATOR)
+    )
 
 
 def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list[Effect]:
@@ -87,6 +91,7 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
     if worker.banned is not None and worker.banned.evidence is not None:
         state.evidence.remove(worker.banned.evidence)
     worker.banned, worker.strikes = None, 0
+    suspicion.forgive(worker)
     worker.wasted, worker.pause_until_ms = 0, 0
     return []
 
@@ -168,15 +173,18 @@ def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Eff
     unverifiable = event.reason is RejectReason.UNVERIFIABLE
     state.unverifiable = state.unverifiable + 1 if unverifiable else 0
     state.unverifiable_detail = event.detail if unverifiable else ""
-    if event.reason is None:
-        return _accept(state, pending, event)
-    effects = _refuse(state, pending, event.reason, event.detail)
-    worker.strikes += event.reason.is_dishonest
-    if event.reason.is_dishonest and worker.strikes >= state.rules.strikes_max and worker.banned is None:
-        reason = f"{worker.strikes} bundles refused, the last one as {event.reason}"
-        effects.extend(_ban(state, worker, Ban(at_ms, state.current_step, reason, event.bundle)))
-        return [effect for effect in effects if effect != BundleForgotten(event.bundle)]
-    return effects
+    weighed = suspicion.weigh(state.rules, worker, event.evidence)
+    reason, detail = event.reason, event.detail
+    if reason is None and suspicion.is_proven(state.rules, weighed):
+        reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
+    if reason is None:
+        return _accept(state, pending, event, weighed)
+    effects = _refuse(state, pending, reason, detail, weighed)
+    worker.strikes += reason.is_dishonest
+    ban = suspicion.ban_after(state, worker, event.bundle, reason, weighed, at_ms)
+    if ban is None:
+        return effects
+    return [effect for effect in effects if effect != BundleForgotten(event.bundle)] + _ban(state, worker, ban)
 
 
 _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
@@ -198,7 +206,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
 # What several events have in common
 
 
-def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> list[Effect]:
+def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None) -> list[Effect]:
     lease, size = pending.lease, state.rules.rollouts_per_group
     assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
     forgotten = _stop_waiting(state, pending)
@@ -223,7 +231,9 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven) -> lis
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
-    settled = Settled(event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED)
+    settled = Settled(
+        event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED, weighed=weighed
+    )
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *_room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
@@ -244,9 +254,12 @@ def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
     return effects
 
 
-def _refuse(state: State, pending: PendingBundle, reason: RejectReason, detail: str) -> list[Effect]:
+def _refuse(
+    state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
+) -> list[Effect]:
     forgotten = _stop_waiting(state, pending)
     settled = _refused(state, pending.lease, pending.num_rollouts, reason, detail)
+    settled.weighed = weighed
     return [settled, *forgotten, *slots.let_go(state, pending.lease)]
 
 

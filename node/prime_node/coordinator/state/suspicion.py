@@ -1,0 +1,59 @@
+"""Evidence against workers, folded bundle by bundle in the order in which verdicts come.
+
+Accepted and refused bundles both count: leaving out either would be a choice by what was found, and the bound on how often an
+honest worker is banned (prime_protocol/evidence.py) would no longer hold.
+"""
+
+from __future__ import annotations
+
+import math
+
+from prime_node.coordinator.state.records import Ban, BanKind, State, Worker
+from prime_node.coordinator.state.rules import Rules
+from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
+from prime_protocol.verdict import RejectReason
+
+ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like this one's and those before it"
+
+
+def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed | None:
+    """Add what a bundle says to the worker's evidence. None where it says nothing."""
+    if found is None or not rules.statistics:
+        return None
+    worker.calibrated = bool(found.sums)
+    if not found.sums:
+        return None
+    worker.evidence = folded(worker.evidence, found.sums, statistics=rules.statistics)
+    worker.num_weighed += 1
+    return Weighed(
+        worker=found.worker,
+        validator=found.validator,
+        sums=found.sums,
+        number=worker.num_weighed,
+        log_evidence=log_evidence(worker.evidence),
+    )
+
+
+def is_proven(rules: Rules, weighed: Weighed | None) -> bool:
+    return weighed is not None and weighed.log_evidence >= math.log(rules.evidence_max)
+
+
+def ban_after(
+    state: State, worker: Worker, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
+) -> Ban | None:
+    """What follows for a worker from its refused bundle."""
+    if worker.banned is not None:
+        return None
+    if is_proven(state.rules, weighed):
+        assert weighed is not None
+        why = f"{weighed.number} bundles together are evidence of {weighed.log_evidence:.1f} nats"
+        return Ban(at_ms, state.current_step, why, bundle, BanKind.STATISTICAL)
+    if reason.is_dishonest and worker.strikes >= state.rules.strikes_max:
+        why = f"{worker.strikes} bundles refused, the last one as {reason}"
+        return Ban(at_ms, state.current_step, why, bundle, BanKind.HARD)
+    return None
+
+
+def forgive(worker: Worker) -> None:
+    """Everything begins anew; otherwise the next bundle would ban it again."""
+    worker.evidence, worker.num_weighed = {}, 0

@@ -1,0 +1,74 @@
+"""What honest engines do, measured: which statistics of a bundle may be how large before they speak against its worker.
+
+Two engines that compute the same policy differ in the last bits, and how far depends on both: the one that sampled and the one
+that judges. So moments are kept for each pair of engine classes, `name/dtype/device`. `prime-node calibrate` measures them. The
+RunSpec holds the calibration itself: what a worker may be banned by is signed and pinned before anybody joins.
+
+Invariant: a statistic has equally many lambdas in every pair, since a worker's evidence goes on when another validator judges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from prime_protocol.assignment import Count, Name, Text
+from prime_protocol.envelope import WireModel
+from prime_protocol.evidence import BundleEvidence, Moments, sums_of
+from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
+
+
+class PairMoments(WireModel):
+    """What one engine's honest tokens do under another one's forward pass."""
+
+    worker: Name
+    """Class of the engine that samples."""
+    validator: Name
+    """Class of the engine that judges."""
+    moments: dict[Name, Moments] = Field(min_length=1, max_length=STATISTICS_MAX)
+    """By statistic."""
+
+
+class Calibration(WireModel):
+    """Part of the RunSpec's checks. Example: Calibration(pairs=(PairMoments(worker="transformers/fp32/cpu", ...),))."""
+
+    pairs: tuple[PairMoments, ...] = Field(min_length=1, max_length=CALIBRATION_PAIRS_MAX)
+    hidden_size_max: Count = 0
+    """It was measured on a model of this width, ..."""
+    num_layers_max: Count = 0
+    """... and of so many layers. A larger model makes larger errors: it needs a calibration of its own."""
+    note: Text = ""
+    """How and where it was measured."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        classes = [(pair.worker, pair.validator) for pair in self.pairs]
+        if len(set(classes)) != len(classes):
+            raise ValueError("a pair of engine classes occurs once")
+        for name in self.statistics:
+            if len({len(pair.moments[name].lambdas) for pair in self.pairs if name in pair.moments}) > 1:
+                raise ValueError(f"statistic {name} has another number of lambdas in another pair")
+        return self
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Every statistic of any pair."""
+        return tuple(sorted({name for pair in self.pairs for name in pair.moments}))
+
+    def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
+        """Empty where the two classes are not known together."""
+        found = (pair.moments for pair in self.pairs if (pair.worker, pair.validator) == (worker, validator))
+        return next(found, {})
+
+
+def evidence_of(
+    found: Mapping[str, npt.NDArray[np.floating]], calibration: Calibration, *, worker: str, validator: str
+) -> BundleEvidence:
+    """Sum a bundle's statistics under the calibration of its two engines. A statistic that it does not know says nothing."""
+    known = calibration.moments_of(worker=worker, validator=validator)
+    sums = {name: sums_of(values, known[name]) for name, values in found.items() if name in known and len(values)}
+    return BundleEvidence(worker=worker, validator=validator, sums=sums)

@@ -1,0 +1,197 @@
+"""Evidence adds up in the coordinator's state: slow cheats are banned by all their bundles together. Logs replay to the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.scheduler_world import RULES, Run
+
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, snapshot
+from prime_node.coordinator.state.records import BanKind, Banned, Effect, Settled
+from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.evidence import BundleEvidence, Moments, Sums, folded, log_evidence
+from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, ReceiptsRequest
+from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
+
+CLASS = "toy/fp32/cpu"
+WEIGHING = dataclasses.replace(RULES, statistics=("logprob", "margin"), max_steps=50)
+
+
+def saying(nats: float) -> BundleEvidence:
+    """A bundle whose margins speak so loudly, at each lambda."""
+    sums = {"margin": Sums(num_tokens=64, log_e=(nats, nats)), "logprob": Sums(num_tokens=64, log_e=(-0.1, -0.5))}
+    return BundleEvidence(worker=CLASS, validator=CLASS, sums=sums)
+
+
+UNKNOWN = BundleEvidence(worker="other/int4/cuda", validator=CLASS, sums={})
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run(WEIGHING)
+    run.join("anna", "ben")
+    run.publish()
+    return run
+
+
+def judged(run: Run, worker: str, evidence: BundleEvidence | None, reason: RejectReason | None = None) -> list[Effect]:
+    """One more bundle of a worker gets its verdict."""
+    if not any(step.open for step in run.state.steps.values()):
+        run.fix()
+        run.publish()
+    bundle = run.upload(run.granted(worker, run.state.head, rollouts_max=2))
+    rewards = () if reason else (0.5,) * run.state.bundles[bundle].num_rollouts
+    return run.do(ev.VerdictGiven(bundle, reason, "", rewards, 10, "validator", evidence=evidence))
+
+
+def receipt_of(effects: list[Effect]) -> Settled:
+    return next(effect for effect in effects if isinstance(effect, Settled))
+
+
+def test_bundles_that_pass_one_by_one_ban_their_worker_together(run: Run) -> None:
+    for _ in range(5):
+        effects = judged(run, "anna", saying(3.0))
+        if run.state.workers["anna"].banned:
+            break
+        assert receipt_of(effects).status is BundleStatus.ACCEPTED
+    anna = run.state.workers["anna"]
+    assert anna.banned is not None
+    assert anna.banned.kind is BanKind.STATISTICAL
+    assert receipt_of(effects).reason is RejectReason.STATISTICAL
+    assert Banned("anna", anna.banned) in effects
+    assert anna.banned.evidence in run.state.evidence, "the deciding bundle is kept"
+    assert 3 < anna.num_weighed <= 5
+    invariants.check(run.state)
+
+
+def test_honest_bundles_never_add_up(run: Run) -> None:
+    for _ in range(40):
+        judged(run, "anna", saying(-0.2))
+    anna = run.state.workers["anna"]
+    assert anna.banned is None
+    assert anna.num_weighed == 40
+    assert log_evidence(anna.evidence) < math.log(2)
+
+
+def test_refused_bundles_count_like_accepted_ones(run: Run) -> None:
+    judged(run, "anna", saying(8.0), RejectReason.UNVERIFIABLE)
+    effects = judged(run, "anna", saying(8.0), RejectReason.LOGPROB_MISMATCH)
+    anna = run.state.workers["anna"]
+    assert anna.banned is not None
+    assert (anna.banned.kind, anna.strikes) == (BanKind.STATISTICAL, 1)
+    assert receipt_of(effects).reason is RejectReason.LOGPROB_MISMATCH, "what is grossly wrong keeps its name"
+
+
+def test_two_strikes_still_ban_without_any_evidence(run: Run) -> None:
+    for _ in range(2):
+        judged(run, "anna", None, RejectReason.MALFORMED)
+    assert run.state.workers["anna"].banned is not None
+    assert run.state.workers["anna"].banned.kind is BanKind.HARD
+
+
+def test_an_unknown_engine_is_marked_and_not_banned(run: Run) -> None:
+    for _ in range(10):
+        assert receipt_of(judged(run, "anna", UNKNOWN)).weighed is None
+    anna = run.state.workers["anna"]
+    assert (anna.banned, anna.calibrated, anna.num_weighed) == (None, False, 0)
+    judged(run, "anna", saying(-0.2))
+    assert anna.calibrated is True
+
+
+def test_a_run_without_calibration_weighs_nothing() -> None:
+    run = Run()
+    run.join("anna")
+    run.publish()
+    judged(run, "anna", saying(50.0))
+    assert run.state.workers["anna"].banned is None
+
+
+def test_who_is_forgiven_begins_anew(run: Run) -> None:
+    judged(run, "anna", saying(30.0))
+    assert run.state.workers["anna"].banned is not None
+    run.do(ev.WorkerUnbanned("anna"))
+    run.join("anna")
+    effects = judged(run, "anna", saying(-0.2))
+    weighed = receipt_of(effects).weighed
+    assert weighed is not None
+    assert (weighed.number, run.state.workers["anna"].banned) == (1, None)
+
+
+def test_one_worker_s_evidence_says_nothing_about_another(run: Run) -> None:
+    judged(run, "anna", saying(30.0))
+    judged(run, "ben", saying(-0.2))
+    assert run.state.workers["ben"].banned is None
+
+
+def test_log_and_snapshot_lead_to_the_same_evidence(run: Run) -> None:
+    for nats in (-0.2, 1.5, -0.3, 2.0):
+        judged(run, "anna", saying(nats))
+    again = Run(WEIGHING)
+    for event, at_ms in run.log:
+        again.now_ms = at_ms
+        again.do(ev.from_json(ev.to_json(event)))
+    assert again.state == run.state
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+
+
+def test_a_verdict_of_an_older_log_says_nothing() -> None:
+    event = ev.VerdictGiven("b", None, "", (0.5,), 10, "validator")
+    old = json.loads(ev.to_json(event))
+    del old["evidence"]
+    assert ev.from_json(json.dumps(old)) == event
+
+
+MOMENTS = Moments(cap=1.0, lambdas=(1.0, 2.0), log_moments=(0.01, 0.02), num_tokens=1_000)
+CALIBRATED = CheckPolicy(
+    calibration=Calibration(pairs=(PairMoments(worker=CLASS, validator=CLASS, moments={"margin": MOMENTS}),))
+)
+
+
+async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evidence() -> None:
+    """Through the daemon: verdicts with sums in, receipts with sums out, and the ban is where the sums say."""
+    async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
+        await world.join(ANNA, BEN)
+        await world.publish()
+        for nats in (-0.5, 4.0, 9.0):
+            await world.client(ANNA).upload(make_parcel(lease := await world.lease(ANNA, rollouts_max=2), ANNA))
+            task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
+            assert isinstance(task, CheckTask)
+            sums = {"margin": Sums(num_tokens=6, log_e=(nats, nats))}
+            result = CheckResultRequest(
+                bundle=task.bundle,
+                verdict=Verdict.accept(),
+                rewards=(0.5,) * lease.num_rollouts,
+                num_tokens=6,
+                evidence=BundleEvidence(worker=CLASS, validator=CLASS, sums=sums),
+            )
+            await world.client(VALIDATOR).check_result(result)
+        stored, _ = await world.parts.store.receipts_of(ANNA.key_id, after=0, limit=10)
+        receipts = [
+            parse_json(
+                open_envelope(one.envelope.encode()).verify(PayloadType.RECEIPT, trusted=(COORDINATOR.key_id,)), Receipt
+            )
+            for one in stored
+        ]
+        wealth = folded({}, {}, statistics=("margin",))
+        for number, receipt in enumerate(receipts, 1):
+            assert receipt.evidence is not None
+            assert receipt.evidence.number == number
+            wealth = folded(wealth, receipt.evidence.sums, statistics=("margin",))
+            assert receipt.evidence.log_evidence == pytest.approx(log_evidence(wealth))
+        assert [receipt.reason for receipt in receipts] == [None, None, RejectReason.STATISTICAL]
+        assert log_evidence(wealth) >= math.log(1e5)
+        shown = {row["worker"]: row for row in (await world.status())["workers"]}
+        assert shown[ANNA.key_id]["banned"]["kind"] == "statistical"
+        assert shown[ANNA.key_id]["evidence_nats"] == pytest.approx(log_evidence(wealth), abs=0.01)
+        assert (shown[BEN.key_id]["evidence_nats"], shown[BEN.key_id]["calibrated"]) == (0.0, None)
+        with pytest.raises(PeerError) as refused:
+            await world.client(ANNA).receipts(ReceiptsRequest())
+        assert refused.value.code is ErrorCode.BANNED
