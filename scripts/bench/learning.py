@@ -39,10 +39,10 @@ from learning_plot import plot
 
 from prime_node.adapters.engines.torch_weights import to_torch, to_weights
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.models.tiny_model import model_files
-from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Schedule

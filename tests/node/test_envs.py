@@ -9,28 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
-from prime_node.envs.jsonl import JsonlSource, is_same_number
-from prime_node.envs.registry import Option, build_environment, from_source
+from prime_node.cli.wire_environments import build_environments
+from prime_node.envs.dataset import is_same_number
+from prime_node.envs.registry import Option
 from prime_node.envs.split import Frame, is_held_out
 from prime_node.ports.environment import Environment
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
-FACTORIES = {"jsonl": from_source(JsonlSource), "reasoning_gym": from_source(ReasoningGymSource)}
 SPELLING: dict[str, Option] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6}
 TASKS = ["spell_backward", "chain_sum", "letter_counting", "count_bits", "simple_equations"]
 
 
+def built(spec: EnvironmentSpec) -> Environment:
+    return build_environments([spec])[spec.name]
+
+
 def gym(seed: int = 0, **options: Option) -> Environment:
-    spec = EnvironmentSpec(name="gym", id="reasoning_gym", seed=seed, options=options)
-    return build_environment(spec, FACTORIES)
+    return built(EnvironmentSpec(name="gym", id="reasoning_gym", seed=seed, options=options))
 
 
 def jsonl(path: Path, **options: Option) -> Environment:
     named = {"path": str(path), "digest": digest_of(path.read_bytes()), **options}
-    return build_environment(EnvironmentSpec(name="file", id="jsonl", options=named), FACTORIES)
+    return built(EnvironmentSpec(name="file", id=path.suffix.removeprefix("."), options=named))
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_training_and_evaluation_never_overlap(task: str) -> None:
 def test_problems_are_the_same_in_another_process() -> None:
     indices = [0, 1, 2**20, 2**48 - 1]
     program = (
-        "from prime_node.adapters.reasoning_gym_env import ReasoningGymSource as S\n"
+        "from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource as S\n"
         "from prime_node.envs.split import Judge, SplitEnvironment\n"
         "import json\n"
         f"made = [SplitEnvironment(Judge(S(task=task)), seed=3) for task in {TASKS!r}]\n"
@@ -173,7 +175,7 @@ def test_text_is_compared_without_case_and_spacing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment_id", "options", "why"),
     [
-        ("chess", {}, "no implementation 'chess'; there are jsonl, reasoning_gym"),
+        ("chess", {}, "no implementation 'chess'; there are jsonl, parquet, reasoning_gym"),
         ("reasoning_gym", {}, "missing a required argument: 'task'"),
         ("reasoning_gym", {"task": "mind_reading"}, "mind_reading"),
         ("reasoning_gym", {"task": "spell_backward", "colour": 1}, "colour"),
@@ -185,14 +187,14 @@ def test_text_is_compared_without_case_and_spacing(tmp_path: Path) -> None:
 )
 def test_a_wrong_description_says_what_is_wrong(environment_id: str, options: dict[str, Option], why: str) -> None:
     with pytest.raises(LocalError, match=why):
-        build_environment(EnvironmentSpec(name="e", id=environment_id, options=options), FACTORIES)
+        built(EnvironmentSpec(name="e", id=environment_id, options=options))
 
 
 @pytest.mark.parametrize(
     ("content", "options", "why"),
     [
-        ('{"question": "a"}\n', {}, ":1: needs a JSON object"),
-        ("[]\n", {}, ":1: needs a JSON object"),
+        ('{"question": "a"}\n', {}, "line 1: no field 'answer' among question"),
+        ("[]\n", {}, "line 1: needs a JSON object, got a list"),
         ("\n", {}, "holds no problems"),
         ('{"question": "a", "answer": "b"}\n', {"compare": "vibes"}, "text, number"),
         ('{"question": "a", "answer": "b"}\n', {"digest": "0" * 64}, "the run wants 0000"),

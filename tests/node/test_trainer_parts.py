@@ -160,14 +160,19 @@ async def test_the_evaluation_is_repeatable_and_told_by_environment(model: Path)
         held_out(environments, tokenizer, evaluation=4, stopping=1),
         Sampling(completion_tokens_max=2, stop_token_ids=(STOP_TOKEN,)),
         seed=1,
+        samples=3,
+        pass_at=(1, 3),
     )
     weights = initial_weights(model, 0)
     marks = await evaluator.evaluate(weights, 0)
     assert marks == await evaluator.evaluate(weights, 0)
-    assert marks.keys() == {"eval_greedy", "eval_sampled", "eval_reward"} | {
-        f"eval_{kind}/{name}" for kind in ("greedy", "sampled") for name in environments
-    }
+    figures = [f"eval_{name}" for name in ("greedy", "sampled", "reward", "pass_at_1", "pass_at_3")]
+    bounded = [f"{figure}{bound}" for figure in figures for bound in ("", "_low", "_high")]
+    assert marks.keys() == {*bounded, *(f"{name}/{environment}" for name in bounded for environment in environments)}
     assert all(0.0 <= mark <= 1.0 for mark in marks.values())
+    assert all(marks[f"{figure}_low"] <= marks[figure] <= marks[f"{figure}_high"] for figure in figures)
+    assert marks["eval_pass_at_1"] == pytest.approx(marks["eval_sampled"])
+    assert marks["eval_pass_at_1"] <= marks["eval_pass_at_3"]
     assert 0.0 <= await evaluator.stopping_accuracy(weights, 1) <= 1.0
     await evaluator.close()
 
@@ -186,7 +191,8 @@ async def test_a_model_that_knows_the_answers_is_marked_as_knowing_them(model: P
     sampling = Sampling(completion_tokens_max=2, stop_token_ids=(STOP_TOKEN,))
     evaluator = Evaluator(TransformersEngine(model, threads=1), tokenizer, questions, sampling, seed=1)
     marks = await evaluator.evaluate(backend.snapshot(), 1)
-    assert marks == {"eval_greedy": 1.0, "eval_sampled": 1.0, "eval_reward": 1.0}
+    assert [marks[f"eval_{name}"] for name in ("greedy", "sampled", "reward")] == [1.0, 1.0, 1.0]
+    assert marks["eval_greedy_low"] < 0.5  # three problems say little
     assert await evaluator.stopping_accuracy(backend.snapshot(), 2) < 1.0
     await evaluator.close()
 

@@ -58,7 +58,8 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     evaluated = [row for row in rows if "eval_greedy" in row]
     if not evaluated:
         return {}
-    names = ("step", "eval_greedy", "eval_sampled", "eval_reward")
+    figures = ("eval_greedy", "eval_sampled", "eval_reward")
+    names = ("step", *figures, *(f"{name}_{bound}" for name in figures for bound in ("low", "high")))
     return {
         place: {name: row[name] for name in names if name in row}
         for place, row in (("before", evaluated[0]), ("after", evaluated[-1]))
@@ -96,7 +97,9 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
         ):
             if name in evaluation["before"]:
                 before, after = evaluation["before"][name], evaluation["after"][name]
-                row(f"held-out {label}", f"{before:.2f} -> {after:.2f}")
+                low, high = (evaluation["after"].get(f"{name}_{bound}") for bound in ("low", "high"))
+                sure = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""
+                row(f"held-out {label}", f"{before:.2f} -> {after:.2f}{sure}")
     rollouts = summary["rollouts"]
     row("rollouts accepted", f"{rollouts.get('accepted', 0):,}")
     for reason, count in sorted(rollouts.get("refused", {}).items()):

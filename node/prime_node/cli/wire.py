@@ -121,18 +121,22 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
 def pin_datasets(config: RunConfig) -> RunConfig:
     """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
+    from prime_node.adapters.environments.hub_files import PREFIX, find_file
 
     def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
-        if environment.id != "jsonl" or "digest" in environment.options:
+        if environment.id not in ("jsonl", "parquet") or "digest" in environment.options:
             return environment
-        path = Path(str(environment.options.get("path", ""))).expanduser().resolve()
+        path = str(environment.options.get("path", ""))
+        if not path.startswith(PREFIX):
+            path = str(Path(path).expanduser().resolve())
         try:
-            digest = digest_of(path.read_bytes())
-        except OSError as error:
+            digest = digest_of(find_file(path).read_bytes())
+        except (OSError, ValueError) as error:
+            what = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
             raise LocalError(
-                f"environment {environment.name}: {path}: {error.strerror}; put the dataset there, or set options.path"
+                f"environment {environment.name}: {what}; put the dataset there, or set options.path"
             ) from None
-        options = {**environment.options, "path": str(path), "digest": digest}
+        options = {**environment.options, "path": path, "digest": digest}
         return environment.model_copy(update={"options": options})
 
     return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})
@@ -153,22 +157,9 @@ def tokenizer(model: Path) -> Tokenizer:
 
 def environments(spec: RunSpec) -> dict[str, Environment]:
     """All environments of a run, by name. Raises LocalError."""
-    from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
+    from prime_node.cli.wire_environments import build_environments
 
-    def reasoning_gym(environment: EnvironmentSpec) -> Environment:
-        try:
-            from prime_node.adapters.reasoning_gym_env import ReasoningGymSource
-        except ImportError as error:
-            raise missing_extra("envs", "reasoning-gym environments", error) from None
-        return from_source(ReasoningGymSource)(environment)
-
-    def jsonl(environment: EnvironmentSpec) -> Environment:
-        from prime_node.envs.jsonl import JsonlSource
-
-        return from_source(JsonlSource)(environment)
-
-    factories: dict[str, EnvironmentFactory] = {"reasoning_gym": reasoning_gym, "jsonl": jsonl}
-    return {environment.name: build_environment(environment, factories) for environment in spec.environments}
+    return build_environments(spec.environments)
 
 
 def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
@@ -358,7 +349,15 @@ def trainer_parts(
             on_published=record_published(metrics),
             spool_folder=folder,
         ),
-        evaluator=Evaluator(engine, read, questions, spec.sampling, seed=settings.evaluation_seed),
+        evaluator=Evaluator(
+            engine,
+            read,
+            questions,
+            spec.sampling,
+            seed=settings.evaluation_seed,
+            samples=settings.evaluation_samples,
+            pass_at=settings.evaluation_pass_at,
+        ),
         lessons=Lessons(
             worlds,
             {environment.name: environment.weight for environment in spec.environments},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -272,8 +272,14 @@ class TrainerConfig(Settings):
     """The trainer is the first seeder of what it publishes."""
     evaluate_every: int = Field(default=50, ge=0)
     """Steps between evaluations on held-out problems; 0 evaluates never. The first and the last policy are always included."""
-    evaluation_problems: int = Field(default=256, ge=1)
+    evaluate_at: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Further steps to evaluate at."""
+    evaluation_problems: int = Field(default=256, ge=1, lt=2**20)
     """Held-out problems of one evaluation, of each environment."""
+    evaluation_samples: int = Field(default=1, ge=1, lt=2**12)
+    """Sampled completions of each of them."""
+    evaluation_pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of pass@k: the chance that one of k completions is right. None is above `evaluation_samples`."""
     evaluation_seed: int = Field(default=1, ge=0)
     """Of the sampled completions, the same at each evaluation."""
     checkpoint_every: int = Field(default=10, ge=1)
@@ -299,6 +305,12 @@ class TrainerConfig(Settings):
     """Bundles that are fetched at once."""
     leave_seconds: float = Field(default=10.0, ge=0.0)
     """When it is stopped while the coordinator is away: how long to wait for it."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        if max(self.evaluation_pass_at, default=1) > self.evaluation_samples:
+            raise ValueError("evaluation_pass_at asks for more completions than evaluation_samples")
+        return self
 
     def of_ranks(self) -> TrainerConfig:
         """What holds on several ranks: none of them takes up policy 0 whole after a restart, so no delta is made against it."""

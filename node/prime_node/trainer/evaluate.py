@@ -1,4 +1,4 @@
-"""Held-out evaluation: greedy and sampled accuracy, and mean reward, on problems that no training has seen.
+"""Held-out evaluation: greedy and sampled accuracy, pass@k and mean reward, on problems that no training has seen.
 
 Two disjoint sets: the evaluation's, and the one that the supervised phase's stopping rule looks at. A figure that a stopping
 rule has been fitted to is no measurement. Seeds are the evaluation's own and the same each time, so two policies meet the
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from prime_node.algo.estimates import interval_95, pass_at_k
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer
 from prime_protocol.assignment import Sampling
-from prime_protocol.rollout import FinishReason
+from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.weights import Weights
 
 
@@ -35,11 +36,15 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
-    """What the completions of some questions are worth, in their order."""
+class _Mark:
+    """What the completions of one question are worth."""
 
     correct: tuple[bool, ...]
     rewards: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        return sum(self.correct) / len(self.correct)
 
 
 def held_out(
@@ -55,57 +60,87 @@ def held_out(
 
 
 class Evaluator:
-    """Asks an engine of the trainer's own."""
+    """Asks an engine of the trainer's own: its figures are trusted."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, questions: HeldOut, sampling: Sampling, *, seed: int
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        questions: HeldOut,
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
+        pass_at: Sequence[int] = (),
     ) -> None:
-        """`sampling` is the run's; the greedy half sets its temperature to 0."""
+        """`sampling` is the run's, the greedy half at temperature 0. `samples` of each problem; `pass_at`: the k of pass@k."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._questions = questions
         self._sampling = sampling
         self._seed = seed
+        self._samples = samples
+        self._pass_at = tuple(pass_at)
 
     async def evaluate(self, weights: Weights, policy_version: int) -> dict[str, float]:
-        """`eval_greedy` and `eval_sampled` are shares of exact answers; `eval_reward` is the mean of the sampled ones."""
+        """`eval_greedy` and `eval_sampled` are shares of exact answers, `eval_reward` is the mean of the sampled ones, and
+        `eval_pass_at_4` the chance that one of four is right; `_low` and `_high` bound each with 95 % confidence. A name after a
+        slash is one environment's, where there are several."""
         await self._engine.load(weights, policy_version=policy_version)
         questions = self._questions.evaluation
-        greedy = await self._ask(questions, self._sampling.model_copy(update={"temperature": 0.0}))
-        sampled = await self._ask(questions, self._sampling)
-        marks = {
-            "eval_greedy": _mean(greedy.correct),
-            "eval_sampled": _mean(sampled.correct),
-            "eval_reward": _mean(sampled.rewards),
-        }
+        greedy = await self._ask(questions, self._sampling.model_copy(update={"temperature": 0.0}), samples=1)
+        sampled = await self._ask(questions, self._sampling, samples=self._samples)
+        marks = self._figures(greedy, sampled)
         names = sorted({question.environment for question in questions})
         for name in names if len(names) > 1 else ():
             here = [place for place, question in enumerate(questions) if question.environment == name]
-            marks[f"eval_greedy/{name}"] = _mean([greedy.correct[place] for place in here])
-            marks[f"eval_sampled/{name}"] = _mean([sampled.correct[place] for place in here])
+            figures = self._figures([greedy[place] for place in here], [sampled[place] for place in here])
+            marks |= {f"{figure}/{name}": value for figure, value in figures.items()}
         return marks
+
+    def _figures(self, greedy: Sequence[_Mark], sampled: Sequence[_Mark]) -> dict[str, float]:
+        by_problem = {
+            "eval_greedy": [mark.share for mark in greedy],
+            "eval_sampled": [mark.share for mark in sampled],
+            "eval_reward": [_mean(mark.rewards) for mark in sampled],
+        }
+        for k in self._pass_at:
+            values = [pass_at_k(sum(mark.correct), len(mark.correct), k) for mark in sampled]
+            by_problem[f"eval_pass_at_{k}"] = values
+        figures: dict[str, float] = {}
+        for name, values in by_problem.items():
+            figures[name] = _mean(values)
+            if values:
+                figures[f"{name}_low"], figures[f"{name}_high"] = interval_95(values)
+        return figures
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
         """Sampled accuracy on the stopping rule's own questions."""
         await self._engine.load(weights, policy_version=sft_step)
-        return _mean((await self._ask(self._questions.stopping, self._sampling)).correct)
+        return _mean([mark.share for mark in await self._ask(self._questions.stopping, self._sampling, samples=1)])
 
     async def close(self) -> None:
         """Free the engine. Idempotent."""
         await self._engine.close()
 
-    async def _ask(self, questions: Sequence[Question], sampling: Sampling) -> _Marks:
+    async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[_Mark]:
+        """One mark for each question, over `samples` completions."""
         requests = [
-            GenerateRequest(question.prompt_token_ids, self._seed * 2**32 + number)
+            GenerateRequest(question.prompt_token_ids, self._seed * 2**32 + sample * 2**20 + number)
             for number, question in enumerate(questions)
+            for sample in range(samples)
         ]
-        correct, rewards = [], []
-        for question, completion in zip(questions, await self._engine.generate(requests, sampling), strict=True):
-            text = self._tokenizer.decode(list(completion.token_ids))
-            finished = completion.finish is FinishReason.STOP
-            correct.append(question.problem.is_correct(text, finished=finished))
-            rewards.append(question.problem.score(text, finished=finished))
-        return _Marks(tuple(correct), tuple(rewards))
+        completions = iter(await self._engine.generate(requests, sampling))
+        return [self._mark(question, [next(completions) for _ in range(samples)]) for question in questions]
+
+    def _mark(self, question: Question, completions: Sequence[Completion]) -> _Mark:
+        texts = [self._tokenizer.decode(list(completion.token_ids)) for completion in completions]
+        finished = [completion.finish is FinishReason.STOP for completion in completions]
+        problem, pairs = question.problem, list(zip(texts, finished, strict=True))
+        return _Mark(
+            tuple(problem.is_correct(text, finished=is_finished) for text, is_finished in pairs),
+            tuple(problem.score(text, finished=is_finished) for text, is_finished in pairs),
+        )
 
 
 def _mean(values: Sequence[float]) -> float:

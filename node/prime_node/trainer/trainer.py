@@ -117,11 +117,12 @@ class Trainer:
 
     async def evaluate_if_due(self) -> None:
         every, step = self.config.evaluate_every, self.state.step
-        if every == 0 or (step % every and step != self.run.spec.max_steps):
+        is_due = every > 0 and (step % every == 0 or step == self.run.spec.max_steps)
+        if not is_due and step not in self.config.evaluate_at:
             return
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
-        self.metrics.record(step=step, **marks, eval_seconds=self.clock.monotonic_s() - began_s)
+        self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
 
     async def close(self) -> None:
         """End everything that runs beside the loop; a call in the trainer's thread ends first. Idempotent."""
