@@ -118,6 +118,42 @@ RELAY_CIRCUIT_S_MAX = 120
 """One circuit lasts no longer."""
 KNOWN_PEERS_MAX = 2_048
 """Addresses of peers that one peer remembers; the oldest go first."""
+PEER_RECORDS_MAX = 1_024
+"""Peers of the coordinator's lists that one peer remembers; the oldest go first."""
+PEER_HINTS_MAX = 16
+"""Peers that hints name (a table, the local network) and that are tried; no coordinator vouches for them."""
+PEER_QUESTION_BYTES_MAX = 3 * PEER_TICKET_BYTES_MAX
+"""One question to a peer over libp2p: a path, a range and a ticket."""
+PEER_RANGE_BYTES_MAX = 16 * 2**20
+"""What one answer over libp2p holds of a blob: it is held whole. Over HTTP it is streamed, and only the blob bounds it."""
+PEER_LISTENERS_MAX = 256
+"""Peers that hear one peer's news at a time."""
+PEER_LISTENERS_EACH_MAX = 2
+"""News that one of them hears at a time: an old link may take a while to end."""
+PEER_TOKENS_MAX = 4_096
+"""Tickets that were checked and are remembered."""
+PEER_REQUESTS_WAITING_MAX = 512
+"""Requests for pieces that wait for a turn at one peer."""
+PEER_REQUESTS_WAITING_EACH_MAX = 32
+"""The same of one asker; strangers count as one."""
+PEER_TURN_S_MAX = 3.0
+"""A request that got no turn within this time is turned away; the asker tries another peer."""
+PEER_ANSWER_S_MAX = 30.0
+"""A piece that takes longer is asked of another peer."""
+PEER_SILENCE_S_MAX = 45.0
+"""A peer from whom no news came for so long is gone: he sends a line every 15 seconds, if only to show that he is there."""
+PEER_HTTP_CONNECTIONS_MAX = 20
+"""Connections of one peer to another over HTTP: the requests that the picker keeps open there, and the news."""
+HTTP_CONNECTIONS_MAX = 20_000
+"""Connections to one HTTP server, a coordinator's or a peer's."""
+PEER_HANDSHAKES_MAX = 64
+"""Links of one peer that are being made, in each direction."""
+PEER_DIAL_BACKS_MAX = 4
+"""Peers for whom one peer tries at a time whether they can be reached."""
+DIAL_BACKS_MAX = 64
+"""The same at the coordinator."""
+DIAL_BACK_S_MAX = 5.0
+"""One such attempt takes no longer."""
 COUNT_MAX = 2**53
 """The largest count, size and time stamp: every JSON reader keeps it exactly."""
 

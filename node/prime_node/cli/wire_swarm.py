@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -110,7 +111,7 @@ def make_peer(
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
     service = PeerService(
         run, key, served.holdings, served.parts, uplink, clock(), served.manifest,
-        peer_list=lambda: directory.list_text, folder=served.folder,
+        peer_list=lambda: directory.list_text, met=directory.met, folder=served.folder,
     )  # fmt: skip
     if network is not None and not config.private:
         serve_over(network, service)
@@ -164,8 +165,12 @@ async def worker_follower(
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
     """Follows the coordinator, the mirrors that the contributor names, and other peers. The model files are in `folder`/model."""
     from prime_node.broadcast.follow.follower import Follower
+    from prime_protocol.codec.api import warm_up
 
     async with contextlib.AsyncExitStack() as stack:
+        # Beside the joining: their import stops the loop for a second, which is cheap now and dear in the middle of a download.
+        warming = asyncio.create_task(asyncio.to_thread(warm_up))
+        stack.push_async_callback(asyncio.wait, [warming])
         sources = await _sources(stack, run, client, settings)
         trusted = await trust(run, sources, folder)
         follower = Follower(

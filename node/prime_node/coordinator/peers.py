@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from prime_node.ports.swarm import DialBack
+from prime_protocol import limits
 from prime_protocol.peers import PeerRecord
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,6 @@ OFFER_S_MAX = 180.0
 """An offer that is not repeated is forgotten."""
 TRIED_AGAIN_S = 60.0
 """An address where nobody answered is tried again after this."""
-DIALS_MAX = 64
-"""Dial-backs under way."""
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ class Peers:
         offer.tried_s = now_s
         if self._dial_back is None or not offer.record.urls:
             offer.reachable = True  # libp2p finds out by itself who is reachable
-        elif len(self._dials) < DIALS_MAX:
+        elif len(self._dials) < limits.DIAL_BACKS_MAX:
             offer.reachable = None
             task = asyncio.create_task(self._dial(offer, self._dial_back))
             self._dials.add(task)

@@ -25,11 +25,13 @@ class Response:
     """What a handler answers. A handler may also raise PeerError, which becomes its status and an ErrorBody."""
 
     body: bytes | AsyncIterator[bytes] = b""
+    """An iterator may raise PeerError: the connection is cut then, since the status has long been sent."""
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
     after: Callable[[], None] | None = None
-    """Called once, when the body has been written to the connection or cannot be."""
+    """Called once, when the body has been written to the connection or cannot be. With an iterator, `headers` then hold the
+    body's Content-Length, by which its time is bounded."""
 
 
 Handler = Callable[[Request], Awaitable[Response]]

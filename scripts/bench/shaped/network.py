@@ -52,7 +52,7 @@ class Host:
 
 
 class Process:
-    """A command in a host, in a session and with a /tmp of its own. Processor time and peak memory are known at its end."""
+    """A command in a host, in a session and with a /tmp of its own. Peak memory is known at its end."""
 
     def __init__(self, host: Host, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -69,13 +69,20 @@ class Process:
             )
         self.pid = self._child.pid
         self.exit_code: int | None = None
-        self.cpu_s = 0.0
         self.rss_mb = 0.0
 
     def poll(self) -> int | None:
         if self.exit_code is None:
             self._reap(os.WNOHANG)
         return self.exit_code
+
+    def cpu_so_far_s(self) -> float:
+        """Processor time until now; 0 once it has ended and was reaped."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -95,7 +102,7 @@ class Process:
         pid, status, usage = os.wait4(self.pid, options)
         if pid:
             self.exit_code = self._child.returncode = os.waitstatus_to_exitcode(status)
-            self.cpu_s, self.rss_mb = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+            self.rss_mb = usage.ru_maxrss / 1024
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -94,7 +94,9 @@ class Outcome:
     received_copies: float = 0.0
     """Bytes that a receiver got over its link, in files, the mean."""
     cpu_origin_s: float = 0.0
+    """Processor time from the start until the last one was done, without the start of the process."""
     cpu_receiver_s: float = 0.0
+    """The same of a receiver, the mean of those who were there from the start to the end."""
     rss_receiver_mb: float = 0.0
 
     @property
@@ -171,8 +173,10 @@ class _Race:
             self._start(host)
         self._wait_until_ready(on_time)
         before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        cpu_before = {index: process.cpu_so_far_s() for index, process in self._processes.items()}
         (self._work / "go").touch()
         self._watch(time.monotonic(), before[0][0])
+        cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
         after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
         self._wait_until_written()
         for process in self._processes.values():
@@ -182,9 +186,10 @@ class _Race:
         out = self._outcome
         out.origin_copies = (after[0][0] - before[0][0]) / size
         out.received_copies = sum(received) / len(received) / size
-        out.cpu_origin_s = self._processes[0].cpu_s
+        stayed = [used_s for index, used_s in cpu_s.items() if index and used_s > 0]
+        out.cpu_origin_s = max(0.0, cpu_s[0])
+        out.cpu_receiver_s = sum(stayed) / max(1, len(stayed))
         others = [process for index, process in self._processes.items() if index]
-        out.cpu_receiver_s = sum(process.cpu_s for process in others) / len(others)
         out.rss_receiver_mb = max(process.rss_mb for process in others)
         return out
 

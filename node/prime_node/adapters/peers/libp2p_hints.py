@@ -22,7 +22,6 @@ from prime_protocol.digest import digest_of
 log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 20.0
-HINTS_MAX = 16
 MEET_S = (0.2, 1.0, 4.0)
 """A peer enters the table once Identify has said that it takes part: looked at after these times."""
 
@@ -59,12 +58,12 @@ class Hints:
         found = []
         try:
             with trio.move_on_after(LOOKUP_S_MAX):
-                found = await self.table.find_providers(self._key(digest), HINTS_MAX)
+                found = await self.table.find_providers(self._key(digest), limits.PEER_HINTS_MAX)
         except Exception as error:  # noqa: BLE001 - no hint, and nothing else
             log.debug("no hints for %s: %r", digest[:12], error)
         by_peer = {str(info.peer_id): _texts(info.addrs) for info in found}  # the table names a peer more than once
         by_peer.pop(str(self._host.get_id()), None)
-        return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[:HINTS_MAX]
+        return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[: limits.PEER_HINTS_MAX]
 
     def _key(self, digest: str) -> str:
         return digest_of(f"{self._run} {digest}".encode())

@@ -27,8 +27,6 @@ from prime_protocol.identity import SigningKey
 
 HANDSHAKE_S_MAX = 10.0
 """To dial, to prove the keys and to agree on a muxer: each."""
-PENDING_MAX = 64
-"""Handshakes under way in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,8 @@ def _resources(connections_max: int) -> ResourceManager:
             max_streams=connections_max * limits.PEER_STREAMS_MAX,
         ),
         connection_limits=ConnectionLimits(
-            max_pending_inbound=PENDING_MAX,
-            max_pending_outbound=PENDING_MAX,
+            max_pending_inbound=limits.PEER_HANDSHAKES_MAX,
+            max_pending_outbound=limits.PEER_HANDSHAKES_MAX,
             max_established_inbound=connections_max,
             max_established_outbound=connections_max,
             max_established_per_peer=limits.PEER_LINKS_MAX,

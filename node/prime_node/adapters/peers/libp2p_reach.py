@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 ALIVE, DIAL_BACK = "alive", "dial-back"
 TEXT_BYTES_MAX = limits.PEER_ADDRESSES_MAX * (limits.PEER_ADDRESS_CHARS_MAX + 1)
 """A list of addresses, one a line."""
-DIAL_BACK_S_MAX = 5.0
-DIAL_BACKS_AT_ONCE = 4
 HELPERS_MAX = 3
 LOOK_S, LOOK_AGAIN_S = 1.0, 600.0
 """Until there is an answer, and after it."""
@@ -81,8 +79,8 @@ class Reach:
         """Dial the asker at those of the named addresses that its link comes from; answers which of them worked."""
         hosts = {_host_of(address) for address in self._seen_at(asker)}
         wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
-        if asker in self._helping or len(self._helping) >= DIAL_BACKS_AT_ONCE:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "dialling back already", retry_after_s=DIAL_BACK_S_MAX)
+        if asker in self._helping or len(self._helping) >= limits.PEER_DIAL_BACKS_MAX:
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "dialling back already", retry_after_s=limits.DIAL_BACK_S_MAX)
         self._helping.add(asker)
         try:
             worked = [address for address in wanted if await _reached(asker, address)]
@@ -106,7 +104,7 @@ class Reach:
                     answers += 1  # it listens nowhere
                     continue
                 asked = "\n".join(candidates).encode()
-                wait_s = DIAL_BACK_S_MAX * (len(candidates) + 1)
+                wait_s = limits.DIAL_BACK_S_MAX * (len(candidates) + 1)
                 reply = await self._ask(helper, DIAL_BACK, asked, wait_s, TEXT_BYTES_MAX)
             except (PeerError, Unreachable) as error:
                 log.debug("%s does not dial back: %s", helper, error)
@@ -125,7 +123,7 @@ class Reach:
 
     async def _candidates(self, helper: KeyId) -> list[str]:
         """Where this peer might be reached: at the address that the helper sees, on the ports that it listens on."""
-        seen = (await self._ask(helper, ALIVE, b"", DIAL_BACK_S_MAX, limits.PEER_ADDRESS_CHARS_MAX)).decode(
+        seen = (await self._ask(helper, ALIVE, b"", limits.DIAL_BACK_S_MAX, limits.PEER_ADDRESS_CHARS_MAX)).decode(
             "ascii", "replace"
         )
         host = _host_of(seen)
@@ -150,7 +148,7 @@ async def _reached(peer: KeyId, address: str) -> bool:
     """Whether a connection to the address finds the peer's key there."""
     host = make_host(SigningKey(os.urandom(32)), PeerSettings(listen=(), private=True))
     try:
-        with trio.fail_after(DIAL_BACK_S_MAX):
+        with trio.fail_after(limits.DIAL_BACK_S_MAX):
             async with host.run(listen_addrs=[]):
                 await host.get_network().dial_addr(Multiaddr(address), ID.from_string(peer))
                 await host.close()

@@ -34,7 +34,6 @@ BODIES_BYTES_MAX = 2**30
 """Memory for bodies on their way in, all connections together."""
 REQUESTS_BYTES_MAX = 2**28
 """The same for routes that take no more than a signed request; so uploads cannot crowd them out."""
-CONNECTIONS_MAX = 20_000
 
 
 @dataclass(slots=True)
@@ -190,7 +189,7 @@ class _GuardedHandler(web.RequestHandler):
         super().connection_made(transport)
         assert self._manager is not None
         assert self.transport is not None  # uvloop's transports are no subclasses of asyncio.Transport
-        if len(self._manager.connections) > CONNECTIONS_MAX:
+        if len(self._manager.connections) > limits.HTTP_CONNECTIONS_MAX:
             self.transport.abort()
             return
         self.answered()
@@ -256,9 +255,10 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
             if request.method != "HEAD":
                 async with asyncio.timeout(_send_s_max(response)):
                     await _copy(response.body, stream)
-    except TimeoutError:
+    except (TimeoutError, PeerError):
         if request.transport is not None:
-            request.transport.abort()  # a reader that stands still must not hold what `after` gives back
+            # A reader that stands still must not hold what `after` gives back; a body that broke off must not look whole.
+            request.transport.abort()
     finally:
         if response.after is not None:
             response.after()
@@ -267,9 +267,10 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
 
 def _send_s_max(response: Response) -> float | None:
     """How long a body may take that holds something scarce; None for others, which may be streams without an end."""
-    if response.after is None or not isinstance(response.body, bytes):
+    if response.after is None:
         return None
-    return BODY_GRACE_S + len(response.body) / BODY_BYTES_PER_S_MIN
+    num_bytes = len(response.body) if isinstance(response.body, bytes) else int(response.headers["Content-Length"])
+    return BODY_GRACE_S + num_bytes / BODY_BYTES_PER_S_MIN
 
 
 async def _copy(body: bytes | AsyncIterator[bytes], stream: web.StreamResponse) -> None:

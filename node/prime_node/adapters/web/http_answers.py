@@ -20,6 +20,8 @@ STALL_S = 30.0
 """Without a single byte in either direction."""
 BYTES_PER_SECOND_MIN = 1_024
 """Average of an answer's body; below this a server is no use, however steadily it drips."""
+MOVED_S_MIN = 0.01
+"""What moves within so short a time after something else that did counts with it."""
 _PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)
@@ -37,6 +39,7 @@ class Patience:
         self._loop = asyncio.get_running_loop()
         self._allowed_s = stall_s + wait_s
         self._timeout = asyncio.timeout(self._allowed_s)
+        self._moved_s = self._loop.time()
         self._body_began_s: float | None = None
         self._bytes = 0
 
@@ -50,13 +53,17 @@ class Patience:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def moved(self) -> None:
-        """Something went through."""
-        self._timeout.reschedule(self._loop.time() + self._allowed_s)
+        """Something went through. The timer is set anew only now and then: it costs more than the bytes."""
+        now_s = self._loop.time()
+        if now_s - self._moved_s > MOVED_S_MIN:
+            self._moved_s = now_s
+            self._timeout.reschedule(now_s + self._allowed_s)
 
     def answered(self) -> None:
         """The answer has begun: the wait that was agreed on is over."""
         self._allowed_s = self._stall_s
-        self.moved()
+        self._moved_s = self._loop.time()
+        self._timeout.reschedule(self._moved_s + self._allowed_s)
 
     def received(self, num_bytes: int) -> None:
         """A piece of the answer's body came. Raises TimeoutError where they come too slowly on the whole."""

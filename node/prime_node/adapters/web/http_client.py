@@ -64,6 +64,8 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECT_S_MAX = 10.0
 """To open a connection."""
+CONNECTIONS_MAX = 100
+"""To one server; what is asked beyond waits for one."""
 READ_BYTES = 2**19
 """Read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
@@ -87,6 +89,7 @@ class HttpClient:
         key: SigningKey | None = None,
         bounds: Limits | None = None,
         stall_s: float = STALL_S,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self.url = url.rstrip("/")
         self.bounds = bounds or Limits()
@@ -94,6 +97,7 @@ class HttpClient:
         self._clock = clock
         self._key = key
         self._stall_s = stall_s
+        self._connections_max = connections_max
         self._session: aiohttp.ClientSession | None = None
         self._head: tuple[str, Envelope] | None = None
 
@@ -318,6 +322,7 @@ class HttpClient:
         """The one session, made on first use because it belongs to the running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections_max),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

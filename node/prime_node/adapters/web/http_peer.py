@@ -24,12 +24,6 @@ from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
 from prime_protocol.peers import PeerNews, check_answer
 
-SILENCE_S_MAX = 45.0
-"""A peer sends a line every 15 seconds, if only to show that it is there."""
-DIAL_S_MAX = 5.0
-CONNECTIONS_MAX = 20
-"""To one peer: more than requests that the picker keeps open there, and the news."""
-
 
 class HttpPeer(HttpClient):
     """Implements ports.swarm.PeerLink."""
@@ -38,7 +32,7 @@ class HttpPeer(HttpClient):
         self, url: str, *, run: str, clock: Clock, bounds: Limits, authorization: Callable[[], str | None]
     ) -> None:
         """`authorization` is the header that shows our ticket to this peer; None before we have one."""
-        super().__init__(url, run=run, clock=clock, bounds=bounds)
+        super().__init__(url, run=run, clock=clock, bounds=bounds, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
         self._authorization = authorization
 
     def _standing_headers(self) -> Mapping[str, str]:
@@ -75,7 +69,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The lines of a body that does not end, each bounded in length and in the time that it takes to come."""
     rest = bytearray()
     while True:
-        async with asyncio.timeout(SILENCE_S_MAX):
+        async with asyncio.timeout(limits.PEER_SILENCE_S_MAX):
             data = await answer.content.readany()
         if not data:
             return
@@ -96,14 +90,16 @@ class HttpDialBack:
 
     async def answers(self, url: str, peer: KeyId) -> bool:
         nonce = secrets.token_hex(16)
-        timeout = aiohttp.ClientTimeout(total=DIAL_S_MAX, sock_connect=min(CONNECT_S_MAX, DIAL_S_MAX))
+        timeout = aiohttp.ClientTimeout(
+            total=limits.DIAL_BACK_S_MAX, sock_connect=min(CONNECT_S_MAX, limits.DIAL_BACK_S_MAX)
+        )
         with contextlib.suppress(aiohttp.ClientError, PeerError, OSError, TimeoutError, ValueError):
             async with (
                 aiohttp.ClientSession(
                     timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
                 ) as session,
                 session.get(f"{url}/v1/identity", headers={"Prime-Nonce": nonce}, allow_redirects=False) as answer,
-                Patience(DIAL_S_MAX, wait_s=0.0) as patience,
+                Patience(limits.DIAL_BACK_S_MAX, wait_s=0.0) as patience,
             ):
                 if answer.status != 200:
                     return False

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
+from prime_protocol import limits
+
 COMPARED_MAX = 32
 """Of the peers that wait, those whose turn was longest ago are compared: a full origin decides in microseconds."""
 ACCOUNTS_IDLE_MAX = 1_024
@@ -35,9 +37,9 @@ class ChokerRules:
 
     slots: int = 16
     """Answers on their way at one time."""
-    waiting_max: int = 512
+    waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Requests that wait, of all peers."""
-    waiting_per_peer_max: int = 32
+    waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
     half_life_s: float = 30.0
     """What was given and received counts half after this time."""
     member_grant_bytes: float = 2**22

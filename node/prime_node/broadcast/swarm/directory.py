@@ -13,9 +13,11 @@ import random
 from collections.abc import Callable
 from typing import NoReturn
 
+from prime_node.patience import unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerFinder, PeerLink
 from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersRequest
@@ -25,8 +27,8 @@ from prime_protocol.run_spec import PinnedRun
 log = logging.getLogger(__name__)
 
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
-"""Between two questions to the coordinator: often while there is news, then ever less. Offers are remembered for longer."""
-RECORDS_MAX = 1_024
+"""Between two questions to the coordinator: often while there is news, then ever less, and soon again when a member of the run is
+met who is on no list of ours. Offers are remembered for longer."""
 
 
 class Directory:
@@ -59,6 +61,17 @@ class Directory:
         self._ticket: str | None = None
         self._tokens: dict[KeyId, tuple[int, str]] = {}
         self._list_at_ms = -1
+        self._met: set[KeyId] = set()
+        """Members of the run who are on no list of ours: private ones, and newcomers."""
+        self._woken = asyncio.Event()
+
+    def met(self, peer: KeyId) -> None:
+        """A member of the run has come to us. If we do not know him, he may be new, and serve: the coordinator is asked soon."""
+        if peer not in self.records and peer not in self._met and peer != self.me:
+            if len(self._met) >= limits.PEER_RECORDS_MAX:
+                self._met.clear()
+            self._met.add(peer)
+            self._woken.set()
 
     async def run(self, links: Callable[[], list[PeerLink]], tell: Callable[[], None]) -> NoReturn:
         """Keep asking, for ever. `tell` hears when there may be new records; `links` are asked while the coordinator is away."""
@@ -76,7 +89,11 @@ class Directory:
             tell()
             is_news = len(self.records) > known or (offer.port is not None and self.reachable is None)
             pause_s = ASK_S_MIN if is_news or not self.records else min(2 * pause_s, ASK_S_MAX)
-            await self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2))
+            await unless(self._woken.wait(), self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2)))
+            if self._woken.is_set():  # whoever has just come is tried by the coordinator first
+                self._woken.clear()
+                pause_s = ASK_S_MIN
+                await self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2))
 
     def take_in(self, text: str) -> None:
         """A list that somebody shows. Raises PeerError where the run's coordinator did not sign it."""
@@ -85,7 +102,7 @@ class Directory:
             if record.peer != self.me:
                 self.records.pop(record.peer, None)
                 self.records[record.peer] = record
-        while len(self.records) > RECORDS_MAX:
+        while len(self.records) > limits.PEER_RECORDS_MAX:
             del self.records[next(iter(self.records))]
         if listed.peers and listed.issued_at_ms > self._list_at_ms:
             self.list_text, self._list_at_ms = text, listed.issued_at_ms

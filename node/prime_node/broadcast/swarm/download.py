@@ -24,6 +24,7 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet, members, pieces, spa
 from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool, fetch_from
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding
@@ -33,8 +34,6 @@ TICK_S = 0.1
 """How often to look whether a silent source's work should be taken over."""
 TREE_S_MAX = 2.0
 """Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
-PIECE_S_MAX = 30.0
-"""A source that needs longer for a piece is left, and asked again later."""
 
 Decode = Callable[[int, memoryview], None]
 """(number of a chunk, its verified bytes). Called from threads. Raises PeerError."""
@@ -204,11 +203,11 @@ class Download:
             await self.pool.download_turn(piece.size)
         named.fetching += 1
         try:
-            async with asyncio.timeout(PIECE_S_MAX):
+            async with asyncio.timeout(limits.PEER_ANSWER_S_MAX):
                 data = await named.source.blob(entry.digest, start=piece.start, end=piece.end)
             await asyncio.to_thread(self._store, piece, data)
         except TimeoutError:
-            self._missed(named, number, Unreachable(f"a piece took longer than {PIECE_S_MAX:.0f} s"))
+            self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
             return
         except (PeerError, Unreachable) as error:
             if named.kind is not SourceKind.PEER and isinstance(error, PeerError):

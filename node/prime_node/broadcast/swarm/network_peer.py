@@ -15,21 +15,18 @@ from pydantic import Field
 from prime_node.broadcast.swarm.serving import KEEP_ALIVE_S, PeerService
 from prime_node.ports.peers import Answer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import Handler, Request, Route
+from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
 from prime_protocol.peers import PeerNews, PeerRecord
 
 PROTOCOL = "checkpoints"
-QUESTION_BYTES_MAX = 3 * limits.PEER_TICKET_BYTES_MAX
 LINK_S_MAX = 40.0
 """To link to a peer, the punching of a hole included."""
-ANSWER_S_MAX = 30.0
-"""For a piece: a slow line, and a turn at the other's uplink."""
 
 
 class Question(WireModel):
@@ -68,10 +65,24 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
             if question.path == "/v1/have":
                 return await service.news_since(request, question.cursor, question.head)
         response = await handler(request)
-        assert isinstance(response.body, bytes)
-        return response.body if response.after is None else Answer(response.body, response.after)
+        try:
+            body = response.body if isinstance(response.body, bytes) else await _whole(response)
+        except BaseException:
+            if response.after is not None:
+                response.after()
+            raise
+        return body if response.after is None else Answer(body, response.after)
 
-    network.serve(PROTOCOL, answer, request_bytes_max=QUESTION_BYTES_MAX)
+    network.serve(PROTOCOL, answer, request_bytes_max=limits.PEER_QUESTION_BYTES_MAX)
+
+
+async def _whole(response: Response) -> bytes:
+    """A request carries no stream: its answer is held whole, so it is bounded more closely. Raises LimitExceeded."""
+    assert not isinstance(response.body, bytes)
+    num_bytes = int(response.headers["Content-Length"])
+    if num_bytes > limits.PEER_RANGE_BYTES_MAX:
+        raise LimitExceeded("peer_range_bytes_max", num_bytes, limits.PEER_RANGE_BYTES_MAX)
+    return b"".join([data async for data in response.body])
 
 
 def _find(paths: list[tuple[re.Pattern[str], Handler]], path: str) -> tuple[Handler, Mapping[str, str]]:
@@ -138,7 +149,7 @@ class NetworkPeer:
             self._address.peer,
             PROTOCOL,
             asked.model_dump_json(exclude_none=True).encode(),
-            timeout_s=ANSWER_S_MAX + wait_s,
+            timeout_s=limits.PEER_ANSWER_S_MAX + wait_s,
             reply_bytes_max=bytes_max,
         )
 

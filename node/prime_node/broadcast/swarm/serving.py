@@ -28,7 +28,7 @@ from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
-from prime_protocol.identity import SigningKey
+from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.peers import PeerAnswer, PeerNews, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
@@ -36,11 +36,10 @@ STRANGERS = "strangers"
 """All who show no ticket are one peer to the uplink."""
 NEWS_EVERY_S = 0.05
 """Between two lines of news to one listener: what comes meanwhile goes into one."""
+READ_BYTES_MAX = 2**20
+"""Held of one answer at a time; pieces are no longer."""
 KEEP_ALIVE_S = 15.0
 """A line is sent at least so often, so that a lost link is noticed on both sides."""
-LISTENERS_MAX = 256
-LISTENERS_PER_PEER_MAX = 2
-TOKENS_REMEMBERED_MAX = 4_096
 
 
 @dataclass
@@ -57,6 +56,8 @@ class PeerService:
     """A verified manifest by its policy version, where it is at hand."""
     peer_list: Callable[[], str | None] = lambda: None
     """The newest list of peers, as the coordinator signed it."""
+    met: Callable[[KeyId], None] = lambda peer: None
+    """Hears of members of the run who ask for our news."""
     folder: Path | None = None
     """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
     _members: dict[str, str] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class PeerService:
         known = self._members.get(header)
         if known is None:
             known = check_authorization(header, self.key.key_id, self.run, now_ms=self.clock.now_ms())
-            if len(self._members) >= TOKENS_REMEMBERED_MAX:
+            if len(self._members) >= limits.PEER_TOKENS_MAX:
                 self._members.clear()
             self._members[header] = known
         return known
@@ -155,17 +156,34 @@ class PeerService:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         member = self.member(request)
         give_back = await self.uplink.slot(member or STRANGERS, end - start, is_member=member is not None)
+        body: bytes | AsyncIterator[bytes]
         try:
-            data = await asyncio.to_thread(self._read, digest, start, end, file)
-            if data is None or len(data) != end - start:
-                raise PeerError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
+            is_short = end - start <= READ_BYTES_MAX
+            body = await self._read(digest, start, end, file) if is_short else self._in_turn(digest, start, end, file)
         except BaseException:
             give_back()
             raise
-        return Response(data, 206 if wanted else 200, "application/octet-stream", headers, after=give_back)
+        return Response(body, 206 if wanted else 200, "application/octet-stream", headers, after=give_back)
 
-    def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes | None:
-        return file.read_bytes()[start:end] if file is not None else self.parts.get(digest, start, end)
+    async def _in_turn(self, digest: str, start: int, end: int, file: Path | None) -> AsyncIterator[bytes]:
+        """No more at a time than READ_BYTES_MAX: what waits for a slow reader stays on the disk."""
+        for begin in range(start, end, READ_BYTES_MAX):
+            yield await self._read(digest, begin, min(begin + READ_BYTES_MAX, end), file)
+
+    async def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes:
+        """Raises PeerError(NOT_FOUND) where the blob is removed meanwhile."""
+
+        def read() -> bytes | None:
+            if file is None:
+                return self.parts.get(digest, start, end)
+            with file.open("rb") as opened:
+                opened.seek(start)
+                return opened.read(end - start)
+
+        data = await asyncio.to_thread(read)
+        if data is None or len(data) != end - start:
+            raise PeerError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
+        return data
 
     def _model_file(self, digest: str) -> Path | None:
         for file in self.run.spec.model_files:
@@ -178,7 +196,10 @@ class PeerService:
 
     async def _have(self, request: Request) -> Response:
         member = self._require_member(request)
-        if self._listeners.get(member, 0) >= LISTENERS_PER_PEER_MAX or len(self._listeners) >= LISTENERS_MAX:
+        if (
+            self._listeners.get(member, 0) >= limits.PEER_LISTENERS_EACH_MAX
+            or len(self._listeners) >= limits.PEER_LISTENERS_MAX
+        ):
             raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
         return Response(self._lines(member), content_type="application/x-ndjson")
 
@@ -217,6 +238,7 @@ class PeerService:
         member = self.member(request)
         if member is None:
             raise PeerError(ErrorCode.BAD_SIGNATURE, "this is for members of the run: show a ticket")
+        self.met(member)
         return member
 
     # For the coordinator

@@ -1,7 +1,7 @@
 """This machine's uplink: who is served when, how fast, how much in all, and whether at all.
 
-Who waits for whom: an answer waits for a slot (choker.py decides whose turn it is, TURN_S_MAX at most), then for the rate limit.
-The slot is given back when the answer has been written to the connection, so that `slots` is what is really under way.
+Who waits for whom: an answer waits for a slot (choker.py decides whose turn it is; PEER_TURN_S_MAX at most), then for the rate
+limit. The slot is given back when the answer has been written to the connection, so that `slots` is what is really under way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
 from prime_node.ports.clock import Clock
+from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
 log = logging.getLogger(__name__)
 
-TURN_S_MAX = 3.0
-"""A request that got no slot for so long is turned away; the asker tries another peer."""
 RETRY_S = 1.0
 BURST_S = 0.25
 """How much of a rate limit may be used at once."""
@@ -161,7 +160,7 @@ class Uplink:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[request] = peer, waiting
         try:
-            async with asyncio.timeout(TURN_S_MAX):
+            async with asyncio.timeout(limits.PEER_TURN_S_MAX):
                 await waiting
         except BaseException as error:
             if waiting.done() and not waiting.cancelled():  # the slot came in the same moment

@@ -1,0 +1,104 @@
+"""When the coordinator is asked for peers: rarely while nothing changes, and soon when somebody new has come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
+
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, Directory
+from prime_protocol import limits
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import PeersReply, PeersRequest
+from prime_protocol.peers import PeerList, PeerRecord
+
+RUN = make_run()
+
+
+class Finder:
+    """Implements ports.swarm.PeerFinder: names the peers that it is told to."""
+
+    def __init__(self) -> None:
+        self.peers = (PeerRecord(peer=TRAINER.key_id, urls=("http://192.0.2.1:4000",)),)
+
+    async def find_peers(self, request: PeersRequest) -> PeersReply:
+        listed = PeerList(run=RUN.digest, issued_at_ms=1, peers=self.peers)
+        return PeersReply(peers=seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode(), ticket="t")
+
+
+class Pauses(SystemClock):
+    """A clock whose pauses end when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        self.asked.put_nowait(seconds)
+        await self.over.wait()
+        self.over.clear()
+
+    async def until_long(self) -> float:
+        """End one pause after the other until one is as long as they get."""
+        while (seconds := await self.asked.get()) < 0.8 * ASK_S_MAX:
+            self.over.set()
+        return seconds
+
+
+async def test_a_newcomer_who_comes_to_us_is_asked_for_soon() -> None:
+    clock, finder = Pauses(), Finder()
+    directory = Directory(RUN, ANNA, finder, clock=clock, rng=random.Random(1))
+    asking = asyncio.create_task(directory.run(list, lambda: None))
+    async with asyncio.timeout(5):
+        assert await clock.until_long() > 20.0
+        finder.peers += (PeerRecord(peer=BEN.key_id, urls=("http://192.0.2.2:4000",)),)
+        directory.met(BEN.key_id)
+        assert await clock.asked.get() <= 1.2 * ASK_S_MIN
+        clock.over.set()
+        assert await clock.asked.get() <= 2 * ASK_S_MIN
+    assert set(directory.records) == {TRAINER.key_id, BEN.key_id}
+    asking.cancel()
+
+
+@pytest.mark.parametrize("peer", [ANNA.key_id, TRAINER.key_id])
+async def test_whom_we_know_wakes_nobody(peer: str) -> None:
+    clock = Pauses()
+    directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
+    asking = asyncio.create_task(directory.run(list, lambda: None))
+    async with asyncio.timeout(5):
+        await clock.until_long()
+        directory.met(peer)
+        directory.met(peer)
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert clock.asked.empty()
+    asking.cancel()
+
+
+async def test_a_member_whom_the_coordinator_does_not_name_wakes_us_once() -> None:
+    clock = Pauses()
+    directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
+    asking = asyncio.create_task(directory.run(list, lambda: None))
+    async with asyncio.timeout(5):
+        for _ in range(2):
+            await clock.until_long()
+            directory.met(BEN.key_id)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if clock.asked.empty():
+                break
+            clock.over.set()
+        else:
+            pytest.fail("it was woken twice")
+    asking.cancel()
+
+
+async def test_the_members_that_are_remembered_are_bounded() -> None:
+    directory = Directory(RUN, ANNA, Finder(), clock=Pauses(), rng=random.Random(1))
+    for number in range(limits.PEER_RECORDS_MAX + 10):
+        directory.met(SigningKey(number.to_bytes(32, "big")).key_id)
+    assert len(directory._met) <= limits.PEER_RECORDS_MAX
