@@ -51,6 +51,7 @@ from vectors_folder import (
     fields,
     flipped,
 )
+from vectors_ledger import ledger
 from vectors_peers import peers
 from vectors_trust import trust
 
@@ -462,6 +463,7 @@ def main() -> None:
     peers(folder, run)
     lease = lease_of(run, checkpoints(folder, run))
     messages(folder, run, lease, bundles(folder, run, lease))
+    ledger(folder, run)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,10 @@ TENSORS = {"torch"}
 
 READS_ITS_OWN_SOURCE = {"prime_protocol.codec.kernels.base"}  # for the key of numba's cache of compiled code
 
-PICKS_ADAPTERS = {f"prime_node.cli.{name}" for name in ("wire", "wire_environments", "wire_swarm", "wire_training")}
+PICKS_ADAPTERS = {
+    f"prime_node.cli.{name}"
+    for name in ("wire", "wire_coordinator", "wire_environments", "wire_swarm", "wire_training")
+}
 
 READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
 PASSES_ENVIRONMENT = {

@@ -46,6 +46,10 @@ STATISTICS_MAX = 12
 """Statistics of one bundle that evidence is made of."""
 CALIBRATION_PAIRS_MAX = 64
 """Pairs of engines in one calibration."""
+LEDGER_LINE_BYTES_MAX = 8 * 2**10
+"""One line of the ledger: a receipt's payload with its place."""
+LEDGER_LINES_MAX = 512
+"""Lines of the ledger in one answer; the next request goes on behind them."""
 TENSOR_RANK_MAX = 8
 """Dimensions of one tensor."""
 REQUEST_BYTES_MAX = 512 * 2**10

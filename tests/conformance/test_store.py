@@ -80,6 +80,17 @@ async def test_receipts_are_listed_by_worker_in_the_order_of_their_last_change(s
     assert (await store.receipts_of("anna", after=end, limit=10))[0] == [receipt("b", status="refused")]
 
 
+async def test_the_ledger_grows_with_the_events_or_not_at_all(store: Store) -> None:
+    await store.append([event(1)], [receipt("a")], ["zero", "one"])
+    with pytest.raises(StoreConflict):
+        await store.append([event(1)], [], ["lost"])
+    await store.append([event(2)], [], ["two"])
+    assert await store.ledger_length() == 3
+    assert await store.ledger(start=0, limit=2) == ["zero", "one"]
+    assert await store.ledger(start=2, limit=10) == ["two"]
+    assert await store.ledger(start=3, limit=10) == []
+
+
 async def test_a_snapshot_replaces_the_older_one_and_the_log_goes_on(store: Store) -> None:
     assert await store.latest_snapshot() is None
     await store.append([event(1), event(2), event(3)])
@@ -92,13 +103,14 @@ async def test_a_snapshot_replaces_the_older_one_and_the_log_goes_on(store: Stor
 
 async def test_everything_is_there_after_the_database_is_opened_again(tmp_path: Path) -> None:
     store = await open_sqlite(tmp_path / "state.db")
-    await store.append([event(1), event(2)], [receipt("a")])
+    await store.append([event(1), event(2)], [receipt("a")], ["zero"])
     await store.save_snapshot(2, "two")
     await store.close()
     again = await open_sqlite(tmp_path / "state.db")
     assert await again.latest_snapshot() == (2, "two")
     assert await again.receipt("a") == receipt("a")
-    await again.append([event(3)], [receipt("b")])
+    await again.append([event(3)], [receipt("b")], ["one"])
+    assert await again.ledger(start=0, limit=10) == ["zero", "one"]
     listed, _ = await again.receipts_of("anna", after=0, limit=10)
     assert listed == [receipt("a"), receipt("b")]
     await again.close()

@@ -56,11 +56,13 @@ class HeldStore(MemoryStore):
         self.may_write.set()
         self.broken = False
 
-    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
+    async def append(
+        self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = (), ledger: Sequence[str] = ()
+    ) -> None:
         await self.may_write.wait()
         if self.broken:
             raise OSError(28, "No space left on device")
-        await super().append(events, receipts)
+        await super().append(events, receipts, ledger)
 
 
 async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:

@@ -27,6 +27,7 @@ from prime_protocol.envelope import (
 )
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import PublicKey, SigningKey
+from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
 from prime_protocol.messages import BlobHeader
@@ -105,6 +106,14 @@ def timestamp(case: Case, folder: Path) -> Any:
     stamp = open_timestamp(open_envelope(data_of(case, folder)), run)
     check_fresh(stamp, case["now_ms"])
     return fields(stamp)
+
+
+def ledger(case: Case, folder: Path) -> Any:
+    run = _run_of(case, folder)
+    open_ledger_head(open_envelope(data_of(case, folder)), run)
+    chain = LedgerChain(run.digest)
+    receipts = [chain.follow(line.encode())[1] for line in case["lines"]]
+    return {"num_entries": chain.num_entries, "digest": chain.digest, "receipts": receipts}
 
 
 def join_link(case: Case, folder: Path) -> Any:
@@ -214,6 +223,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "json": json_text,
     "key_id": key_id,
     "key_ring": key_ring,
+    "ledger": ledger,
     "message": message,
     "noise": noise,
     "peer_list": peer_list,

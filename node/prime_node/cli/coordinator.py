@@ -44,12 +44,12 @@ def coordinator(
 
 
 async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asyncio.Event) -> int:
-    from prime_node.cli import wire
+    from prime_node.cli import wire_coordinator
     from prime_node.coordinator.daemon import serve
 
     lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
     pinned = run_dir.load_run()
-    parts = await wire.coordinator_parts(
+    parts = await wire_coordinator.coordinator_parts(
         pinned,
         load_key(run_dir.key("coordinator")),
         settings,

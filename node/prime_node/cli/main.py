@@ -7,7 +7,21 @@ import sys
 import typer
 
 from prime_node import __version__
-from prime_node.cli import config, coordinator, doctor, fetch, join, keys, new, seed, trainer, up, validator, verify
+from prime_node.cli import (
+    config,
+    coordinator,
+    doctor,
+    fetch,
+    join,
+    keys,
+    ledger,
+    new,
+    seed,
+    trainer,
+    up,
+    validator,
+    verify,
+)
 from prime_node.cli.outcome import tell
 from prime_protocol.errors import PrimeError
 
@@ -24,6 +38,7 @@ for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validat
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(keys.keys, name="keys")
+app.add_typer(ledger.ledger, name="ledger")
 
 
 @app.command()

@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     from prime_node.broadcast.audit.audit import AuditReport
     from prime_node.broadcast.follow.follower import Follower
     from prime_node.broadcast.follow.trust import Trust
-    from prime_node.coordinator.config import CoordinatorConfig
-    from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, Scorer
     from prime_node.ports.environment import Environment, Tokenizer
-    from prime_node.ports.peers import PeerNetwork
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.ports.transport import CheckpointSource, PublicSource, TrainerPort
@@ -167,63 +164,6 @@ def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
 
 
 # The roles' parts
-
-
-async def coordinator_parts(
-    run: PinnedRun, key: SigningKey, settings: CoordinatorConfig, *, folder: Path, public: Path, model: Path
-) -> Parts:
-    """State in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
-    try:
-        from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-        from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
-        from prime_node.adapters.storage.sqlite_store import open_sqlite
-        from prime_node.adapters.web.aiohttp_server import AiohttpServer
-        from prime_node.adapters.web.http_peer import HttpDialBack
-    except ImportError as error:
-        raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
-    from prime_node.coordinator.assignments import secret_of
-    from prime_node.coordinator.daemon import Parts
-    from prime_node.keyfile import keep_secret
-
-    blobs = FolderBlobs(public / "blobs")
-    for file in run.spec.model_files:
-        await blobs.put((model / file.name).read_bytes())
-    return Parts(
-        run=run,
-        key=key,
-        secret=keep_secret(folder / "assignment.secret", secret_of(key)),
-        config=settings,
-        clock=clock(),
-        store=await open_sqlite(folder / "state.sqlite"),
-        bundles=FolderBlobs(folder / "bundles"),
-        public=blobs,
-        published=FolderDocuments(public),
-        private=FolderDocuments(folder / "evidence"),
-        web=AiohttpServer(),
-        metrics=PrometheusMetrics(),
-        environments=environments(run.spec),
-        tokenizer=tokenizer(model),
-        dial_back=HttpDialBack(run.digest),
-        network=_coordinator_network(run, key, settings),
-    )
-
-
-def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorConfig) -> PeerNetwork | None:
-    """Raises LocalError."""
-    if not settings.p2p_listen:
-        return None
-    try:
-        from prime_node.adapters.peers.libp2p_host import PeerSettings
-        from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    except ImportError as error:
-        raise missing_extra("p2p", "a libp2p host of the coordinator", error) from None
-    if not settings.p2p_announce and all("/0.0.0.0/" in listen for listen in settings.p2p_listen):
-        raise LocalError(
-            "coordinator.p2p_listen names no address that others could dial: set coordinator.p2p_announce, "
-            'for example ["/ip4/203.0.113.7/tcp/8401"]'
-        )
-    settings_of_host = PeerSettings(listen=settings.p2p_listen, announce=settings.p2p_announce, relay=True)
-    return Libp2pNetwork(key, run=run.digest, settings=settings_of_host)
 
 
 async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:

@@ -21,9 +21,10 @@ from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
-from prime_node.ports.store import Store, StoredReceipt
+from prime_node.ports.store import Store
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.identity import SigningKey
+from prime_protocol.ledger import LedgerHead
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp
@@ -74,6 +75,8 @@ class Core:
     """The last one that was signed."""
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
+    ledger_head: tuple[LedgerHead, Envelope] | None = None
+    """The last one that was signed."""
     batch_digests: dict[tuple[int, int], BatchDigests] = field(default_factory=dict)
     """By step and part, so that publishing a policy does not make and sign its batches anew."""
     peers: Peers = field(default_factory=Peers)
@@ -119,10 +122,10 @@ class Core:
             )
 
 
-def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], StoredReceipt]:
+def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], Envelope]:
     """How a settled bundle becomes a receipt."""
 
-    def sign(settled: Settled, at_ms: int) -> StoredReceipt:
+    def sign(settled: Settled, at_ms: int) -> Envelope:
         lease = settled.lease
         receipt = Receipt(
             run=run.digest,
@@ -139,7 +142,6 @@ def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], 
             at_ms=at_ms,
             evidence=settled.weighed,
         )
-        envelope = seal(receipt, PayloadType.RECEIPT, key).to_bytes().decode()
-        return StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, envelope)
+        return seal(receipt, PayloadType.RECEIPT, key)
 
     return sign

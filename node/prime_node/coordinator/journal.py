@@ -7,6 +7,8 @@ answer leaves before everything that it could rest on is durable.
 Invariant: what the store holds is always a prefix of what the state has seen. If the store fails, the state is ahead of it for
 good, so the journal fails for good too and the daemon ends; a restart goes on from the prefix, and no peer was told otherwise.
 The same where `tick` raises: it may have changed half of what the event means, and the log does not hold it.
+
+A settled receipt becomes a line of the ledger (prime_protocol/ledger.py) in the transaction of the event that settled it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
+from prime_node.coordinator.ledger import load_chain
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.records import BundleForgotten, Effect, Settled, State
@@ -24,7 +27,10 @@ from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.tick import tick
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.ledger import LedgerChain
+from prime_protocol.verdict import BundleStatus
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +45,13 @@ class Journal:
         *,
         number: int,
         clock: Clock,
-        sign_receipt: Callable[[Settled, int], StoredReceipt],
+        sign_receipt: Callable[[Settled, int], Envelope],
+        ledger: LedgerChain,
         snapshot_events: int,
     ) -> None:
         self.state = state
+        self.ledger = ledger
+        """To be read only. What it says is durable once `synced` returns."""
         self._store = store
         self._clock = clock
         self._sign_receipt = sign_receipt
@@ -52,6 +61,7 @@ class Journal:
         self._snapshot = number
         self._events: list[LoggedEvent] = []
         self._receipts: list[StoredReceipt] = []
+        self._lines: list[str] = []
         self._forgotten: list[str] = []
         self._wanted = asyncio.Event()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -77,7 +87,8 @@ class Journal:
             raise
         self._number += 1
         self._events.append(LoggedEvent(self._number, at_ms, ev.to_json(event)))
-        self._receipts += [self._sign_receipt(effect, at_ms) for effect in effects if isinstance(effect, Settled)]
+        for settled in (effect for effect in effects if isinstance(effect, Settled)):
+            self._note(settled, at_ms)
         self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
         self._wanted.set()
         return effects
@@ -116,14 +127,22 @@ class Journal:
         self._closing = True
         self._wanted.set()
 
+    def _note(self, settled: Settled, at_ms: int) -> None:
+        envelope, lease = self._sign_receipt(settled, at_ms), settled.lease
+        text = envelope.to_bytes().decode()
+        stored = StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, text)
+        self._receipts.append(stored)
+        if settled.status is not BundleStatus.PENDING:
+            self._lines.append(self.ledger.add(envelope.payload).decode())
+
     async def _write_once(self, forget: Callable[[Sequence[str]], None]) -> None:
-        written, receipts, forgotten = self._events, self._receipts, self._forgotten
-        self._events, self._receipts, self._forgotten = [], [], []
+        written, receipts, lines, forgotten = self._events, self._receipts, self._lines, self._forgotten
+        self._events, self._receipts, self._lines, self._forgotten = [], [], [], []
         number = self._number
         is_due = number - self._snapshot >= self._snapshot_events or (self._closing and number > self._snapshot)
         payload = snapshot.to_json(self.state) if is_due else None
         if written:
-            await self._store.append(written, _latest(receipts))
+            await self._store.append(written, _latest(receipts), lines)
         self._durable = number
         while self._waiting and self._waiting[0][0] <= number:
             _, future = self._waiting.pop(0)
@@ -141,7 +160,7 @@ async def open_journal(
     rules: Rules,
     *,
     clock: Clock,
-    sign_receipt: Callable[[Settled, int], StoredReceipt],
+    sign_receipt: Callable[[Settled, int], Envelope],
     snapshot_events: int,
 ) -> Journal:
     """Snapshot, then every event after it. Raises LocalError where the store belongs to another run or release."""
@@ -153,7 +172,15 @@ async def open_journal(
         raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
     invariants.check(state)
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
-    return Journal(store, state, number=number, clock=clock, sign_receipt=sign_receipt, snapshot_events=snapshot_events)
+    return Journal(
+        store,
+        state,
+        number=number,
+        clock=clock,
+        sign_receipt=sign_receipt,
+        ledger=await load_chain(store, rules.run),
+        snapshot_events=snapshot_events,
+    )
 
 
 async def _load(store: Store, rules: Rules) -> tuple[int, State]:

@@ -1,4 +1,4 @@
-"""The coordinator's durable memory: a log of events, snapshots of the state that they fold to, and receipts by bundle.
+"""The coordinator's durable memory: a log of events, snapshots of the state that they fold to, receipts by bundle, the ledger.
 
 The state machine is pure (coordinator/state/tick.py), so the log is the truth: state = fold(snapshot, events after it).
 """
@@ -38,8 +38,13 @@ class StoredReceipt:
 class Store(Protocol):
     """One writer. When a method that writes has returned, what it wrote survives kill -9 and power loss."""
 
-    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
-        """Add events and put receipts in one transaction: all or nothing.
+    async def append(
+        self,
+        events: Sequence[LoggedEvent],
+        receipts: Sequence[StoredReceipt] = (),
+        ledger: Sequence[str] = (),
+    ) -> None:
+        """Add events, put receipts and add lines to the ledger in one transaction: all or nothing.
 
         A receipt replaces the one of the same bundle. Raises StoreConflict where an event number is taken (another
         coordinator writes to the same store) or where a lease would be redeemed by a second bundle.
@@ -60,6 +65,14 @@ class Store(Protocol):
 
     async def receipts_of(self, worker: str, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
         """A worker's receipts in the order of their last change, from a cursor; and the next cursor."""
+        ...
+
+    async def ledger(self, *, start: int, limit: int) -> list[str]:
+        """Lines of the ledger from line `start` (0 is the first), at most `limit`."""
+        ...
+
+    async def ledger_length(self) -> int:
+        """Lines in the ledger."""
         ...
 
     async def close(self) -> None: ...

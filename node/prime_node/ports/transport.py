@@ -66,6 +66,18 @@ class StatementSource(Protocol):
         ...
 
 
+class LedgerSource(Protocol):
+    """Where a run's ledger comes from (prime_protocol/ledger.py). Nothing in it is trusted."""
+
+    async def ledger_head(self) -> Envelope:
+        """Signed by the coordinator. Lines that it speaks of are there from then on."""
+        ...
+
+    async def ledger(self, start: int) -> list[bytes]:
+        """Lines from line `start` on, as many as come at once; none beyond the end. To be read in order."""
+        ...
+
+
 class PublicSource(CheckpointSource, StatementSource, Protocol):
     """All that a run shows to everyone."""
 

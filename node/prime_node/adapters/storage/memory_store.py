@@ -17,8 +17,14 @@ class MemoryStore:
         self._last_number = 0
         self._changes = 0
         self._snapshot: tuple[int, str] | None = None
+        self._ledger: list[str] = []
 
-    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
+    async def append(
+        self,
+        events: Sequence[LoggedEvent],
+        receipts: Sequence[StoredReceipt] = (),
+        ledger: Sequence[str] = (),
+    ) -> None:
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [event.number for event in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
@@ -31,6 +37,7 @@ class MemoryStore:
             self._changes += 1
             self._receipts[receipt.bundle] = (self._changes, receipt)
             self._bundle_of[receipt.lease_id] = receipt.bundle
+        self._ledger += ledger
 
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
         for event in list(self._events):
@@ -51,6 +58,12 @@ class MemoryStore:
         found = [row for row in self._receipts.values() if row[1].worker == worker and row[0] > after]
         rows = sorted(found, key=lambda row: row[0])[:limit]
         return [receipt for _, receipt in rows], rows[-1][0] if rows else after
+
+    async def ledger(self, *, start: int, limit: int) -> list[str]:
+        return self._ledger[start : start + limit]
+
+    async def ledger_length(self) -> int:
+        return len(self._ledger)
 
     async def close(self) -> None:
         return None

@@ -56,6 +56,12 @@ _RECEIPTS = Table(
     Column("change", BigInteger, nullable=False, unique=True),
     Index("receipts_by_worker", "worker", "change"),
 )
+_LEDGER = Table(
+    "ledger",
+    _METADATA,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("line", Text, nullable=False),
+)
 _ROWS_MAX = 500
 """Rows read at once from the log."""
 
@@ -63,12 +69,18 @@ _ROWS_MAX = 500
 class SqlStore:
     """Implements ports.store.Store. Made by `open_sqlite` or, for another database, by `open_url`."""
 
-    def __init__(self, engine: AsyncEngine, *, last_number: int, last_change: int) -> None:
+    def __init__(self, engine: AsyncEngine, *, last_number: int, last_change: int, ledger_length: int) -> None:
         self._engine = engine
         self._last_number = last_number
         self._last_change = last_change
+        self._ledger_length = ledger_length
 
-    async def append(self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = ()) -> None:
+    async def append(
+        self,
+        events: Sequence[LoggedEvent],
+        receipts: Sequence[StoredReceipt] = (),
+        ledger: Sequence[str] = (),
+    ) -> None:
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [entry.number for entry in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
@@ -77,6 +89,7 @@ class SqlStore:
         receipt_rows = [
             {**_row(receipt), "change": change} for change, receipt in enumerate(latest, self._last_change + 1)
         ]
+        ledger_rows = [{"number": number, "line": line} for number, line in enumerate(ledger, self._ledger_length)]
         try:
             async with self._engine.begin() as connection:
                 last = (await connection.execute(select(func.max(_EVENTS.c.number)))).scalar() or 0
@@ -88,10 +101,13 @@ class SqlStore:
                     bundles = [receipt.bundle for receipt in latest]
                     await connection.execute(delete(_RECEIPTS).where(_RECEIPTS.c.bundle.in_(bundles)))
                     await connection.execute(insert(_RECEIPTS), receipt_rows)
+                if ledger_rows:
+                    await connection.execute(insert(_LEDGER), ledger_rows)
         except IntegrityError as error:
             raise StoreConflict(str(error.orig)) from error
         self._last_number += len(event_rows)
         self._last_change += len(receipt_rows)
+        self._ledger_length += len(ledger_rows)
 
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
         while True:
@@ -133,6 +149,14 @@ class SqlStore:
             rows = (await connection.execute(query)).all()
         return [_receipt(row) for row in rows], rows[-1].change if rows else after
 
+    async def ledger(self, *, start: int, limit: int) -> list[str]:
+        query = select(_LEDGER.c.line).where(_LEDGER.c.number >= start).order_by(_LEDGER.c.number).limit(limit)
+        async with self._engine.connect() as connection:
+            return [row.line for row in (await connection.execute(query)).all()]
+
+    async def ledger_length(self) -> int:
+        return self._ledger_length
+
     async def close(self) -> None:
         await self._engine.dispose()
 
@@ -152,7 +176,8 @@ async def open_url(url: str | URL) -> SqlStore:
         await connection.run_sync(_METADATA.create_all)
         number = (await connection.execute(select(func.max(_EVENTS.c.number)))).scalar()
         change = (await connection.execute(select(func.max(_RECEIPTS.c.change)))).scalar()
-    return SqlStore(engine, last_number=number or 0, last_change=change or 0)
+        lines = (await connection.execute(select(func.count()).select_from(_LEDGER))).scalar()
+    return SqlStore(engine, last_number=number or 0, last_change=change or 0, ledger_length=lines or 0)
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:

@@ -75,7 +75,7 @@ Reply = TypeVar("Reply", bound=WireModel)
 
 
 class HttpClient:
-    """Implements WorkerPort, ValidatorPort, TrainerPort and PublicSource. Without a key it may only read.
+    """Implements WorkerPort, ValidatorPort, TrainerPort, PublicSource and LedgerSource. Without a key it may only read.
 
     `bounds` may be set to the run's limits once the RunSpec is verified.
     """
@@ -143,6 +143,14 @@ class HttpClient:
 
     async def timestamp(self) -> Envelope:
         return await self._statement("/v1/timestamp", limits.TIMESTAMP_BYTES_MAX)
+
+    async def ledger_head(self) -> Envelope:
+        return await self._statement("/v1/ledger", limits.LEDGER_LINE_BYTES_MAX)
+
+    async def ledger(self, start: int) -> list[bytes]:
+        bytes_max = limits.LEDGER_LINES_MAX * limits.LEDGER_LINE_BYTES_MAX
+        _, body, _ = await self._exchange("GET", f"/v1/ledger/{start}", bytes_max=bytes_max)
+        return body.splitlines()
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         wanted = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}

@@ -180,6 +180,13 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
     async def timestamp(request: Request) -> Response:
         return _respond(await statements.timestamp(core))
 
+    async def ledger_head(request: Request) -> Response:
+        return _respond(await statements.ledger_head(core))
+
+    async def ledger(request: Request) -> Response:
+        lines = await statements.ledger_lines(core, _number(request.params["start"]))
+        return Response(lines, content_type="application/jsonl")
+
     async def blob(request: Request) -> Response:
         return await _blob(core, request)
 
@@ -200,6 +207,8 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         ("/v1/manifests/{policy_version}", manifest),
         ("/v1/keys/{version}", keys),
         ("/v1/timestamp", timestamp),
+        ("/v1/ledger", ledger_head),
+        ("/v1/ledger/{start}", ledger),
         ("/v1/blobs/{digest}", blob),
         ("/v1/status", show_status),
         ("/healthz", healthz),

@@ -1,4 +1,4 @@
-"""What the run says about itself beside the manifests: key rings, and timestamps of what is newest.
+"""What the run says about itself beside the manifests: key rings, timestamps of what is newest, and the ledger.
 
 A ring is taken in by anybody's hand: its signatures are what counts. It is on the disk before it is believed, so that no restart
 goes back to keys that were revoked. A timestamp is made anew every few seconds and whenever something newer is published; the
@@ -125,6 +125,25 @@ async def renew_timestamp(core: Core) -> None:
     )
     core.timestamp = (stamp, seal(stamp, PayloadType.TIMESTAMP, core.key))
     await core.published.write(TIMESTAMP_NAME, core.timestamp[1].to_bytes())
+
+
+async def ledger_head(core: Core) -> Envelope:
+    """How long the ledger is and what its last line is. Signed anew where it has grown, or where the last one is old."""
+    now_ms, chain = core.clock.now_ms(), core.journal.ledger
+    if core.ledger_head is not None:
+        last, envelope = core.ledger_head
+        if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
+            return envelope
+    head = chain.head(now_ms)
+    core.ledger_head = (head, seal(head, PayloadType.LEDGER_HEAD, core.key))
+    return core.ledger_head[1]
+
+
+async def ledger_lines(core: Core, start: int) -> bytes:
+    """Lines from line `start` on, each with its newline."""
+    await core.journal.synced()  # the store must have caught up with the head that was shown
+    lines = await core.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def key_ring_name(version: int) -> str:

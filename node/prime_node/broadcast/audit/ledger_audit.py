@@ -1,0 +1,151 @@
+"""Reading a ledger: is it one chain up to its signed head, does it agree with what was signed before, and who did what?
+
+    (1) every line follows the one before it             CHAIN_BROKEN, MALFORMED, ...
+    (2) the head that a coordinator of the run signed names the last line
+    (3) earlier heads name lines of this ledger
+    (4) every settled receipt of one's own up to the head is a line
+
+Where (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prime_node.ports.transport import LedgerSource
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.errors import PeerError
+from prime_protocol.key_ring import Role
+from prime_protocol.ledger import LedgerChain, LedgerHead, open_ledger_head
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt
+
+
+@dataclass(slots=True)
+class Account:
+    """What one worker is worth by the ledger."""
+
+    rollouts: int = 0
+    """Accepted."""
+    tokens: int = 0
+    """Completion tokens credited."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rollouts by reason."""
+
+
+@dataclass(slots=True)
+class LedgerReport:
+    """What was read, and what does not hold."""
+
+    head: LedgerHead
+    num_entries: int = 0
+    """Lines that follow one another."""
+    accounts: dict[str, Account] = field(default_factory=dict)
+    num_receipts: int = 0
+    """Settled receipts of one's own that were looked for."""
+    faults: list[str] = field(default_factory=list)
+    """What does not hold, for a person; empty where all does."""
+    evidence: list[Envelope] = field(default_factory=list)
+    """Statements by the coordinator that cannot all be true."""
+
+
+async def audit_ledger(
+    source: LedgerSource, run: PinnedRun, *, known: Sequence[Envelope] = (), receipts: Sequence[Envelope] = ()
+) -> LedgerReport:
+    """`known`: heads that were kept earlier. `receipts`: one worker's own. Raises PeerError where there is no ledger to read, or
+    where what was kept is not the coordinator's word."""
+    signed = await source.ledger_head()
+    report = LedgerReport(open_ledger_head(signed, run))
+    heads = [(open_ledger_head(one, run), one) for one in (signed, *known)]
+    mine = _settled(receipts, run)
+    reader = _Reader(report, heads, missing=dict(mine))
+    try:
+        await reader.read(source)
+    except PeerError as error:
+        report.faults.append(str(error))
+    reader.finish()
+    report.num_receipts = len(mine)
+    return report
+
+
+def _settled(receipts: Sequence[Envelope], run: PinnedRun) -> dict[str, tuple[Receipt, Envelope]]:
+    found = {}
+    for envelope in receipts:
+        receipt = parse_json(run.keys.verify_kept(envelope, PayloadType.RECEIPT, Role.COORDINATOR), Receipt)
+        if receipt.run == run.digest and receipt.status is not BundleStatus.PENDING:
+            found[envelope.digest] = (receipt, envelope)
+    return found
+
+
+class _Reader:
+    def __init__(
+        self,
+        report: LedgerReport,
+        heads: list[tuple[LedgerHead, Envelope]],
+        *,
+        missing: dict[str, tuple[Receipt, Envelope]],
+    ) -> None:
+        self._report = report
+        self._heads = heads
+        self._missing = missing
+        self._chain = LedgerChain(report.head.run)
+        self._accepted: dict[str, Receipt] = {}  # bundle -> what counts as accepted now
+
+    async def read(self, source: LedgerSource) -> None:
+        """Raises PeerError where a line does not follow."""
+        wanted = self._report.head.num_entries
+        self._compare()
+        while self._chain.num_entries < wanted:
+            lines = await source.ledger(self._chain.num_entries)
+            if not lines:
+                self._report.faults.append(
+                    f"the signed head speaks of {wanted} entries, and only {self._chain.num_entries} are shown"
+                )
+                return
+            for line in lines[: wanted - self._chain.num_entries]:
+                receipt, digest = self._chain.follow(line)
+                self._report.num_entries = self._chain.num_entries
+                self._missing.pop(digest, None)
+                self._count(receipt)
+                self._compare()
+
+    def finish(self) -> None:
+        """What only the end shows: kept heads that are longer than the ledger, and receipts that are not in it."""
+        head, signed = self._heads[0]
+        if self._report.faults:
+            return
+        for known, envelope in self._heads[1:]:
+            if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
+                self._report.faults.append(
+                    f"an earlier head speaks of {known.num_entries} entries, this one of {head.num_entries}"
+                )
+                self._report.evidence += [signed, envelope]
+        for receipt, envelope in self._missing.values():
+            if receipt.at_ms > head.at_ms:  # settled after the head was signed
+                continue
+            self._report.faults.append(f"a signed receipt is not in it: bundle {receipt.bundle[:12]}, {receipt.status}")
+            self._report.evidence += [envelope] if self._report.evidence else [signed, envelope]
+
+    def _compare(self) -> None:
+        for head, envelope in self._heads:
+            if head.num_entries == self._chain.num_entries and head.digest != self._chain.digest:
+                first = self._heads[0][1]
+                what = "the signed head" if envelope is first else "an earlier signed head"
+                self._report.faults.append(f"{what} names another entry {head.num_entries - 1} than is shown")
+                if envelope is not first:
+                    self._report.evidence += [first, envelope]
+
+    def _count(self, receipt: Receipt) -> None:
+        account = self._report.accounts.setdefault(receipt.worker, Account())
+        before = self._accepted.pop(receipt.bundle, None)
+        if before is not None:  # a later line of a bundle replaces the one before
+            account.rollouts -= before.num_rollouts
+            account.tokens -= before.num_tokens
+        if receipt.status is BundleStatus.ACCEPTED:
+            self._accepted[receipt.bundle] = receipt
+            account.rollouts += receipt.num_rollouts
+            account.tokens += receipt.num_tokens
+        else:
+            account.refused[receipt.reason or "unknown"] += receipt.num_rollouts

@@ -1,0 +1,209 @@
+"""`prime-node ledger`: who did what in a run, in one order that the coordinator cannot change afterwards. SPEC.md, section 21."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import is_url
+from prime_node.keyfile import load_key
+from prime_node.ports.transport import LedgerSource, Unreachable
+from prime_protocol.envelope import Envelope, open_envelope
+from prime_protocol.errors import LocalError, PeerError
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.audit.ledger_audit import LedgerReport
+    from prime_protocol.run_spec import PinnedRun
+
+DOES_NOT_HOLD = 1
+
+ledger = typer.Typer(
+    help="Export and verify a run's ledger: every accepted and refused rollout, by whom, worth what, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    source: LedgerSource
+    run: PinnedRun
+    pinned: bool
+    """Whether the user named the run, by its link, its folder or --run."""
+
+
+@ledger.command()
+def export(
+    target: Annotated[str, typer.Argument(help="Join link, URL or run directory.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("ledger.jsonl"),
+    run: Annotated[
+        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
+    ] = None,
+) -> None:
+    """Write the whole ledger to one file that anyone can verify offline.
+
+    One JSON text a line: the RunSpec and key rings as signed envelopes, the entries, and the signed head.
+    """
+    from prime_node.broadcast.audit.ledger_file import export_ledger
+
+    async def write() -> int:
+        async with _open(target, run) as opened:
+            return await export_ledger(opened.source, opened.run, out)
+
+    print(f"{asyncio.run(write()):,} entries in {out}")
+
+
+@ledger.command()
+def verify(
+    target: Annotated[str, typer.Argument(help="Exported file, join link, URL or run directory.")],
+    receipts: Annotated[
+        Path | None,
+        typer.Option(
+            "--receipts",
+            show_default=False,
+            help="A worker's folder, or its receipts.jsonl: is each of its settled receipts in the ledger?",
+        ),
+    ] = None,
+    known: Annotated[
+        list[Path],
+        typer.Option("--known", show_default=False, help="A ledger that was exported earlier; may be given often."),
+    ] = [],  # noqa: B006 - typer reads it, nobody changes it
+    evidence: Annotated[
+        Path | None,
+        typer.Option(
+            "--evidence",
+            show_default=False,
+            help="Where signed statements contradict each other, keep them in this folder.",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Recompute the chain, compare it with what the coordinator signed, find one's own receipts, and sum up who did what.
+
+    \b
+    Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.
+
+    \b
+    --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, faults, and
+    workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
+    """
+    from prime_node.broadcast.audit.ledger_audit import audit_ledger
+    from prime_node.cli.verify_output import keep_evidence
+
+    kept = [_last_envelope(file) for file in known]
+    mine = [] if receipts is None else _receipts(receipts)
+
+    async def read() -> tuple[LedgerReport, _Opened]:
+        async with _open(target, run) as opened:
+            return await audit_ledger(opened.source, opened.run, known=kept, receipts=mine), opened
+
+    report, opened = asyncio.run(read())
+    if evidence is not None:
+        keep_evidence(report.evidence, evidence)
+    if as_json:
+        print(json.dumps(_fields(report, opened)))
+    else:
+        _print(report, opened)
+    raise typer.Exit(DOES_NOT_HOLD if report.faults else 0)
+
+
+@contextlib.asynccontextmanager
+async def _open(target: str, run: str | None) -> AsyncIterator[_Opened]:
+    """Raises LocalError and PeerError."""
+    from prime_node.broadcast.audit.ledger_file import open_ledger_file
+    from prime_node.cli import wire, wire_coordinator
+    from prime_node.cli.key_request import known_of
+
+    try:
+        if is_url(target):
+            known = (await known_of(target)).run
+            if run not in (None, known.digest):
+                raise LocalError(f"{target} is run {known.digest[:12]}, not {run}")
+            async with wire.public_source(target) as source:
+                yield _Opened(source, known, run is not None or "#" in target)
+        elif RunDir(Path(target)).exists:
+            run_dir = RunDir(Path(target))
+            own, key = run_dir.load_run(), load_key(run_dir.key("coordinator"))
+            async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
+                yield _Opened(stored, own, pinned=True)
+        else:
+            with open_ledger_file(Path(target), pinned=run) as file:
+                yield _Opened(file, file.run, run is not None)
+    except Unreachable as error:
+        raise LocalError(f"{target} does not answer: {error}") from None
+
+
+def _receipts(path: Path) -> list[Envelope]:
+    """Lines that a crash broke are no receipts. Raises LocalError."""
+    file = path / "receipts.jsonl" if path.is_dir() else path
+    found = []
+    try:
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(PeerError):
+                found.append(open_envelope(line))
+    except OSError as error:
+        raise LocalError(f"{file}: {error.strerror}; give the worker's folder, where receipts.jsonl is") from None
+    return found
+
+
+def _last_envelope(file: Path) -> Envelope:
+    try:
+        return open_envelope(file.read_bytes().rstrip(b"\n").rpartition(b"\n")[2])
+    except OSError as error:
+        raise LocalError(f"{file}: {error.strerror}") from None
+    except PeerError as error:
+        raise LocalError(f"{file} does not end with a signed head: {error.detail}") from None
+
+
+def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
+    return {
+        "ok": not report.faults,
+        "run": opened.run.digest,
+        "pinned": opened.pinned,
+        "num_entries": report.num_entries,
+        "digest": report.head.digest,
+        "at_ms": report.head.at_ms,
+        "num_receipts": report.num_receipts,
+        "faults": report.faults,
+        "workers": {
+            worker: {"rollouts": account.rollouts, "tokens": account.tokens, "refused": dict(account.refused)}
+            for worker, account in report.accounts.items()
+        },
+    }
+
+
+def _print(report: LedgerReport, opened: _Opened) -> None:
+    from prime_node.broadcast.audit.audit_report import date_of
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "rollouts", "tokens", "refused"):
+        table.add_column(column, justify="left" if column in ("worker", "refused") else "right", no_wrap=True)
+    for worker, account in sorted(report.accounts.items(), key=lambda item: -item[1].tokens):
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in account.refused.items())
+        table.add_row(worker, f"{account.rollouts:,}", f"{account.tokens:,}", refused)
+    console.print(table)
+    pinned = "" if opened.pinned else " (not pinned: give --run)"
+    console.print(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", markup=False)
+    for fault in report.faults:
+        console.print(f"FAIL {fault}", markup=False)
+    if report.faults:
+        console.print("does NOT hold" + ("; --evidence DIR keeps the proof" if report.evidence else ""))
+        return
+    if report.num_receipts:
+        console.print(f"ok   all {report.num_receipts:,} settled receipts are in it")
+    console.print(f"ok   the chain ends as the coordinator signed on {date_of(report.head.at_ms)}", markup=False)

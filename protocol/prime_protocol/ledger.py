@@ -1,0 +1,102 @@
+"""The ledger: every settled receipt of a run in one order that cannot be changed afterwards. SPEC.md, section 21.
+
+Each line holds the digest of the line before it, so the last digest stands for all of them. The coordinator signs that digest
+with the number of lines (a head). Whoever keeps a head can prove later that history was rewritten: a ledger that holds another
+line at that place, or another head of the same length, contradicts it.
+
+A line holds the receipt's payload byte for byte as its worker got it signed. So a worker finds his own receipts by digest, and
+one that is missing convicts the coordinator by its own signature. A bundle may have several lines: the last one counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_protocol import limits
+from prime_protocol.assignment import Count
+from prime_protocol.digest import Digest, digest_of
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.key_ring import Role
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt
+
+
+class LedgerEntry(WireModel):
+    """One line of the ledger."""
+
+    index: Count
+    """0, 1, 2, ... without gap."""
+    previous: Digest
+    """Digest of the line before it; the run's before the first."""
+    receipt: Receipt
+    """Accepted or refused, as it was signed."""
+
+
+class LedgerHead(WireModel):
+    """How long the ledger is and what its last line is (envelope type LEDGER_HEAD)."""
+
+    run: Digest
+    num_entries: Count
+    digest: Digest
+    """Of the last line; the run's where there is none."""
+    at_ms: Count
+
+
+@dataclass(slots=True)
+class LedgerChain:
+    """Where a ledger has been written or read up to. Example: LedgerChain(run) before the first line."""
+
+    run: str
+    num_entries: int = 0
+    digest: str = ""
+    """Of the last line; the run's where there is none."""
+
+    def __post_init__(self) -> None:
+        self.digest = self.digest or self.run
+
+    def add(self, receipt: bytes) -> bytes:
+        """The next line, for the payload of a settled receipt."""
+        line = _head_of_line(self.num_entries, self.digest) + receipt + b"}"
+        self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
+        return line
+
+    def follow(self, line: bytes) -> tuple[Receipt, str]:
+        """The next line's receipt and the digest of its payload. Raises PeerError, and stays where it is then.
+
+        (1) size; (2) schema; (3) it is the next line; (4) its receipt is settled, of this run, and written as it was signed.
+        """
+        if len(line) > limits.LEDGER_LINE_BYTES_MAX:  # (1)
+            raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(line), limits.LEDGER_LINE_BYTES_MAX)
+        entry = parse_json(line, LedgerEntry)  # (2)
+        if (entry.index, entry.previous) != (self.num_entries, self.digest):  # (3)
+            detail = f"entry {entry.index} after {entry.previous[:12]} where entry {self.num_entries} after {self.digest[:12]}"
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"ledger: {detail} must be")
+        head = _head_of_line(entry.index, entry.previous)
+        receipt = line[len(head) : -1]
+        if not line.startswith(head) or receipt[:1] + receipt[-1:] + line[-1:] != b"{}}":  # (4)
+            raise PeerError(ErrorCode.MALFORMED, f"ledger: entry {entry.index} is not written as section 21 says")
+        if entry.receipt.status is BundleStatus.PENDING:
+            raise PeerError(ErrorCode.WRONG_TYPE, f"ledger: entry {entry.index} is not settled")
+        if entry.receipt.run != self.run:
+            raise PeerError(ErrorCode.WRONG_RUN, f"ledger: entry {entry.index} is of run {entry.receipt.run[:12]}")
+        self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
+        return entry.receipt, digest_of(receipt)
+
+    def head(self, at_ms: int) -> LedgerHead:
+        """What the coordinator signs."""
+        return LedgerHead(run=self.run, num_entries=self.num_entries, digest=self.digest, at_ms=at_ms)
+
+
+def open_ledger_head(envelope: Envelope, run: PinnedRun) -> LedgerHead:
+    """A head that a coordinator of the run signed, at whatever time: it binds them for ever. Raises PeerError."""
+    if len(envelope.payload) > limits.LEDGER_LINE_BYTES_MAX:
+        raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(envelope.payload), limits.LEDGER_LINE_BYTES_MAX)
+    head = parse_json(run.keys.verify_kept(envelope, PayloadType.LEDGER_HEAD, Role.COORDINATOR), LedgerHead)
+    if head.run != run.digest:
+        raise PeerError(ErrorCode.WRONG_RUN, f"a ledger head of run {head.run[:12]}, not of {run.digest[:12]}")
+    return head
+
+
+def _head_of_line(index: int, previous: str) -> bytes:
+    return b'{"index":%d,"previous":"%s","receipt":' % (index, previous.encode())

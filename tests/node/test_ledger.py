@@ -1,0 +1,171 @@
+"""The ledger of a running coordinator: what is in it, that it survives, and what convicts whoever rewrites it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+from typer.testing import CliRunner
+
+from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
+from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
+from prime_node.cli.main import app
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.ledger import LedgerChain
+from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import RejectReason
+
+
+async def work(world: World) -> None:
+    """Anna's bundle is accepted, Ben's refused, and another of Anna's waits."""
+    await world.join(ANNA, BEN)
+    await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+    await world.judge()
+    await world.client(BEN).upload(make_parcel(await world.lease(BEN, rollouts_max=2), BEN))
+    await world.judge(reason=RejectReason.SEED_MISMATCH)
+    await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+
+
+async def receipts_of(world: World) -> list[Envelope]:
+    listed = await world.client(ANNA).receipts(ReceiptsRequest())
+    return [open_envelope(text.encode()) for text in listed.receipts]
+
+
+def command(*arguments: str) -> Result:
+    """`prime-node ledger`, in a thread of its own."""
+    return CliRunner().invoke(app, ["ledger", *arguments], catch_exceptions=False)
+
+
+class Shown:
+    """Implements ports.transport.LedgerSource: whatever somebody would show."""
+
+    def __init__(self, lines: Sequence[bytes], head: Envelope) -> None:
+        self.lines, self.head = list(lines), head
+
+    async def ledger_head(self) -> Envelope:
+        return self.head
+
+    async def ledger(self, start: int) -> list[bytes]:
+        return self.lines[start : start + 2]
+
+
+def rewritten(run: PinnedRun, receipts: Sequence[bytes], *, at_ms: int = 2**50) -> Shown:
+    """A ledger that the coordinator itself might sign over these receipts."""
+    chain = LedgerChain(run.digest)
+    lines = [chain.add(receipt) for receipt in receipts]
+    return Shown(lines, seal(chain.head(at_ms), PayloadType.LEDGER_HEAD, COORDINATOR))
+
+
+def payloads(lines: Sequence[bytes]) -> list[bytes]:
+    return [line[line.index(b'"receipt":') + 10 : -1] for line in lines]
+
+
+async def test_what_is_settled_is_in_it_and_what_waits_is_not() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await work(world)
+        report = await audit_ledger(world.client(ANNA), world.run, receipts=await receipts_of(world))
+    assert (report.faults, report.num_entries, report.num_receipts) == ([], 2, 1)
+    assert report.accounts[ANNA.key_id] == Account(rollouts=2, tokens=2)
+    assert report.accounts[BEN.key_id].refused == {"seed_mismatch": 2}
+
+
+async def test_it_goes_on_after_a_restart_and_an_export_verifies_offline(tmp_path: Path) -> None:
+    run, old, new = make_run(), tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
+        await world.publish()
+        await work(world)
+        assert await export_ledger(world.client(ANNA), run, old) == 2
+        head = world.head
+    async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
+        world.head = head
+        await world.judge()
+        assert await export_ledger(world.client(ANNA), run, new) == 3
+        mine = await receipts_of(world)
+    (tmp_path / "receipts.jsonl").write_bytes(b"\n".join([*(one.to_bytes() for one in mine), b"half a li"]))
+    arguments = ["verify", str(new), "--receipts", str(tmp_path), "--known", str(old), "--run", run.digest]
+    result = await asyncio.to_thread(command, *arguments, "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["ok"], told["pinned"], told["num_receipts"]) == (0, True, True, 2)
+    assert told["workers"][ANNA.key_id] == {"rollouts": 4, "tokens": 4, "refused": {}}
+    shown = await asyncio.to_thread(command, *arguments)
+    assert "all 2 settled receipts are in it" in shown.stdout
+
+
+async def test_two_heads_that_disagree_are_kept_as_evidence(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await work(world)
+        client = world.client(ANNA)
+        signed, lines = await client.ledger_head(), await client.ledger(0)
+    other = rewritten(world.run, payloads(lines)[::-1])
+    report = await audit_ledger(other, world.run, known=[signed])
+    assert report.faults == ["an earlier signed head names another entry 1 than is shown"]
+    assert report.evidence == [other.head, signed]
+    shorter = rewritten(world.run, payloads(lines)[:1])
+    report = await audit_ledger(shorter, world.run, known=[signed])
+    assert report.faults == ["an earlier head speaks of 2 entries, this one of 1"]
+    assert report.evidence == [shorter.head, signed]
+
+
+async def test_a_settled_receipt_that_is_left_out_convicts_the_coordinator() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await work(world)
+        lines, mine = await world.client(ANNA).ledger(0), await receipts_of(world)
+    without = rewritten(world.run, payloads(lines)[1:])
+    report = await audit_ledger(without, world.run, receipts=mine)
+    assert len(report.faults) == 1
+    assert "a signed receipt is not in it" in report.faults[0]
+    assert [one.payload_type for one in report.evidence] == [PayloadType.LEDGER_HEAD, PayloadType.RECEIPT]
+    earlier = rewritten(world.run, payloads(lines)[1:], at_ms=0)  # a head from before it was settled binds nobody to it
+    assert (await audit_ledger(earlier, world.run, receipts=mine)).faults == []
+
+
+async def test_a_ledger_that_is_shorter_than_its_head_or_changed_under_way_does_not_hold() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await work(world)
+        signed, lines = await world.client(ANNA).ledger_head(), await world.client(ANNA).ledger(0)
+    assert (await audit_ledger(Shown(lines[:1], signed), world.run)).faults == [
+        "the signed head speaks of 2 entries, and only 1 are shown"
+    ]
+    changed = [lines[0], lines[1].replace(b'"num_tokens":0', b'"num_tokens":9')]
+    assert (await audit_ledger(Shown(changed, signed), world.run)).faults == [
+        "the signed head names another entry 1 than is shown"
+    ]
+    (fault,) = (await audit_ledger(Shown([lines[0], lines[0]], signed), world.run)).faults
+    assert fault.startswith("chain_broken")
+
+
+async def test_an_export_of_another_run_and_a_file_that_is_none_are_told_apart(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await export_ledger(world.client(ANNA), world.run, tmp_path / "empty.jsonl")
+    with open_ledger_file(tmp_path / "empty.jsonl", pinned=world.run.digest) as file:
+        assert (await audit_ledger(file, file.run)).num_entries == 0
+    with pytest.raises(PeerError) as caught, open_ledger_file(tmp_path / "empty.jsonl", pinned="00" * 32):
+        pass
+    assert caught.value.code is ErrorCode.WRONG_RUN
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night.")
+    with pytest.raises(PeerError), open_ledger_file(tmp_path / "novel.txt", pinned=None):
+        pass
+    with pytest.raises(LocalError), open_ledger_file(tmp_path / "nothing", pinned=None):
+        pass
