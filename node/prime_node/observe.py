@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import sys
 import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from prime_node.ports.metrics import Metric, MetricKind, Metrics
 
 
 def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
@@ -56,15 +60,73 @@ class Recorders:
             recorder.close()
 
 
+class BestEffort:
+    """Passes rows on to a file that its owner can do without: where that fails (a full disk), it says so once and goes on."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._failed = False
+
+    def record(self, **fields: Any) -> None:
+        try:
+            self._recorder.record(**fields)
+        except OSError as error:
+            if not self._failed:
+                logging.getLogger(__name__).error("metrics are lost: %s", error)
+            self._failed = True
+
+    def close(self) -> None:
+        self._recorder.close()
+
+
+_LABELS = {"lag": "policies", "dropped": "reason", "refused": "reason", "wasted": "outcome"}
+"""What stands behind the slash of these names; of others it is an environment."""
+_WHOLE = ("fully_async/", "rollouter/", "trainer/")
+"""Names of verl's, whose slashes are no label."""
+
+
+class Gauges:
+    """The newest row as gauges, one for each name: `loss` becomes prime_trainer_loss.
+
+    A name with a slash is one of several: `reward_mean/words` becomes
+    prime_trainer_reward_mean_by_environment{environment="words"}, `lag/2` prime_trainer_lag_by_policies{policies="2"}.
+    """
+
+    def __init__(self, metrics: Metrics, *, prefix: str) -> None:
+        self._metrics = metrics
+        self._prefix = prefix
+
+    def record(self, **fields: Any) -> None:
+        """What is no number is left out."""
+        for field, value in fields.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            base, _, which = (field, "", "") if field.startswith(_WHOLE) else field.partition("/")
+            label = _LABELS.get(base, "environment")
+            labels = {label: which} if which else {}
+            name = self._prefix + re.sub(r"[^a-zA-Z0-9_]", "_", base) + (f"_by_{label}" if which else "")
+            self._metrics.declare(Metric(MetricKind.GAUGE, name, f"{base} of the newest row.", tuple(labels)))
+            self._metrics.set(name, float(value), **labels)
+
+    def close(self) -> None:
+        """Gauges are read until the process ends."""
+
+
 class JsonLines:
     """Appends one JSON object a line. A crash loses at most the last line; a reader skips a broken one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, bytes_max: int | None = None) -> None:
+        """Beyond `bytes_max` the file becomes PATH.1, in place of an older one, and a new one begins."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._bytes_max = path, bytes_max
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
     def record(self, **fields: Any) -> None:
         """Example: record(step=3, reward=0.4)."""
+        if self._bytes_max is not None and self._file.tell() >= self._bytes_max:
+            self._file.close()
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._file.write(
             json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n"
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prime_node.observe import JsonLines, JsonLinesReader, read_json_lines
+import pytest
+
+from prime_node.observe import BestEffort, JsonLines, JsonLinesReader, read_json_lines
 
 
 def test_what_was_recorded_is_read_back_with_its_time(tmp_path: Path) -> None:
@@ -31,3 +33,27 @@ def test_a_line_that_a_crash_cut_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     assert [row["step"] for row in read_json_lines(path)] == [1, 3]
+
+
+def test_a_full_file_is_kept_beside_the_one_that_follows_it(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "timeline.jsonl", bytes_max=100)
+    for number in range(9):
+        lines.record(number=number)
+    lines.close()
+    older, newer = (read_json_lines(tmp_path / name) for name in ("timeline.jsonl.1", "timeline.jsonl"))
+    assert [row["number"] for row in [*older, *newer]] == list(range(9 - len(older) - len(newer), 9))
+    assert (tmp_path / "timeline.jsonl.1").stat().st_size < 200
+
+
+def test_a_full_disk_costs_the_metrics_and_not_the_role(caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        def record(self, **fields: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    recorder = BestEffort(Full())
+    recorder.record(step=1)
+    recorder.record(step=2)
+    assert caplog.text.count("No space left") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.trainer_world import (
@@ -58,11 +59,11 @@ async def test_stopped_between_two_batches_it_saves_nothing_that_is_half_a_step(
     trainer = make_trainer(tmp_path / "cut", cut)
     feed_take = trainer.feed.take
 
-    async def take(step: int, part: int = 0, *, durable_step: int = 0) -> object:
+    async def take(step: int, part: int = 0, **told: Any) -> object:
         if (step, part) == (1, 1):
             stop.set()
             await asyncio.Event().wait()
-        return await feed_take(step, part, durable_step=durable_step)
+        return await feed_take(step, part, **told)
 
     trainer.feed.take = take  # type: ignore[method-assign,assignment]
     assert not await run(trainer, stop)

@@ -63,7 +63,7 @@ def test_metrics_say_what_each_step_did(whole: BatchCoordinator, folder: Path) -
         assert (row["num_groups"], row["num_rollouts"]) == (GROUPS, GROUPS * ROLLOUTS)
         assert (row["num_flat_groups"], row["filtered_zero_advantage"]) == (1, ROLLOUTS)
         assert row["lag_max"] == min(int(str(row["step"])), 2)
-        assert {"loss", "grad_norm", "lr", "idle_seconds", "train_seconds", "idle_share"} <= row.keys()
+        assert {"loss", "grad_norm", "lr", "idle_seconds", "train_seconds", "trainer/idle_ratio"} <= row.keys()
     assert [row["step"] for row in rows(folder, "eval_greedy")] == [0, 2, 4, 5]
     assert [row["policy_version"] for row in rows(folder, "sent_bytes")] == list(range(STEPS + 1))
     assert [row["sft_step"] for row in rows(folder, "sft_accuracy")] == [2]

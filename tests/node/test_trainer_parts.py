@@ -19,6 +19,7 @@ from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
+from prime_node.trainer.step import Trained
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -57,7 +58,35 @@ def test_filtered_rollouts_stay_in_the_metrics() -> None:
         "finished_share": 0.8,
         "lag_mean": 1.0,
         "lag_max": 2,
+        "lag/0": 2,
+        "lag/1": 1,
+        "lag/2": 2,
+        "num_stale_groups": 1,
+        "num_stale_rollouts": 3,
+        "fully_async/partial/total_partial_num": 0,
+        "fully_async/partial/partial_ratio": 0.0,
+        "fully_async/partial/max_partial_span": 0,
         "filtered_zero_advantage": 3,
+    }
+
+
+def test_completions_of_several_policies_are_counted_as_verl_counts_them() -> None:
+    metrics = prepared(replace(MIXED, policies_spanned=(0, 2, 1)), FLAT).metrics
+    assert metrics["fully_async/partial/total_partial_num"] == 2
+    assert metrics["fully_async/partial/partial_ratio"] == 2 / 5
+    assert metrics["fully_async/partial/max_partial_span"] == 2
+
+
+def test_over_the_batches_of_a_step_counts_are_added_up_and_the_widest_span_is_kept() -> None:
+    trained = Trained("", 1.0)
+    for span in (1, 3):
+        row = {"lag/1": 2.0, "fully_async/partial/total_partial_num": 1.0, "fully_async/partial/max_partial_span": span}
+        trained.rows.append((4.0, row | {"fully_async/partial/partial_ratio": 0.1 * span}))
+    assert trained.metrics == {
+        "lag/1": 4.0,
+        "fully_async/partial/total_partial_num": 2.0,
+        "fully_async/partial/max_partial_span": 3,
+        "fully_async/partial/partial_ratio": pytest.approx(0.2),
     }
 
 

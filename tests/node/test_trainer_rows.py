@@ -13,23 +13,26 @@ from tests.node.trainer_world import make_run
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import wire_training
-from prime_node.observe import read_json_lines
+from prime_node.observe import Gauges, read_json_lines
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.gauges import Gauges
 from prime_node.trainer.loop import speed
 
 
 def test_rows_become_gauges() -> None:
     metrics = PrometheusMetrics()
-    gauges = Gauges(metrics)
+    gauges = Gauges(metrics, prefix="prime_trainer_")
     gauges.record(step=3, loss=0.5, **{"reward_mean/words": 0.25, "reward_mean": 0.3})
     gauges.record(step=4, loss=float("nan"), encodings={"anchor": 3})
+    gauges.record(**{"trainer/idle_ratio": 0.125, "fully_async/count/stale_samples_processed": 9, "lag/2": 7})
     text = metrics.exposition()[0].decode()
     assert "prime_trainer_step 4.0" in text
     assert "prime_trainer_loss 0.5" in text
     assert 'prime_trainer_reward_mean_by_environment{environment="words"} 0.25' in text
     assert "prime_trainer_reward_mean 0.3" in text
     assert "encodings" not in text
+    assert "prime_trainer_trainer_idle_ratio 0.125" in text
+    assert "prime_trainer_fully_async_count_stale_samples_processed 9.0" in text
+    assert 'prime_trainer_lag_by_policies{policies="2"} 7.0' in text
 
 
 async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,8 @@ class PrometheusMetrics:
                 case MetricKind.GAUGE if metric.name not in self._gauges:
                     self._gauges[metric.name] = Gauge(*arguments, registry=self._registry)
                 case MetricKind.HISTOGRAM if metric.name not in self._histograms:
-                    self._histograms[metric.name] = Histogram(*arguments, registry=self._registry)
+                    buckets = metric.buckets or Histogram.DEFAULT_BUCKETS
+                    self._histograms[metric.name] = Histogram(*arguments, registry=self._registry, buckets=buckets)
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
         counter = self._counters[name]

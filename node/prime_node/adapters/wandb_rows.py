@@ -9,11 +9,11 @@ import wandb
 
 
 class WandbRows:
-    """Implements observe.Recorder. After a restart the rows go on under the same id, which follows from the run's digest."""
+    """Implements observe.Recorder. After a restart the rows go on under the same id."""
 
-    def __init__(self, folder: Path, *, project: str, run: str, name: str) -> None:
+    def __init__(self, folder: Path, *, project: str, run_id: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, id=run[:32], name=name, dir=str(folder), resume="allow")
+        self._run = wandb.init(project=project, id=run_id, name=name, dir=str(folder), resume="allow")
         # W&B's own step counts calls; after a resume, and with rows of several kinds, that says nothing.
         self._run.define_metric("*", step_metric="step", step_sync=False)
         self._run.define_metric("sft/*", step_metric="sft/sft_step", step_sync=False)

@@ -83,7 +83,7 @@ def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
 
 def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: list[dict[str, Any]]) -> Row:
     if worker is None:
-        idle = recent(trained, "idle_share") if name == "trainer" else None
+        idle = recent(trained, "trainer/idle_ratio") if name == "trainer" else None
         return Row(name, state, "" if idle is None else f"idle {idle:.0%}")
     refused: Mapping[str, int] = worker.get("refused", {})
     ban = worker.get("banned")

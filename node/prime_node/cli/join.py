@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 HOME = Path.home() / ".prime-node"
 UNSAFE = "Cheat on purpose (altered or stale weights), to see the checks at work. You will be banned."
 
+TIMELINE_BYTES_MAX = 2**24
+"""Of a worker's timeline.jsonl; a full one is kept beside the one that follows it."""
+
 
 def join(
     link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
@@ -89,6 +92,7 @@ async def _join(
     from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
+    from prime_node.observe import BestEffort, JsonLines
     from prime_node.patience import unless
     from prime_node.worker.loop import run as run_worker
     from prime_node.worker.worker import Worker
@@ -108,6 +112,7 @@ async def _join(
             if ready is None:
                 return 0
             run, engine = ready
+            timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
             try:
                 following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
                 async with following as (follower, trust, peer):
@@ -123,9 +128,11 @@ async def _join(
                         folder=folder,
                         clock=wire.clock(),
                         rng=random.Random(),
+                        timeline=timeline,
                     )
                     return (await run_worker(worker, stop)).exit_code
             finally:
+                timeline.close()
                 await engine.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli import wire
+from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -34,7 +35,11 @@ async def coordinator_parts(
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.daemon import Parts
     from prime_node.keyfile import keep_secret
+    from prime_node.observe import BestEffort, JsonLines
 
+    rows = rows_in(
+        folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project, who="coordinator"
+    )
     blobs = FolderBlobs(public / "blobs")
     for file in run.spec.model_files:
         await blobs.put((model / file.name).read_bytes())
@@ -55,6 +60,8 @@ async def coordinator_parts(
         tokenizer=wire.tokenizer(model),
         dial_back=HttpDialBack(run.digest),
         network=_coordinator_network(run, key, settings),
+        rows=BestEffort(rows),
+        timeline=BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=settings.timeline_bytes_max)),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.wire import missing_extra
+from prime_node.cli.wire_rows import rows_in
 from prime_protocol.run_spec import PinnedRun, RunSpec
 
 if TYPE_CHECKING:
@@ -92,21 +93,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
 @contextlib.asynccontextmanager
 async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) -> AsyncIterator[Recorder]:
     """Where the trainer's rows go: metrics.jsonl always, and wherever the settings say. Raises LocalError."""
-    from prime_node.observe import JsonLines, Recorders
-
-    rows: list[Recorder] = [JsonLines(folder / "metrics.jsonl")]
-    if settings.tensorboard:
-        try:
-            from prime_node.adapters.tensorboard_rows import TensorboardRows
-        except ImportError as error:
-            raise missing_extra("tensorboard", "rows for TensorBoard", error) from None
-        rows.append(TensorboardRows(folder / "tensorboard"))
-    if settings.wandb_project is not None:
-        try:
-            from prime_node.adapters.wandb_rows import WandbRows
-        except ImportError as error:
-            raise missing_extra("wandb", "rows for Weights & Biases", error) from None
-        rows.append(WandbRows(folder, project=settings.wandb_project, run=run.digest, name=run.spec.name))
+    rows = rows_in(folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project)
     async with contextlib.AsyncExitStack() as stack:
         if settings.metrics_port is not None:
             try:
@@ -114,11 +101,12 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
             except ImportError as error:
                 raise missing_extra("coordinator", "metrics for Prometheus", error) from None
             from prime_node.adapters.web.aiohttp_server import AiohttpServer
-            from prime_node.trainer.gauges import Gauges, metrics_route
+            from prime_node.observe import Gauges, Recorders
+            from prime_node.trainer.exposition import metrics_route
 
             metrics, server = PrometheusMetrics(), AiohttpServer()
             port = await server.start([metrics_route(metrics)], host=settings.metrics_host, port=settings.metrics_port)
             stack.push_async_callback(server.stop, grace_s=1.0)
             log.info("metrics on http://%s:%d/metrics", settings.metrics_host, port)
-            rows.append(Gauges(metrics))
-        yield Recorders(*rows)
+            rows = Recorders(rows, Gauges(metrics, prefix="prime_trainer_"))
+        yield rows

@@ -88,6 +88,12 @@ class CoordinatorConfig(Settings):
     """How often the statement of which policy and keys are newest is signed anew."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
     """How long one holds. A worker that has seen none for longer takes no new work: it may be shown a frozen run."""
+    tensorboard: bool = False
+    """Write the numbers of each step for TensorBoard too, beside metrics.jsonl."""
+    wandb_project: str | None = None
+    """Send them to this project of Weights & Biases too, which keeps its own settings in WANDB_* variables."""
+    timeline_bytes_max: int = Field(default=2**26, ge=2**16)
+    """Of timeline.jsonl, which `prime-node trace` draws from; a full one is kept beside the one that follows it."""
     p2p_listen: tuple[str, ...] = ()
     """Multiaddrs of a libp2p host of the coordinator's own, for example ["/ip4/0.0.0.0/tcp/8401"]: workers meet there, and it
     relays for those behind NATs. Empty: no such host, and peers talk over HTTP alone. Needs the extra p2p."""

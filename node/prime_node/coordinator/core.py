@@ -11,6 +11,7 @@ from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
@@ -63,6 +64,7 @@ class Core:
     private: Documents
     """Evidence, for the operator."""
     metrics: Metrics
+    observer: Observer
     news: News
     presence: Presence
     checks: CheckQueue
@@ -95,7 +97,9 @@ class Core:
 
     def decide(self, event: ev.Event) -> None:
         """Make an event happen. It is durable once `journal.synced` returns, which every answer waits for."""
-        for effect in self.journal.record(event):
+        effects = self.journal.record(event)
+        self.observer.note(event, self.state, self.clock.now_ms())
+        for effect in effects:
             if isinstance(effect, Woken):
                 self.news.publish(effect.topic)
             elif isinstance(effect, Settled):

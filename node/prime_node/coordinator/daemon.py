@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prime_node.coordinator import curation
 from prime_node.coordinator.api import judging
@@ -28,6 +28,9 @@ from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.measure import report
+from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.tracker import Tracker
 from prime_node.coordinator.peering import announce_heads, open_host
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
@@ -37,6 +40,7 @@ from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state.scheduler import expired_leases
 from prime_node.coordinator.waiting import News
 from prime_node.coordinator.watchdog import Watchdog
+from prime_node.observe import Gauges, Recorder, Recorders
 from prime_node.patience import first_of
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -77,6 +81,10 @@ class Parts:
     """Tries what peers announce; without it, they are believed."""
     network: PeerNetwork | None = None
     """A libp2p host of the coordinator's own, where its operator wants one."""
+    rows: Recorder = field(default_factory=Recorders)
+    """Gets the numbers of each step."""
+    timeline: Recorder = field(default_factory=Recorders)
+    """Gets a line for each lease, verdict, batch and policy."""
 
 
 async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
@@ -85,6 +93,8 @@ async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], Non
         core = await open_core(parts)
         await _serve(core, parts, stop, ready)
     finally:
+        parts.rows.close()
+        parts.timeline.close()
         await parts.store.close()
     log.info("stopped at event %d", core.journal.number)
 
@@ -130,7 +140,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
 async def open_core(parts: Parts) -> Core:
     """Restore the state, and with it everything that follows from it."""
     config, run = parts.config, parts.run
-    parts.metrics.declare(*METRICS)
+    parts.metrics.declare(*METRICS, *report.METRICS)
     await restore_keys(run, parts.published, parts.key)
     journal = await open_journal(
         parts.store,
@@ -158,6 +168,12 @@ async def open_core(parts: Parts) -> Core:
         published=parts.published,
         private=parts.private,
         metrics=parts.metrics,
+        observer=Observer(
+            Tracker(journal.state),
+            parts.metrics,
+            rows=Recorders(parts.rows, Gauges(parts.metrics, prefix="prime_coordinator_")),
+            timeline=parts.timeline,
+        ),
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(check_ms=round(config.check_seconds * 1_000), attempts_max=config.check_attempts_max),

@@ -21,6 +21,8 @@ class Metric:
     name: str
     help: str
     labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets; empty: prometheus-client's, which suit seconds."""
 
 
 class Metrics(Protocol):

@@ -37,6 +37,8 @@ class Group:
     """The name, in the RunSpec, of what the prompt is a problem of."""
     masked: tuple[bool, ...] = ()
     """Completions that are too old to learn from; empty where none is. They count in the advantages."""
+    policies_spanned: tuple[int, ...] = ()
+    """From the policy of each completion's first token to that of its last; empty where none spans any."""
 
 
 class TrainingMode(StrEnum):

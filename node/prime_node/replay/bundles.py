@@ -107,6 +107,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         worker=entry.worker,
         environment=entry.problem.environment,
         masked=masked(versions, schedule, step=step),
+        policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
     )
 
 

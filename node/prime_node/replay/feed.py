@@ -63,13 +63,18 @@ class Feed:
         self._ahead: dict[tuple[int, int], asyncio.Task[StepBatch]] = {}
         self._verified = verified or _at_once
         self._durable_step = 0
+        self._train_ms: int | None = None
 
-    async def take(self, step: int, part: int = 0, *, durable_step: int = 0) -> StepBatch:
+    async def take(
+        self, step: int, part: int = 0, *, durable_step: int = 0, train_seconds: float | None = None
+    ) -> StepBatch:
         """A batch of `step`, of whose batches this is number `part`. Asking again gives the same batch. Raises PeerError.
 
         `durable_step`: where the trainer would resume if it were killed now; the coordinator may forget older batches.
+        `train_seconds`: what the newest finished step took, for the coordinator's metrics.
         """
         self._durable_step = durable_step
+        self._train_ms = None if train_seconds is None else round(train_seconds * 1_000)
         fetching = self._ahead.pop((step, part), None) or asyncio.create_task(self._fetch(step, part))
         try:
             batch = await fetching
@@ -113,7 +118,9 @@ class Feed:
             await self._clock.sleep(answer.retry_after_s)
 
     def _ask_for(self, step: int, part: int) -> Awaitable[Envelope | NotYet]:
-        request = BatchRequest(step=step, part=part, durable_step=self._durable_step, wait_s=self._wait_seconds)
+        request = BatchRequest(
+            step=step, part=part, durable_step=self._durable_step, wait_s=self._wait_seconds, train_ms=self._train_ms
+        )
         return self._coordinator.batch(request)
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:

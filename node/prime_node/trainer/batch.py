@@ -68,7 +68,22 @@ def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "finished_share": sum(c.finish is FinishReason.STOP for c in completions) / len(completions),
         "lag_mean": sum(lags) / len(lags),
         "lag_max": max(lags),
+        **{f"lag/{lag}": count for lag, count in sorted(Counter(lags).items())},
+        "num_stale_groups": sum(any(step > version for version in group.policy_versions) for group in groups),
+        "num_stale_rollouts": sum(lag > 0 for lag in lags),
+        **_partial(groups),
         **_by_environment(groups),
+    }
+
+
+def _partial(groups: Sequence[Group]) -> dict[str, float]:
+    """verl's numbers of completions that several policies sampled."""
+    spans = [span for group in groups for span in group.policies_spanned or (0,) * len(group.completions)]
+    num_partial = sum(span > 0 for span in spans)
+    return {
+        "fully_async/partial/total_partial_num": num_partial,
+        "fully_async/partial/partial_ratio": num_partial / len(spans),
+        "fully_async/partial/max_partial_span": max(spans),
     }
 
 

@@ -65,23 +65,36 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             if trainer.state.optimizer_steps > done:  # the weights are those of half a step: not to be saved
                 return
             break
-        trainer.state = trainer.state.updated(step=step + 1, batch=trained.batch, lr_multiplier=trained.lr_multiplier)
+        numbers = trained.metrics
+        trainer.state = trainer.state.updated(
+            step=step + 1,
+            batch=trained.batch,
+            lr_multiplier=trained.lr_multiplier,
+            stale_groups=trainer.state.stale_groups + round(numbers["num_stale_groups"]),
+            stale_rollouts=trainer.state.stale_rollouts + round(numbers["num_stale_rollouts"]),
+        )
         trained_s = now_s()
+        trainer.train_seconds = trained_s - began_s - trained.idle_seconds
         await trainer.save_if_due()
         saved_s = now_s()
         await _unless_left(trainer, stop, trainer.publish())
         ended_s = now_s()
         trainer.metrics.record(
             step=step,
-            **trained.metrics,
+            **numbers,
             idle_seconds=trained.idle_seconds,
-            train_seconds=trained_s - began_s - trained.idle_seconds,
-            **speed(trained.metrics, trained_s - began_s - trained.idle_seconds, trainer.config.device_flops_max),
+            train_seconds=trainer.train_seconds,
+            **speed(numbers, trainer.train_seconds, trainer.config.device_flops_max),
             save_seconds=saved_s - trained_s,
             copy_seconds=trainer.copy_seconds,
             submit_seconds=ended_s - saved_s,
             step_seconds=ended_s - began_s,
-            idle_share=trained.idle_seconds / max(ended_s - began_s, 1e-9),
+            **{
+                "trainer/idle_ratio": trained.idle_seconds / max(ended_s - began_s, 1e-9),
+                "fully_async/total_wait_time": trained.idle_seconds,
+                "fully_async/count/stale_samples_processed": trainer.state.stale_groups,
+                "fully_async/count/stale_trajectory_processed": trainer.state.stale_rollouts,
+            },
         )
         await trainer.evaluate_if_due()
     await trainer.save()

@@ -35,6 +35,10 @@ class TrainerState(BaseModel):
     """Supervised steps done."""
     optimizer_steps: int = Field(default=0, ge=0)
     """All optimizer steps done, for the manifest's provenance. A step whose rollouts all fell out takes none."""
+    stale_groups: int = Field(default=0, ge=0)
+    """Groups trained on so far that an older policy than their step's had begun."""
+    stale_rollouts: int = Field(default=0, ge=0)
+    """Completions likewise."""
     lr_multiplier: float = Field(default=1.0, gt=0.0, le=1.0)
     """Of the damping."""
     batch: Digest | None = None

@@ -18,6 +18,8 @@ from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.trainer.teaching import taught
 from prime_node.trainer.trainer import Trainer
 
+_ADDED_UP = ("num_", "filtered_", "flagged_", "lag/")
+
 
 @dataclass
 class Trained:
@@ -38,9 +40,9 @@ class Trained:
         merged: dict[str, float] = {}
         for name in dict.fromkeys(name for _, row in self.rows for name in row):
             found = [(weight, row[name]) for weight, row in self.rows if name in row]
-            if name.startswith(("num_", "filtered_", "flagged_")) or name.endswith(("_seconds", "_flops")):
+            if name.startswith(_ADDED_UP) or name.endswith(("_seconds", "_flops", "_num")):
                 merged[name] = sum(value for _, value in found)
-            elif "_max" in name:
+            elif "_max" in name or "/max_" in name:
                 merged[name] = max(value for _, value in found)
             else:
                 total = sum(weight for weight, _ in found)

@@ -45,6 +45,8 @@ class Trainer:
     state: TrainerState = field(init=False)
     copy_seconds: float = field(default=0.0, init=False)
     """How long the last policy's copy for the publisher kept the next step waiting."""
+    train_seconds: float | None = field(default=None, init=False)
+    """What training took in the last step."""
     _thread: ThreadPoolExecutor = field(init=False)
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -67,7 +69,7 @@ class Trainer:
 
     async def next_batch(self, part: int) -> StepBatch:
         durable_step = self.checkpoints.durable_step(self.publisher.head)
-        return await self.feed.take(self.state.step, part, durable_step=durable_step)
+        return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
 
     async def train(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
         stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
@@ -147,6 +149,8 @@ def record_published(metrics: Recorder) -> Callable[[Published], None]:
             sent_bytes=published.sent_bytes,
             ratio=published.ratio,
             encodings=dict(published.encodings),
+            encode_seconds=published.encode_seconds,
+            upload_seconds=published.seconds - published.encode_seconds,
             publish_seconds=published.seconds,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +40,9 @@ async def generate(
     *,
     held: int,
     wait_newer: Callable[[int], Coroutine[Any, Any, tuple[int, Weights]]],
+    timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
 ) -> Generated:
-    """The lease's completions. `wait_newer` gives the next policy after a version, and its weights.
+    """The lease's completions. `wait_newer` gives the next policy after a version, and its weights; a swap to it is `timed`.
 
     An engine that cannot swap under way as the run wants drains: a completion may span policies, it need not.
     """
@@ -59,7 +61,8 @@ async def generate(
             if swapping is None:
                 log.info("policy %d is out: handing the lease back", version)
                 return Generated(None, held)
-            await swapping.update(weights, policy_version=version, swap=swap)
+            with timed(version):
+                await swapping.update(weights, policy_version=version, swap=swap)
             held = version
         completions = await generating
         if begun_on != lease.policy_version:  # a lease that waited its turn is begun on what the engine holds by then

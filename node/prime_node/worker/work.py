@@ -98,8 +98,11 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         swap,
         held=worker.held,
         wait_newer=functools.partial(_wait_newer, worker),
+        timed=lambda version: worker.timed("swap", policy_version=version),
     )
-    generated = await unless(worker.grace_over.wait(), work)
+    slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
+    with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
+        generated = await unless(worker.grace_over.wait(), work)
     worker.held = -1 if generated is None else generated.held
     completions = None if generated is None else generated.completions
     if completions is None:
@@ -133,7 +136,8 @@ async def _load(worker: Worker, policy: Policy) -> None:
     for attempt in range(1, LOADS_MAX + 1):
         worker.held = -1
         try:
-            await worker.engine.load(policy.weights, policy_version=policy.version)
+            with worker.timed("swap", policy_version=policy.version):
+                await worker.engine.load(policy.weights, policy_version=policy.version)
         except EngineMismatch as error:
             log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
         else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from prime_node import __version__
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.folder_lock import FolderLock
+from prime_node.observe import Recorder, Recorders
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine
 from prime_node.ports.transport import WorkerPort
@@ -64,6 +66,8 @@ class Worker:
     """What the owner is told about the exchange with other workers."""
     say: Callable[[str], None] = log.info
     """Where the line for the owner goes."""
+    timeline: Recorder = field(default_factory=Recorders)
+    """Gets a line for each swap and each lease generated."""
     in_hand: set[str] = field(default_factory=set)
     """Leases that wait, are being generated or are being written to the spool."""
     held: int = -1
@@ -99,3 +103,12 @@ class Worker:
     def seconds_left(self, lease: Lease) -> float:
         """Until the lease expires by the coordinator's clock; below 0 once it has."""
         return (lease.expires_at_ms - self.session.server_now_ms()) / 1_000
+
+    @contextlib.contextmanager
+    def timed(self, kind: str, **fields: int) -> Iterator[None]:
+        """A line of the timeline for what is done inside, by the coordinator's clock."""
+        begin_ms = self.session.server_now_ms()
+        try:
+            yield
+        finally:
+            self.timeline.record(kind=kind, begin_ms=begin_ms, end_ms=self.session.server_now_ms(), **fields)

@@ -68,6 +68,8 @@ class Published:
     """Bytes of each: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
     seconds: float
     """From the moment that its turn came."""
+    encode_seconds: float
+    """Of those, until everything of it was encoded."""
 
     @property
     def sent_bytes(self) -> int:
@@ -201,6 +203,7 @@ class Publisher:
         tensors = await asyncio.to_thread(submission.copy.tensors)
         with PartSpool(self._spool_folder) as spool:
             encoded = await asyncio.to_thread(self._encoder.encode, version, submission.copy, spool.keep)
+            encoded_s = self._clock.monotonic_s()
             signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
             await self._upload(signed, encoded, spool)
         self._head = signed
@@ -212,6 +215,7 @@ class Publisher:
                 submission.copy.raw_bytes,
                 {_name_of(route, version): route.sent_bytes for route in routes_of(signed.manifest)},
                 self._clock.monotonic_s() - began_s,
+                encoded_s - began_s,
             )
         )
 

@@ -32,6 +32,8 @@ async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | No
         raise PeerError(
             ErrorCode.NOT_FOUND, f"step {request.step} is forgotten: the trainer was durable at {state.durable_step}"
         )
+    if request.train_ms is not None:
+        core.observer.trained(request.step, request.train_ms / 1_000)
     durable = forgettable_step(state, min(request.durable_step, request.step))
     if durable > state.durable_step:
         core.decide(ev.TrainerDurable(durable))

@@ -1,0 +1,38 @@
+"""Rows of metrics: which files and services get them. Part of wire.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_node.cli.wire import missing_extra
+from prime_node.observe import JsonLines, Recorder, Recorders
+
+if TYPE_CHECKING:
+    from prime_protocol.run_spec import PinnedRun
+
+
+def rows_in(
+    folder: Path, run: PinnedRun, *, tensorboard: bool, wandb_project: str | None, who: str | None = None
+) -> Recorder:
+    """metrics.jsonl always, TensorBoard and W&B where the settings say so; `who` tells the roles of one run apart there.
+
+    Raises LocalError.
+    """
+    rows: list[Recorder] = [JsonLines(folder / "metrics.jsonl")]
+    if tensorboard:
+        try:
+            from prime_node.adapters.tensorboard_rows import TensorboardRows
+        except ImportError as error:
+            raise missing_extra("tensorboard", "rows for TensorBoard", error) from None
+        rows.append(TensorboardRows(folder / "tensorboard"))
+    if wandb_project is not None:
+        try:
+            from prime_node.adapters.wandb_rows import WandbRows
+        except ImportError as error:
+            raise missing_extra("wandb", "rows for Weights & Biases", error) from None
+        run_id, name = (run.digest[:32], run.spec.name)
+        if who is not None:
+            run_id, name = f"{run_id}-{who}", f"{name} {who}"
+        rows.append(WandbRows(folder, project=wandb_project, run_id=run_id, name=name))
+    return Recorders(*rows)

@@ -1,0 +1,151 @@
+"""What the daemon does with the tracker: rows, lines of the timeline, Prometheus. Nothing is decided here.
+
+metrics.jsonl    a row a step (report.py), with the broadcast's time and the closeness to a scheduler that costs nothing
+timeline.jsonl   a line a span: leases, verdicts, batches, policies and when each worker could use them; what
+                 `prime-node trace` draws
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from prime_node.coordinator.measure.report import row_of
+from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
+from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import State
+from prime_node.observe import Recorder, Recorders
+from prime_node.ports.metrics import Metrics
+
+STEPS_COMPARED = 4
+"""The newest steps that the closeness is told over."""
+WORKS_MAX = 20_000
+"""In so many steps' replay; beyond, the closeness is not told while the run goes on."""
+
+
+@dataclass(slots=True)
+class Observer:
+    """Rests on what `note` was told. `rows` get a step's numbers, `timeline` the spans."""
+
+    tracker: Tracker
+    metrics: Metrics
+    rows: Recorder = field(default_factory=Recorders)
+    timeline: Recorder = field(default_factory=Recorders)
+    train_seconds: dict[int, float] = field(default_factory=dict)
+    """Step asked for -> what training the newest finished one had taken, as the trainer said."""
+    usable_seconds: dict[int, float] = field(default_factory=dict)
+    """Policy -> from its publication until the slowest worker so far could use it."""
+    _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
+    _num_stale: int = 0
+
+    def note(self, event: ev.Event, state: State, at_ms: int) -> None:
+        """After the event."""
+        spans, done = self.tracker.note(event, state, at_ms)
+        for span in spans:
+            self._tell(span, state)
+        if done is not None:
+            self._tell_step(done, state)
+
+    def usable(self, worker: str, policy_version: int, after_s: float, at_ms: int) -> None:
+        """A worker could use a policy so long after its publication."""
+        self.usable_seconds[policy_version] = max(after_s, self.usable_seconds.get(policy_version, 0.0))
+        _keep_newest(self.usable_seconds)
+        self.timeline.record(
+            kind="usable",
+            begin_ms=at_ms - round(after_s * 1_000),
+            end_ms=at_ms,
+            worker=worker,
+            policy_version=policy_version,
+        )
+
+    def trained(self, asked_step: int, seconds: float) -> None:
+        """The trainer has measured a step. Saying it again changes nothing."""
+        self.train_seconds[asked_step] = seconds
+        _keep_newest(self.train_seconds)
+
+    def closeness(self, state: State) -> float | None:
+        """Replayed over measured time of the newest steps; None before enough is known."""
+        works = [work for step in self._steps for work in step.works]
+        known = self.train_seconds.values()
+        if len(self._steps) < STEPS_COMPARED or not known or not 0 < len(works) <= WORKS_MAX:
+            return None
+        delays = [self.usable_seconds[step.step] for step in self._steps if step.step in self.usable_seconds]
+        mode = Mode(state.rules.admission, state.rules.batches_per_step)
+        if sum(work.num_groups for work in works) < mode.admission.groups_per_step:
+            return None
+        replayed_s = _steady_step_seconds(
+            works,
+            mode,
+            workers=max(1, round(sum(step.workers_mean for step in self._steps) / len(self._steps))),
+            train_seconds=sum(known) / len(known),
+            usable_seconds=sum(delays) / len(delays) if delays else 0.0,
+        )
+        measured_s = sum(step.seconds for step in self._steps) / len(self._steps)
+        return replayed_s / max(measured_s, 1e-9)
+
+    def _tell(self, span: Span, state: State) -> None:
+        if span.kind is SpanKind.CHECK:
+            self.metrics.observe("prime_check_seconds", span.seconds)
+        elif span.kind is SpanKind.LEASE and span.outcome != "redeemed":
+            self.metrics.add("prime_leases_wasted_total", outcome=span.outcome)
+        known = state.workers.get(span.worker)
+        self.timeline.record(
+            kind=str(span.kind),
+            begin_ms=span.begin_ms,
+            end_ms=span.end_ms,
+            outcome=span.outcome,
+            worker=span.worker,
+            name="" if known is None else known.name,
+            step=span.step,
+            policy_version=span.policy_version,
+            first_slot=span.slots[0] if span.slots else -1,
+            num_groups=len(span.slots),
+        )
+
+    def _tell_step(self, done: StepLog, state: State) -> None:
+        self._steps.append(done)
+        self._num_stale += done.dropped["stale"]
+        for lag, count in done.lags.items():
+            for _ in range(count):
+                self.metrics.observe("prime_group_lag", lag)
+        for name, values in (("queue", done.queue_seconds), ("generate", done.generate_seconds)):
+            for value in values:
+                self.metrics.observe(f"prime_group_{name}_seconds", value)
+        for reason, count in done.dropped.items():
+            self.metrics.add("prime_groups_dropped_total", count, reason=reason)
+        row = row_of(done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale)
+        if done.step in self.usable_seconds:
+            row["broadcast_seconds"] = self.usable_seconds[done.step]
+        closeness = self.closeness(state)
+        if closeness is not None:
+            row["closeness"] = closeness
+        self.rows.record(**row)
+
+
+def _steady_step_seconds(
+    works: list[Work], mode: Mode, *, workers: int, train_seconds: float, usable_seconds: float
+) -> float:
+    """What a step takes once the pipeline is full: the same work three times over, of which the last round counts."""
+    size = mode.admission.groups_per_step
+    again: list[Work] = []
+    slot = 0
+    for work in works * 3:
+        again.append(Work(slot, work.num_groups, work.seconds))
+        slot += work.num_groups
+    num_steps = slot // size
+    times = published_at(
+        again,
+        mode,
+        workers=workers,
+        train_seconds=lambda step: train_seconds,
+        usable_seconds=usable_seconds,
+        num_steps=num_steps,
+    )
+    first = num_steps * 2 // 3
+    return (times[-1] - times[first - 1]) / (num_steps - first)
+
+
+def _keep_newest(found: dict[int, float]) -> None:
+    while len(found) > 2 * STEPS_COMPARED:
+        del found[min(found)]

@@ -1,0 +1,69 @@
+"""A step's log as named numbers: the row of metrics.jsonl, and what Prometheus shows.
+
+Names that verl's fully asynchronous trainer uses mean here what they mean there; a sample is a group, a trajectory a completion.
+Times are seconds. What is counted `since the start` begins anew with the coordinator.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from prime_node.coordinator.measure.tracker import StepLog
+from prime_node.ports.metrics import Metric, MetricKind
+
+LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
+METRICS = (
+    Metric(MetricKind.HISTOGRAM, "prime_group_lag", "Policies that trained groups were behind.", buckets=LAG_BUCKETS),
+    Metric(MetricKind.HISTOGRAM, "prime_group_queue_seconds", "From a group's verdict to its batch."),
+    Metric(MetricKind.HISTOGRAM, "prime_group_generate_seconds", "What a trained group's lease took."),
+    Metric(MetricKind.HISTOGRAM, "prime_check_seconds", "From a bundle's arrival to its verdict."),
+    Metric(
+        MetricKind.COUNTER, "prime_groups_dropped_total", "Accepted groups thrown away, since the start.", ("reason",)
+    ),
+    Metric(
+        MetricKind.COUNTER, "prime_leases_wasted_total", "Leases that brought nothing, since the start.", ("outcome",)
+    ),
+)
+"""Beside the newest row, whose numbers become gauges."""
+
+
+def row_of(log: StepLog, *, head: int, num_generated: int, num_dropped: int) -> dict[str, float]:
+    """`num_generated` and `num_dropped`: groups accepted, and dropped as stale, since the run and the start."""
+    row = {
+        "step": log.step,
+        "rollouter/idle_ratio": log.idle_ratio,
+        "fully_async/rollouter/active_time": log.seconds * (1.0 - log.idle_ratio),
+        "fully_async/rollouter/version_time": log.seconds,
+        "fully_async/count/current_param_version": head,
+        "fully_async/count/total_generated_samples": num_generated,
+        "fully_async/count/staleness_samples": log.num_ready + log.num_leased,
+        "fully_async/count/dropped_stale_samples": num_dropped,
+        "fully_async/monitor/active_tasks_size": log.num_leased,
+        "fully_async/monitor/queue/mq_queue_size": log.num_ready,
+        "fully_async/monitor/queue/pending_queue_size": log.num_open,
+        "workers_mean": log.workers_mean,
+        **_spread("queue_age_seconds", log.queue_seconds),
+        **_spread("check_seconds", log.check_seconds),
+        **_processing_time(log.generate_seconds),
+    }
+    num_trained = log.lags.total()
+    if num_trained:
+        row["lag_mean"] = sum(lag * count for lag, count in log.lags.items()) / num_trained
+        row["lag_max"] = max(log.lags)
+    for base, counts in (("dropped", log.dropped), ("refused", log.refused), ("wasted", log.wasted)):
+        row |= {f"{base}/{name}": count for name, count in sorted(counts.items())}
+    return row | {f"lag/{lag}": count for lag, count in sorted(log.lags.items())}
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_mean": statistics.fmean(values), f"{name}_max": max(values)} if values else {}
+
+
+def _processing_time(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    marks = {f"tp{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 95, 99)}
+    found = {"avg": statistics.fmean(ordered), "min": ordered[0], "max": ordered[-1], **marks}
+    return {f"fully_async/processing_time/{name}": value for name, value in found.items()}

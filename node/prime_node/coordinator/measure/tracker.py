@@ -1,0 +1,279 @@
+"""The tracker: what happened between two policies, from the state machine's events. Pure; it decides nothing.
+
+Soft state: a restart begins it anew, so what was under way then is missing in the report of that step. It is told of an event
+after `tick` has carried it out. Memory is bounded like the state's: by open leases, pending bundles and groups that wait.
+
+A worker generates its leases in turn: the time of each counts from when it was granted or from the worker's last bundle,
+whichever is later (the same as `tick` measures a worker's speed by).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from prime_node.coordinator.measure.zero_overhead import Work
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import LeaseRecord, State
+
+
+class SpanKind(StrEnum):
+    """What took the time, or happened at a moment."""
+
+    LEASE = "lease"
+    """A worker held and generated it."""
+    CHECK = "check"
+    """A bundle waited for its verdict."""
+    BATCH = "batch"
+    """The trainer was given a batch, at this moment."""
+    POLICY = "policy"
+    """A policy was published, at this moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A line of the timeline. Example: Span(SpanKind.LEASE, 1_000, 1_700, "redeemed", "12D3...", 4, 3, (128, 129))."""
+
+    kind: SpanKind
+    begin_ms: int
+    end_ms: int
+    outcome: str = ""
+    """Of a lease how it ended, of a check the verdict."""
+    worker: str = ""
+    step: int = -1
+    policy_version: int = -1
+    slots: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ms - self.begin_ms) / 1_000
+
+
+class _Held(NamedTuple):
+    worker: str
+    step: int
+    policy_version: int
+    slots: tuple[int, ...]
+    granted_ms: int
+
+
+class _Waiting(NamedTuple):
+    """An accepted group that no batch has taken."""
+
+    since_ms: int
+    lease: Span
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What happened while the trainer made one policy from another."""
+
+    step: int = 0
+    began_ms: int = 0
+    ended_ms: int = 0
+    busy_ms: float = 0.0
+    """Added up over workers that held a lease."""
+    present_ms: float = 0.0
+    """Added up over workers that took part."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Policies behind the step -> groups trained."""
+    queue_seconds: list[float] = field(default_factory=list)
+    """Of each trained group, from its verdict to its batch."""
+    generate_seconds: list[float] = field(default_factory=list)
+    """Of each trained group, its lease's time."""
+    check_seconds: list[float] = field(default_factory=list)
+    """Of each bundle that was judged."""
+    works: list[Work] = field(default_factory=list)
+    """Leases that were trained, for the replay."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Accepted groups that were thrown away, by reason."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Bundles, by reason."""
+    wasted: Counter[str] = field(default_factory=Counter)
+    """Leases that brought nothing, by how they ended."""
+    num_ready: int = 0
+    """Accepted groups that waited when the policy came out."""
+    num_leased: int = 0
+    """Groups that were leased or waited for a verdict then."""
+    num_open: int = 0
+    """Groups that waited to be leased then."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended_ms - self.began_ms) / 1_000
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the workers' time in which they held nothing to do."""
+        return 1.0 - self.busy_ms / self.present_ms if self.present_ms > 0 else 0.0
+
+    @property
+    def workers_mean(self) -> float:
+        return self.present_ms / max(1, self.ended_ms - self.began_ms)
+
+
+class Tracker:
+    """Told of every event in order, from a state on that it was made with."""
+
+    def __init__(self, state: State) -> None:
+        self._now_ms = 0
+        self._log: StepLog | None = None
+        """Of the step under way; None before the first policy that is seen."""
+        self._held: dict[str, _Held] = {}
+        self._holding: Counter[str] = Counter()
+        """Worker -> leases that it holds; none at 0."""
+        self._num_active = 0
+        self._arrived_ms: dict[str, int] = {}
+        """Worker -> when its last bundle came; forgotten once it holds no lease and does not take part."""
+        self._judged: dict[str, Span] = {}
+        """Bundle without a verdict -> its lease."""
+        self._waiting: dict[int, _Waiting] = {}
+        """By slot."""
+        for lease in state.leases.values():
+            self._hold(lease.lease_id, _held(lease))
+        for pending in state.bundles.values():
+            self._judged[pending.bundle] = self._span(_held(pending.lease), pending.arrived_at_ms, "redeemed")
+
+    def note(self, event: ev.Event, state: State, at_ms: int) -> tuple[list[Span], StepLog | None]:
+        """What has come to its end: spans, and with a policy the step that made it."""
+        self._pass_time(at_ms)
+        spans: list[Span] = []
+        done: StepLog | None = None
+        match event:
+            case ev.LeaseGranted():
+                self._hold(event.lease_id, _held(state.leases[event.lease_id]))
+            case ev.BundleArrived():
+                spans.append(self._arrive(event.bundle, state.bundles[event.bundle].lease, at_ms))
+            case ev.VerdictGiven():
+                spans += self._judge(event, state, at_ms)
+            case ev.BatchFixed():
+                spans.append(Span(SpanKind.BATCH, at_ms, at_ms, step=event.step))
+                self._take(event.step, state, at_ms)
+            case ev.GroupsDropped():
+                self._drop("stale", event.slots)
+            case ev.GroupsRated():
+                for rating in event.ratings:
+                    if rating.filtered is not None:
+                        self._drop(f"too_{rating.filtered}", (rating.slot,))
+            case ev.ManifestPublished():
+                spans.append(Span(SpanKind.POLICY, at_ms, at_ms, policy_version=event.policy_version))
+                done = self._publish(state, at_ms)
+            case _:
+                pass
+        if len(self._held) != len(state.leases):
+            spans += self._let_go(state, at_ms)
+        self._num_active = state.num_active
+        return spans, done
+
+    def _pass_time(self, at_ms: int) -> None:
+        passed_ms = max(0, at_ms - self._now_ms)
+        if self._log is not None:
+            self._log.busy_ms += passed_ms * min(len(self._holding), self._num_active)
+            self._log.present_ms += passed_ms * self._num_active
+        self._now_ms = max(self._now_ms, at_ms)
+
+    def _hold(self, lease_id: str, held: _Held) -> None:
+        self._held[lease_id] = held
+        self._holding[held.worker] += 1
+
+    def _arrive(self, bundle: str, lease: LeaseRecord, at_ms: int) -> Span:
+        if self._held.pop(lease.lease_id, None) is not None:  # else it had lapsed
+            self._release(lease.worker)
+        span = self._span(_held(lease), at_ms, "redeemed")
+        self._arrived_ms[lease.worker] = at_ms
+        self._judged[bundle] = span
+        return span
+
+    def _judge(self, event: ev.VerdictGiven, state: State, at_ms: int) -> list[Span]:
+        lease = self._judged.pop(event.bundle)
+        outcome = "accepted" if event.reason is None else str(event.reason)
+        check = Span(
+            SpanKind.CHECK,
+            lease.end_ms,
+            at_ms,
+            outcome,
+            lease.worker,
+            lease.step,
+            lease.policy_version,
+            lease.slots,
+        )
+        step = state.steps.get(lease.step)
+        for slot in lease.slots if event.reason is None and step is not None else ():
+            if step is not None and slot in step.accepted and step.accepted[slot].bundle == event.bundle:
+                self._waiting[slot] = _Waiting(at_ms, lease)
+        if self._log is not None:
+            self._log.check_seconds.append(check.seconds)
+            if event.reason is not None:
+                self._log.refused[outcome] += 1
+        return [check]
+
+    def _take(self, number: int, state: State, at_ms: int) -> None:
+        size = state.rules.groups_per_step
+        for slot in state.batches[number][-1]:
+            group = state.steps[slot // size].accepted[slot]
+            waited = self._waiting.pop(slot, None)
+            if self._log is None:
+                continue
+            self._log.lags[number - group.counted_from(state.rules.staleness_from)] += 1
+            if waited is None:
+                continue
+            self._log.queue_seconds.append((at_ms - waited.since_ms) / 1_000)
+            self._log.generate_seconds.append(waited.lease.seconds)
+            if slot == waited.lease.slots[0]:
+                self._log.works.append(Work(slot, len(waited.lease.slots), waited.lease.seconds))
+
+    def _drop(self, reason: str, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            self._waiting.pop(slot, None)
+        if self._log is not None:
+            self._log.dropped[reason] += len(slots)
+
+    def _publish(self, state: State, at_ms: int) -> StepLog | None:
+        log, self._log = self._log, StepLog(step=max(0, state.head), began_ms=at_ms)
+        if log is None:
+            return None
+        log.ended_ms = at_ms
+        log.num_ready = state.num_ready
+        log.num_leased = sum(len(step.held) for step in state.steps.values())
+        log.num_open = sum(len(step.open) for step in state.steps.values())
+        return log
+
+    def _let_go(self, state: State, at_ms: int) -> list[Span]:
+        """Leases that ended without a bundle."""
+        spans = []
+        for lease_id in [lease_id for lease_id in self._held if lease_id not in state.leases]:
+            held = self._held.pop(lease_id)
+            self._release(held.worker)
+            known = state.workers.get(held.worker)
+            ended = None if known is None else known.ended.get(lease_id)
+            outcome = str(ended.end) if ended is not None and ended.end is not None else "lapsed"
+            spans.append(self._span(held, at_ms, outcome))
+            if self._log is not None:
+                self._log.wasted[outcome] += 1
+        for worker in [worker for worker in self._arrived_ms if worker not in state.workers]:
+            del self._arrived_ms[worker]
+        return spans
+
+    def _release(self, worker: str) -> None:
+        self._holding[worker] -= 1
+        if self._holding[worker] <= 0:
+            del self._holding[worker]
+
+    def _span(self, held: _Held, at_ms: int, outcome: str) -> Span:
+        begun_ms = max(held.granted_ms, self._arrived_ms.get(held.worker, 0))
+        return Span(
+            SpanKind.LEASE,
+            min(begun_ms, at_ms),
+            at_ms,
+            outcome,
+            held.worker,
+            held.step,
+            held.policy_version,
+            held.slots,
+        )
+
+
+def _held(lease: LeaseRecord) -> _Held:
+    return _Held(lease.worker, lease.step, lease.policy_version, lease.slots, lease.issued_at_ms)
