@@ -53,6 +53,7 @@ from vectors_folder import (
 )
 from vectors_ledger import ledger
 from vectors_peers import peers
+from vectors_proofs import proofs, proven, tensors_of
 from vectors_trust import trust
 
 CONFIG = b'{"model_type": "qwen3", "vocab_size": 264}'
@@ -245,7 +246,7 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
     def frame(**changes: Any) -> tuple[bytes, int]:
         """The body with other tensors."""
         arrays = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__dataclass_fields__} | changes
-        raw = pack_tensors(arrays)
+        raw = pack_tensors({name: array for name, array in arrays.items() if array is not None})
         return zstandard.ZstdCompressor(level=3).compress(raw), len(raw)
 
     good = parcel()
@@ -274,12 +275,28 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
         ("a tensor of another type", parcel(*frame(seeds=rollouts.seeds_N.astype(np.int32))), E.MALFORMED),
         ("another number of rollouts", parcel(num_rollouts=3), E.MALFORMED),
     ]
-    tensors = {name.rpartition("_")[0]: getattr(rollouts, name).tolist() for name in rollouts.__dataclass_fields__}
+    proving, rows = proven(lease, completions)
+    bad += [
+        ("a proof too few", parcel(*frame(proofs=rows[:-1])), E.MALFORMED),
+        ("a proof of modulus 0", parcel(*frame(proofs=np.zeros_like(rows))), E.MALFORMED),
+        ("proofs of other bytes", parcel(*frame(proofs=rows[:, :-2])), E.MALFORMED),
+    ]
+    tensors = tensors_of(rollouts)
     base: Case = {"trusted": [WORKER.key_id]}
     cases = [
         base
         | {"name": "honest", "input": folder.file("bundle.parcel", good), "digest": digest_of(good), "expect": tensors}
     ]
+    proven_parcel = parcel(*pack_body(proving))
+    cases.append(
+        base
+        | {
+            "name": "with hidden-state proofs",
+            "input": folder.file("bundle_proven.parcel", proven_parcel),
+            "digest": digest_of(proven_parcel),
+            "expect": tensors_of(proving),
+        }
+    )
     for i, (name, data, code) in enumerate(bad):
         cases.append(base | {"name": name, "input": folder.file(f"bundle_bad_{i:02}.parcel", data), "error": code})
     folder.cases("bundle", cases)
@@ -458,6 +475,7 @@ def main() -> None:
     json_texts(folder)
     envelopes(folder)
     noise(folder)
+    proofs(folder)
     run = runs(folder)
     trust(folder, run)
     peers(folder, run)

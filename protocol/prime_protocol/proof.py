@@ -9,10 +9,10 @@ was sampled from) the 128 largest by magnitude are committed to as a polynomial 
     proof = modulus and the 128 coefficients, lowest degree first, each 2 bytes, big endian
 
 The polynomial of degree below 128 through 128 points is unique, so byte format and polynomial are the published ones. A verifier
-takes *its own* 128 largest values and asks the polynomial for each of them: how many exponents or signs differ, and by how much
-the mantissas of the others. Arithmetic noise moves mantissas by a few units; other weights move exponents.
-
-No bundle carries proofs yet: engines do not build them and validators do not ask for them.
+takes *its own* 128 largest values and asks the polynomial for each of them. As published: how many exponents or signs differ, and
+by how much the mantissas of the others. Ours is one number, their mean distance: bf16 values in order, how many steps two are
+apart, at most 16. Arithmetic noise moves values by a step or two, whether or not an exponent changes on the way; with other
+weights the polynomial answers at random.
 
 Two things are stricter than published. There are exactly ceil(tokens / 32) proofs for each completion, checked before anything is
 compared: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing that a peer
@@ -25,20 +25,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.proof_polynomial import PRIME, evaluate, interpolate
 
 CHUNK_TOKENS = 32
 TOP_VALUES = 128
-PRIME = 65_497
 MODULUS_MIN = 2**15 + 1
 PROOF_BYTES = 2 * (1 + TOP_VALUES)
 MANTISSA_ERROR_MAX = 128.0
 """Stands for the mantissa error of a chunk none of whose exponents agree: no two mantissas of 7 bits are so far apart."""
+
+DISTANCE_MAX = 16.0
+"""Steps of bf16, an eighth of a value. Further apart is not further from honest."""
+CHUNKS_AT_ONCE = 64
+"""So that what is computed with stays in the cache."""
 
 Bits = npt.NDArray[np.uint16]
 """bf16 values as their bits."""
@@ -57,6 +61,8 @@ class ProofErrors:
     """Units of the last place, over the values whose exponent and sign agree."""
     mantissa_error_median_C: npt.NDArray[np.float64]
     """The same; of two middle ones the larger."""
+    distance_mean_C: npt.NDArray[np.float64]
+    """Steps of bf16 between claim and value, each at most 16, over all values. 0 agrees, 16 has nothing to do with it."""
 
 
 def num_proofs(lengths: Sequence[int]) -> int:
@@ -68,8 +74,8 @@ def build_proofs(hidden_TD: Bits, lengths: Sequence[int]) -> npt.NDArray[np.uint
     """The proofs of N completions one after another, uint8 [C, 258]; sum of `lengths` is T."""
     proofs_CB = np.zeros((num_proofs(lengths), PROOF_BYTES), np.uint8)
     for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
-        moduli_C = np.array([_injective_modulus(places) for places in places_CK], np.int64)
-        coefficients_CK = _interpolate(places_CK % moduli_C[:, None], bits_CK % PRIME)
+        moduli_C = _injective_moduli(places_CK)
+        coefficients_CK = interpolate(places_CK % moduli_C[:, None], bits_CK % PRIME)
         words = np.concatenate([moduli_C[:, None], coefficients_CK], axis=1).astype(">u2")
         proofs_CB[chunks, : 2 * words.shape[1]] = words.view(np.uint8)
     return proofs_CB
@@ -79,11 +85,9 @@ def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: S
     """How far the verifier's own hidden states are from the proofs. Raises PeerError(MALFORMED) for what is no proof of them."""
     moduli_C, coefficients_CK = parse_proofs(proofs_CB, lengths)
     num_chunks = len(proofs_CB)
-    errors = ProofErrors(
-        np.zeros(num_chunks, np.int64), np.zeros(num_chunks, np.int64), np.zeros(num_chunks), np.zeros(num_chunks)
-    )
+    errors = ProofErrors(*np.zeros((2, num_chunks), np.int64), *np.zeros((3, num_chunks)))
     for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
-        claimed_CK = _evaluate(coefficients_CK[chunks], places_CK % moduli_C[chunks][:, None])
+        claimed_CK = evaluate(coefficients_CK[chunks], places_CK % moduli_C[chunks][:, None])
         agree_CK = (claimed_CK >> 7) == (bits_CK >> 7)
         num_agree_C = agree_CK.sum(axis=1)
         apart_CK = np.where(agree_CK, np.abs((claimed_CK & 0x7F) - (bits_CK & 0x7F)), 2**15)  # the others sort last
@@ -96,6 +100,8 @@ def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: S
             none_C, MANTISSA_ERROR_MAX, total_C / np.maximum(num_agree_C, 1)
         )
         errors.mantissa_error_median_C[chunks] = np.where(none_C, MANTISSA_ERROR_MAX, middle_C)
+        steps_CK = np.abs(_in_order(claimed_CK) - _in_order(bits_CK))
+        errors.distance_mean_C[chunks] = np.minimum(steps_CK, DISTANCE_MAX).mean(axis=1)
     return errors
 
 
@@ -127,12 +133,19 @@ def _top_values(hidden_TD: Bits, lengths: Sequence[int]) -> Iterator[tuple[list[
         order = np.argsort(-magnitudes[candidates].astype(np.int64), kind="stable")[:count]
         places = candidates[order].astype(np.int64)
         groups.setdefault(count, []).append((chunk, places, bits[places].astype(np.int64)))
-    for members in groups.values():
-        yield (
-            [chunk for chunk, _, _ in members],
-            np.stack([p for _, p, _ in members]),
-            np.stack([b for *_, b in members]),
-        )
+    for found in groups.values():
+        for first in range(0, len(found), CHUNKS_AT_ONCE):
+            members = found[first : first + CHUNKS_AT_ONCE]
+            yield (
+                [chunk for chunk, _, _ in members],
+                np.stack([p for _, p, _ in members]),
+                np.stack([b for *_, b in members]),
+            )
+
+
+def _in_order(bits: _Ints) -> _Ints:
+    """bf16 values as integers in the same order: neighbours differ by 1."""
+    return np.where(bits & 0x8000, -(bits & 0x7FFF), bits)
 
 
 def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -144,46 +157,13 @@ def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += length
 
 
-def _injective_modulus(places: _Ints) -> int:
-    for modulus in range(PRIME, MODULUS_MIN - 1, -1):
-        if len(np.unique(places % modulus)) == len(places):
-            return modulus
-    raise AssertionError("128 places below 2^31 collide under each of 32,729 moduli")
-
-
-@lru_cache(maxsize=1)
-def _inverses() -> _Ints:
-    """The inverse of each number modulo PRIME by Fermat's little theorem; 0 for 0."""
-    base, result = np.arange(PRIME, dtype=np.int64), np.ones(PRIME, np.int64)
-    exponent = PRIME - 2
-    while exponent:
-        if exponent & 1:
-            result = result * base % PRIME
-        base = base * base % PRIME
-        exponent >>= 1
-    return result
-
-
-def _interpolate(x_CK: _Ints, y_CK: _Ints) -> _Ints:
-    """Coefficients [C, K], lowest degree first, of the polynomials through the points: Newton's divided differences, expanded."""
-    inverse = _inverses()
-    count = x_CK.shape[1]
-    newton_CK = y_CK.copy()
-    for order in range(1, count):
-        spread = (x_CK[:, order:] - x_CK[:, :-order]) % PRIME
-        newton_CK[:, order:] = (newton_CK[:, order:] - newton_CK[:, order - 1 : -1]) * inverse[spread] % PRIME
-    monomial_CK = np.zeros_like(newton_CK)
-    for degree in range(count - 1, -1, -1):  # p := p * (x - x_degree) + newton_degree
-        raised = -x_CK[:, degree, None] * monomial_CK
-        raised[:, 1:] += monomial_CK[:, :-1]
-        raised[:, 0] += newton_CK[:, degree]
-        monomial_CK = raised % PRIME
-    return monomial_CK
-
-
-def _evaluate(coefficients_CK: _Ints, x_CP: _Ints) -> _Ints:
-    """Values [C, P] of each polynomial at its points, by Horner's rule."""
-    values_CP = np.zeros_like(x_CP)
-    for degree in range(coefficients_CK.shape[1] - 1, -1, -1):
-        values_CP = (values_CP * x_CP + coefficients_CK[:, degree, None]) % PRIME
-    return values_CP
+def _injective_moduli(places_CK: _Ints) -> _Ints:
+    """The largest modulus [C] under which each chunk's places stay distinct: PRIME but for a few chunks of wide models."""
+    moduli_C = np.full(len(places_CK), PRIME, np.int64)
+    colliding = np.flatnonzero(places_CK.max(axis=1) >= PRIME)
+    while len(colliding):
+        remainders = np.sort(places_CK[colliding] % moduli_C[colliding, None], axis=1)
+        colliding = colliding[(np.diff(remainders, axis=1) == 0).any(axis=1)]
+        moduli_C[colliding] -= 1
+        assert moduli_C.min() >= MODULUS_MIN, "128 places below 2^31 collide under each of 32,729 moduli"
+    return moduli_C

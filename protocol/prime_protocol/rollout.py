@@ -10,6 +10,7 @@ zstd(safetensors) with these tensors, N completions with T tokens in all:
     slots       int64   [N]     which group of the lease each completion belongs to
     seeds       int64   [N]     the assigned seed that each completion used
     spans       int32   [S, 3]  (completion, policy_version, num_tokens): which policy sampled which tokens, in order
+    proofs      uint8   [C, 258] only where the run asks for them: one for every started 32 tokens of each completion (proof.py)
 
 The order of checks is fixed: framing, signature, schema, digest of the body, declared size, decompression under a bound,
 then the tensors' shapes and values. Everything after that works with `Rollouts`, whose invariants `parse_body` has checked.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,7 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import ParcelHeader
+from prime_protocol.proof import PROOF_BYTES, num_proofs, parse_proofs
 from prime_protocol.tensor_file import pack_tensors, unpack_tensors
 
 CLASS_PART_CHARS_MAX = 60
@@ -59,6 +62,8 @@ class Completion:
     finish: FinishReason
     spans: tuple[tuple[int, int], ...] = ()
     """(policy version, number of tokens) in order. Empty: the lease's policy sampled them all."""
+    proofs: bytes = b""
+    """Hidden-state proofs, one after another (proof.py). Empty where they were not asked for."""
 
 
 class EngineInfo(WireModel):
@@ -105,6 +110,7 @@ class Rollouts:
     slots_N: npt.NDArray[np.int64]  # [N]
     seeds_N: npt.NDArray[np.int64]  # [N]
     spans_S3: npt.NDArray[np.int32]  # [S, 3] (completion, policy_version, num_tokens)
+    proofs_CB: npt.NDArray[np.uint8] | None = None  # [C, 258], their number and ranges checked
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -139,6 +145,7 @@ def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
         for index, completion in enumerate(completions)
         for version, num_tokens in completion.spans or ((lease.policy_version, len(completion.token_ids)),)
     ]
+    proofs = b"".join(completion.proofs for completion in completions)
     return Rollouts(
         token_ids_T=np.array([token for c in completions for token in c.token_ids], dtype=np.int32),
         logprobs_T=np.array([logprob for c in completions for logprob in c.logprobs], dtype=np.float32),
@@ -147,29 +154,32 @@ def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
         slots_N=np.array([group.slot for group in lease.groups for _ in group.seeds], dtype=np.int64),
         seeds_N=np.array([seed for group in lease.groups for seed in group.seeds], dtype=np.int64),
         spans_S3=np.array(spans, dtype=np.int32),
+        proofs_CB=np.frombuffer(proofs, np.uint8).reshape(-1, PROOF_BYTES) if proofs else None,
     )
 
 
 def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
     """Compress. Returns the body and its size before compression."""
-    raw = pack_tensors(
-        {
-            "token_ids": rollouts.token_ids_T,
-            "logprobs": rollouts.logprobs_T,
-            "lengths": rollouts.lengths_N,
-            "finish": rollouts.finish_N,
-            "slots": rollouts.slots_N,
-            "seeds": rollouts.seeds_N,
-            "spans": rollouts.spans_S3,
-        }
-    )
+    tensors: dict[str, npt.NDArray[Any] | None] = {
+        "token_ids": rollouts.token_ids_T,
+        "logprobs": rollouts.logprobs_T,
+        "lengths": rollouts.lengths_N,
+        "finish": rollouts.finish_N,
+        "slots": rollouts.slots_N,
+        "seeds": rollouts.seeds_N,
+        "spans": rollouts.spans_S3,
+        "proofs": rollouts.proofs_CB,
+    }
+    raw = pack_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
     return zstandard.ZstdCompressor(level=3).compress(raw), len(raw)
 
 
 def body_bytes_max(*, num_rollouts: int, completion_tokens_max: int) -> int:
     """More than any bundle of so many completions can need before compression: no span is shorter than a token."""
     per_token = 4 + 4 + 12  # token id, logprob, span
-    per_completion = 4 + 1 + 8 + 8  # length, finish, slot, seed
+    per_completion = (
+        4 + 1 + 8 + 8 + PROOF_BYTES * num_proofs([completion_tokens_max])
+    )  # length, finish, slot, seed, proofs
     return limits.TENSOR_HEADER_BYTES_MAX + num_rollouts * (per_completion + completion_tokens_max * per_token)
 
 
@@ -182,8 +192,8 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
             bounds.rollout_decompressed_bytes_max,
             code=ErrorCode.DECOMPRESSED_TOO_LARGE,
         )
-    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT)
-    rollouts = Rollouts(*(tensors[name] for name in _LAYOUT))
+    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT, optional={"proofs"})
+    rollouts = Rollouts(*(tensors[name] for name in _LAYOUT if name in tensors))
     _check_consistent(rollouts, header, bounds)
     return rollouts
 
@@ -215,6 +225,7 @@ _LAYOUT = {
     "slots": ("I64", 1),
     "seeds": ("I64", 1),
     "spans": ("I32", 2),
+    "proofs": ("U8", 2),
 }
 """Tensor name -> (safetensors dtype, rank), in the order of the fields of `Rollouts`."""
 
@@ -239,6 +250,8 @@ def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits)
     if rollouts.token_ids_T.min() < 0:
         raise PeerError(ErrorCode.MALFORMED, "a token id is negative")
     _check_spans(rollouts.spans_S3.astype(np.int64), lengths)  # differences of int32 would wrap
+    if rollouts.proofs_CB is not None:
+        parse_proofs(rollouts.proofs_CB, lengths.tolist())
 
 
 def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]) -> None:

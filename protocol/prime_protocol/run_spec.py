@@ -77,6 +77,12 @@ class CheckPolicy(WireModel):
     """Nats. For any single token; the largest honest one seen is 0.01 (fp32) to 0.24 (bf16)."""
     seed_flips_share_max: float = Field(default=0.03, ge=0.0, le=1.0)
     """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
+    proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
+    """Whether bundles carry hidden-state proofs."""
+    proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
+    """Steps of bf16. Mean over the bundle's proofs of their distance (section 10); honest is 0 (fp32) to 2 (bf16), at most 16."""
+    proof_error_max: float = Field(default=13.0, gt=0.0, exclude_if=lambda value: value == 13.0)
+    """Steps of bf16. For any single proof."""
     strikes_max: int = Field(default=2, ge=1, le=limits.COUNT_MAX)
     """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
     calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)

@@ -8,6 +8,7 @@ fill the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -33,18 +34,25 @@ def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
 
 
-def unpack_tensors(data: bytes, layout: Mapping[str, tuple[str, int]]) -> dict[str, npt.NDArray[Any]]:
-    """Exactly the tensors of `layout` (name -> safetensors dtype, rank), as read-only views of `data`. Raises PeerError."""
+def unpack_tensors(
+    data: bytes, layout: Mapping[str, tuple[str, int]], *, optional: AbstractSet[str] = frozenset()
+) -> dict[str, npt.NDArray[Any]]:
+    """Exactly the tensors of `layout` (name -> safetensors dtype, rank), as read-only views of `data`. Raises PeerError.
+
+    Those of `optional` may be missing.
+    """
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header_bytes > min(limits.TENSOR_HEADER_BYTES_MAX, len(data) - 8) or header_bytes % 8:
         raise _malformed("its header does not fit, or is not a multiple of 8 bytes")
     header = load_json(data[8 : 8 + header_bytes])
-    if not isinstance(header, dict) or header.keys() != layout.keys():
-        raise _malformed(f"expected exactly the tensors {', '.join(layout)}")
+    if not isinstance(header, dict) or header.keys() | optional != layout.keys() | optional:
+        raise _malformed(f"expected exactly the tensors {', '.join(name for name in layout if name not in optional)}")
     body = memoryview(data)[8 + header_bytes :]
     arrays = {}
     covered = []
     for name, (dtype, rank) in layout.items():
+        if name in optional and name not in header:
+            continue
         shape, start, end = _entry(name, header[name], dtype, rank)
         itemsize = np.dtype(_NUMPY[dtype]).itemsize
         if end - start != prod(shape) * itemsize or end > len(body) or start % itemsize:

@@ -38,6 +38,8 @@ class RejectReason(StrEnum):
     """The claimed logprobs are not those of the claimed policy."""
     SEED_MISMATCH = "seed_mismatch"
     """The tokens are not the ones that the assigned seeds choose."""
+    PROOF_MISMATCH = "proof_mismatch"
+    """The hidden states that it commits to are not those of the claimed policy."""
     STATISTICAL = "statistical"
     """Nothing in this bundle decides by itself, but with the worker's earlier ones the evidence has reached the run's limit."""
     MALFORMED = "malformed"
@@ -61,6 +63,7 @@ _DISHONEST = frozenset(
         RejectReason.BAD_TERMINATION,
         RejectReason.LOGPROB_MISMATCH,
         RejectReason.SEED_MISMATCH,
+        RejectReason.PROOF_MISMATCH,
         RejectReason.STATISTICAL,
         RejectReason.MALFORMED,
     }

@@ -6,20 +6,24 @@
     (4) each completion ends where it must                BAD_TERMINATION
     (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
     (6) tokens are the ones that the seeds choose         SEED_MISMATCH
+    (7) hidden states are those that it commits to        PROOF_MISMATCH
 
-(1) to (4) need only the lease. (5) and (6) need a forward pass of the claimed policy over prompt and completion, by someone
+(1) to (4) need only the lease. (5) to (7) need a forward pass of the claimed policy over prompt and completion, by someone
 trusted; they take its numbers as arrays. Steps are judged by step.check, envelopes by envelope.py, before any of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
@@ -32,6 +36,13 @@ class Prefill:
     logprobs_T: npt.NDArray[np.float32]  # [T] nats, at the run's temperature
     margins_T: npt.NDArray[np.float32]
     """[T] best noisy score minus the chosen token's: 0 where the token is the one that the seed chooses, else above 0."""
+    hidden_TD: Bits | None = None
+    """[T, D] bf16: the last hidden state that each token was chosen from. None where it was not asked for."""
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Those that are there, by the names of their fields; of each, the first dimension is T."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
 
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
@@ -45,6 +56,17 @@ class Measured:
     logprob_error_mean: float
     logprob_error_max: float
     seed_flips_share: float
+    proof_error_mean: float = 0.0
+    proof_error_max: float = 0.0
+
+
+def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
+    """Hidden-state proofs are there exactly where the run asks for them; how many is a matter of the bundle's form.
+
+    Raises PeerError(MALFORMED).
+    """
+    if policy.proofs != (rollouts.proofs_CB is not None):
+        raise PeerError(ErrorCode.MALFORMED, f"the run asks for {'' if policy.proofs else 'no '}hidden-state proofs")
 
 
 def check_assignment(
@@ -82,26 +104,37 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     margin [T]: by how much another token's noisy score is above the chosen one's
     flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
+    proof [C]: mean distance of each hidden-state proof, where the bundle carries them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
     flips_T = (~(prefill.margins_T <= 0)).astype(np.float32)
     found = {"margin": prefill.margins_T, "flip": flips_T, "logprob": errors_T.astype(np.float32)}
+    if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
+        errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
+        found["proof"] = errors.distance_mean_C.astype(np.float32)
     return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
 
 
 def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
     """The numbers that the run's thresholds are for."""
-    found = statistics(rollouts, prefill)
+    return summary(statistics(rollouts, prefill))
+
+
+def summary(found: Statistics) -> Measured:
+    """The same, of statistics that are at hand."""
+    proof = found.get("proof", np.zeros(1, np.float32))
     return Measured(
         logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),
         logprob_error_max=float(found["logprob"].max()),
         seed_flips_share=float(found["flip"].mean(dtype=np.float64)),
+        proof_error_mean=float(proof.mean(dtype=np.float64)),
+        proof_error_max=float(proof.max()),
     )
 
 
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
-    """Checks (5) and (6)."""
+    """Checks (5) to (7)."""
     mean, largest, flips = measured.logprob_error_mean, measured.logprob_error_max, measured.seed_flips_share
     if mean > policy.logprob_error_mean_max or largest > policy.logprob_error_max:  # (5)
         return Verdict.refuse(
@@ -111,6 +144,12 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
     if flips > policy.seed_flips_share_max:  # (6)
         return Verdict.refuse(
             RejectReason.SEED_MISMATCH, f"{flips:.2%} of the tokens are not the ones that the seeds choose"
+        )
+    mean, largest = measured.proof_error_mean, measured.proof_error_max
+    if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
+        return Verdict.refuse(
+            RejectReason.PROOF_MISMATCH,
+            f"hidden states are {mean:.1f} steps of bf16 from their proofs on average, {largest:.1f} at most",
         )
     return Verdict.accept()
 

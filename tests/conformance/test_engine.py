@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_node.validator.spans import prefill_spans
 from prime_protocol.assignment import Sampling
+from prime_protocol.proof import PROOF_BYTES, compare_proofs, num_proofs
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
@@ -39,6 +41,8 @@ FLIPS_SHARE_MAX = 0.005
 """Share of honest tokens that two engines may choose differently, both with fp32 arithmetic."""
 LOGPROB_ERROR_MAX = 1e-3
 """Nats, for any single token, both with fp32 arithmetic."""
+PROOF_ERROR_MAX = 0.5
+"""Steps of bf16, for any single proof, both with fp32 arithmetic."""
 STOP = 256
 SAMPLING = Sampling(temperature=1.0, completion_tokens_max=12, stop_token_ids=(STOP, *range(40)))
 
@@ -135,10 +139,14 @@ async def judged(
     sampling: Sampling = SAMPLING,
 ) -> Prefill:
     await scorer.load(weights, policy_version=0)
-    return await scorer.prefill(
-        [ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed) for r, c in zip(asked, completions, strict=True)],
-        sampling,
-    )
+    return await scorer.prefill(to_score(asked, completions), sampling)
+
+
+def to_score(asked: Sequence[GenerateRequest], completions: Sequence[Completion]) -> list[ScoreRequest]:
+    return [
+        ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=request.proofs)
+        for request, completion in zip(asked, completions, strict=True)
+    ]
 
 
 def logprobs_of(completions: Sequence[Completion]) -> list[float]:
@@ -189,6 +197,29 @@ async def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(
         assert len(completion.logprobs) == len(completion.token_ids)
         assert all(nats <= 0.0 for nats in completion.logprobs)
     assert {completion.finish for completion in completions} == set(FinishReason)
+
+
+def distances(found: Prefill, completions: Sequence[Completion]) -> np.ndarray:
+    """How far each completion's proofs are from the scorer's hidden states."""
+    assert found.hidden_TD is not None
+    proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8).reshape(-1, PROOF_BYTES)
+    return compare_proofs(proofs, found.hidden_TD, [len(c.token_ids) for c in completions]).distance_mean_C
+
+
+async def test_completions_commit_to_the_hidden_states_that_their_tokens_come_from(
+    engine: Engine, scorer: TransformersEngine, policies: list[Weights]
+) -> None:
+    asked = [replace(request, proofs=True) for request in requests(80)]
+    sampling = Sampling(temperature=1.0, completion_tokens_max=80, stop_token_ids=(STOP, *range(3)))
+    await engine.load(policies[0], policy_version=0)
+    completions = await engine.generate(asked, sampling)
+    assert max(len(c.token_ids) for c in completions) > 64 > 32 > min(len(c.token_ids) for c in completions)
+    assert all(len(c.proofs) == PROOF_BYTES * num_proofs([len(c.token_ids)]) for c in completions)
+    honest = distances(await judged(scorer, policies[0], asked, completions, sampling), completions)
+    other = distances(await judged(scorer, policies[1], asked, completions, sampling), completions)
+    assert honest.max() < PROOF_ERROR_MAX < 10 < other.min()
+    plain = await engine.generate([replace(request, proofs=False) for request in asked], sampling)
+    assert {c.proofs for c in plain} == {b""}
 
 
 async def test_a_limit_of_one_token_gives_one_token(engine: Engine, policies: list[Weights]) -> None:
@@ -307,7 +338,8 @@ async def test_a_swap_under_way_cuts_each_completion_where_its_spans_say(
     """Each part is what its own policy samples, by the assigned seed, with keys and values as the swap promises."""
     if swap not in engine.swaps:
         pytest.skip(f"this engine does not offer {swap.value}")
-    asked, sampling = requests(48), Sampling(temperature=1.0, completion_tokens_max=64, stop_token_ids=(STOP,))
+    asked = [replace(request, proofs=True) for request in requests(48)]
+    sampling = Sampling(temperature=1.0, completion_tokens_max=64, stop_token_ids=(STOP,))
     for wait_s in (0.0, 0.2, 0.5, 1.0, 0.1):  # vLLM works in another process: until a swap met it at work
         await engine.load(policies[0], policy_version=0)
         under_way = asyncio.create_task(engine.generate(asked, sampling))
@@ -318,12 +350,13 @@ async def test_a_swap_under_way_cuts_each_completion_where_its_spans_say(
         if any(len(each) == 2 for each in spans):
             break
     assert any(len(each) == 2 for each in spans), "the swap cut nothing"
-    scored = [ScoreRequest(a.prompt_token_ids, c.token_ids, a.seed) for a, c in zip(asked, completions, strict=True)]
+    scored = to_score(asked, completions)
     named = dict(enumerate(policies))
     found = await prefill_spans(scorer, scored, spans, sampling, named, swap=swap)
     claimed_T = np.array([nats for completion in completions for nats in completion.logprobs])
     assert np.abs(found.logprobs_T - claimed_T).max() < LOGPROB_ERROR_MAX
     assert (found.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+    assert distances(found, completions).max() < PROOF_ERROR_MAX
     assert [sum(num for _, num in each) for each in spans] == [len(each.token_ids) for each in completions]
     again = await engine.generate(asked[:8], sampling)
     assert all(each.spans == () for each in again), "from now on it is policy 1's"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prime_protocol import messages, verdict
@@ -35,6 +36,7 @@ from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
+from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.timestamp import check_fresh, open_timestamp
@@ -138,7 +140,21 @@ def opened_bundle(case: Case, folder: Path) -> tuple[RolloutHeader, Rollouts]:
 def bundle(case: Case, folder: Path) -> Any:
     _, rollouts = opened_bundle(case, folder)
     assert digest_of(data_of(case, folder)) == case["digest"]
-    return {name.rpartition("_")[0]: getattr(rollouts, name).tolist() for name in Rollouts.__dataclass_fields__}
+    arrays = {name.rpartition("_")[0]: getattr(rollouts, name) for name in Rollouts.__dataclass_fields__}
+    proofs = arrays.pop("proofs")
+    return {name: array.tolist() for name, array in arrays.items()} | (
+        {} if proofs is None else {"proofs": proofs.tobytes().hex()}
+    )
+
+
+def proof(case: Case, folder: Path) -> Any:
+    places = np.arange(sum(case["lengths"]) * case["width"])
+    if "pattern" in case:
+        values = (places * 40_503 % 30_000 + 1_000) | ((places % 3 == 0) << 15)
+    else:
+        values = np.frombuffer(bytes.fromhex(case["hidden"]), ">u2")
+    rows = values.astype(np.uint16).reshape(-1, case["width"])
+    return [found.tobytes().hex() for found in build_proofs(rows, case["lengths"])]
 
 
 def assignment(case: Case, folder: Path) -> Any:
@@ -217,6 +233,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "authorization": authorization,
     "blob": blob,
     "bundle": bundle,
+    "proof": proof,
     "checkpoint": checkpoint,
     "envelope": envelope,
     "join_link": join_link,

@@ -175,6 +175,13 @@ def test_6_a_margin_that_is_not_a_number_is_a_flip(sample: Any) -> None:
     assert measure(sample.rollouts, claims).seed_flips_share == 1.0
 
 
+@pytest.mark.parametrize(("mean", "largest"), [(6.1, 6.1), (1.0, 13.1), (np.inf, np.inf)])
+def test_7_hidden_states_that_are_not_those_of_the_proofs_are_refused(mean: float, largest: float) -> None:
+    assert judge(Measured(0.0, 0.0, 0.0, 6.0, 13.0), CheckPolicy()).accepted
+    verdict = judge(Measured(0.0, 0.0, 0.0, mean, largest), CheckPolicy())
+    assert verdict.reason is RejectReason.PROOF_MISMATCH
+
+
 def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
     with pytest.raises(AssertionError):
         measure(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))

@@ -7,9 +7,9 @@ run goes on is in the roles' own settings instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prime_node.config import Settings, SettingsConfigDict
 from prime_protocol.assignment import Sampling
@@ -82,11 +82,16 @@ class RunConfig(Settings):
     """Where problems come from, with their weights."""
     limits: Limits = Limits()
     """Bounds on everything that a peer may send."""
-    checks: CheckPolicy = CheckPolicy()
-    """When a validator refuses."""
+    checks: CheckPolicy = CheckPolicy(proofs=True)
+    """When a validator refuses. New runs ask for hidden-state proofs unless told otherwise."""
     schedule: Schedule = Schedule()
     """The asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""
+
+    @field_validator("checks", mode="before")
+    @classmethod
+    def _asks_for_proofs(cls, checks: Any) -> Any:
+        return {"proofs": True, **checks} if isinstance(checks, dict) else checks
 
 
 def build_run_spec(

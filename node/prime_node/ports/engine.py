@@ -26,6 +26,8 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     seed: int
     """The assigned randomness: tokens are argmax(logits / temperature + noise.gumbel_noise(seed, position))."""
+    proofs: bool = False
+    """Whether the completion commits to its hidden states (`Completion.proofs`), alike for all requests of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class ScoreRequest:
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     seed: int
+    hidden: bool = False
+    """Whether the last hidden states are wanted too (`Prefill.hidden_TD`), alike for all requests of a call."""
 
 
 class Engine(Protocol):

@@ -24,7 +24,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Prefill, check_assignment, judge, measure, statistics
+from prime_protocol.verify import Statistics, check_assignment, judge, require_proofs, statistics, summary
 from prime_protocol.weights import Weights
 
 
@@ -63,6 +63,7 @@ def open_bundle(
         payload = opened.envelope.verify(PayloadType.ROLLOUT, trusted=(lease.worker,))
         header = parse_json(payload, RolloutHeader)
         rollouts = parse_body(header, opened.check_body(header), bounds)  # (2)
+        require_proofs(rollouts, run.spec.checks)
     except PeerError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None
@@ -87,22 +88,23 @@ async def judge_bundle(
     else:
         spans = spans_of(rollouts)
         prefill = await prefill_spans(scorer, requests, spans, lease.sampling, policies, swap=schedule.swap)
-    measured = measure(rollouts, prefill)
+    found = statistics(rollouts, prefill)
+    measured = summary(found)
     verdict = judge(measured, run.spec.checks)  # (5)
     judgement = Judgement(verdict, measured=asdict(measured))
     if verdict.accepted:
         judgement = reward_bundle(
             bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
         )
-    return replace(judgement, evidence=_evidence(bundle, prefill, scorer, run))
+    return replace(judgement, evidence=_evidence(bundle, found, scorer, run))
 
 
-def _evidence(bundle: OpenedBundle, prefill: Prefill, scorer: Scorer, run: PinnedRun) -> BundleEvidence | None:
+def _evidence(bundle: OpenedBundle, found: Statistics, scorer: Scorer, run: PinnedRun) -> BundleEvidence | None:
     calibration = run.spec.checks.calibration
     if calibration is None:
         return None
     sampled_by, judged_by = bundle.header.engine.calibration_class, scorer.info.calibration_class
-    return evidence_of(statistics(bundle.rollouts, prefill), calibration, worker=sampled_by, validator=judged_by)
+    return evidence_of(found, calibration, worker=sampled_by, validator=judged_by)
 
 
 def reward_bundle(
@@ -136,11 +138,11 @@ def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:
 
 
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
-    """The bundle's completions with their prompts, in the bundle's order."""
+    """The bundle's completions with their prompts, in the bundle's order; hidden states are wanted where it commits to them."""
     prompts = [group.prompt_token_ids for group in bundle.lease.groups for _ in group.seeds]
     completions = bundle.rollouts.completions()
     seeds = bundle.rollouts.seeds_N.tolist()
     return [
-        ScoreRequest(prompt, completion.token_ids, seed)
+        ScoreRequest(prompt, completion.token_ids, seed, hidden=bundle.rollouts.proofs_CB is not None)
         for prompt, completion, seed in zip(prompts, completions, seeds, strict=True)
     ]

@@ -7,8 +7,11 @@ one forward pass for each policy, up to the end of its spans. Where the cache is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prime_node.ports.engine import Scorer, ScoreRequest, Spans
 from prime_protocol.assignment import Sampling
@@ -44,8 +47,7 @@ async def prefill_spans(
     if swap is SwapPolicy.KEEP_KV:
         return await scorer.prefill_mixed(requests, spans, sampling, policies)
     starts = np.cumsum([0, *(len(request.completion_token_ids) for request in requests)]).tolist()
-    logprobs_T = np.empty(starts[-1], np.float32)
-    margins_T = np.empty(starts[-1], np.float32)
+    whole: dict[str, npt.NDArray[Any]] = {}
     for version in sorted(policies):
         parts = [(index, *_part(spans[index], version)) for index in range(len(requests))]
         parts = [(index, first, end) for index, first, end in parts if first < end]
@@ -56,10 +58,11 @@ async def prefill_spans(
         place = 0
         for index, first, end in parts:
             target = slice(starts[index] + first, starts[index] + end)
-            logprobs_T[target] = found.logprobs_T[place + first : place + end]
-            margins_T[target] = found.margins_T[place + first : place + end]
+            for name, values in found.arrays().items():
+                merged = whole.setdefault(name, np.empty((starts[-1], *values.shape[1:]), values.dtype))
+                merged[target] = values[place + first : place + end]
             place += end
-    return Prefill(logprobs_T, margins_T)
+    return Prefill(**whole)
 
 
 def _part(spans: Spans, version: int) -> tuple[int, int]:
@@ -73,4 +76,4 @@ def _part(spans: Spans, version: int) -> tuple[int, int]:
 
 
 def _until(request: ScoreRequest, end: int) -> ScoreRequest:
-    return ScoreRequest(request.prompt_token_ids, request.completion_token_ids[:end], request.seed)
+    return replace(request, completion_token_ids=request.completion_token_ids[:end])

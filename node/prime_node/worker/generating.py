@@ -39,15 +39,17 @@ async def generate(
     swap: SwapPolicy,
     *,
     held: int,
+    proofs: bool = False,
     wait_newer: Callable[[int], Coroutine[Any, Any, tuple[int, Weights]]],
     timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
 ) -> Generated:
     """The lease's completions. `wait_newer` gives the next policy after a version, and its weights; a swap to it is `timed`.
 
-    An engine that cannot swap under way as the run wants drains: a completion may span policies, it need not.
+    `proofs`: whether completions commit to their hidden states. An engine that cannot swap under way as the run wants drains: a
+    completion may span policies, it need not.
     """
     begun_on = held
-    generating = asyncio.create_task(engine.generate(requests_for(lease), lease.sampling))
+    generating = asyncio.create_task(engine.generate(requests_for(lease, proofs=proofs), lease.sampling))
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
     newer: asyncio.Task[tuple[int, Weights]] | None = None
     try:

@@ -50,9 +50,9 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     return lease
 
 
-def requests_for(lease: Lease) -> list[GenerateRequest]:
+def requests_for(lease: Lease, *, proofs: bool) -> list[GenerateRequest]:
     """What the engine is asked, in the lease's order of groups and seeds."""
-    return [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
+    return [GenerateRequest(group.prompt_token_ids, seed, proofs) for group in lease.groups for seed in group.seeds]
 
 
 def bundle_for(

@@ -97,6 +97,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         lease,
         swap,
         held=worker.held,
+        proofs=worker.run.spec.checks.proofs,
         wait_newer=functools.partial(_wait_newer, worker),
         timed=lambda version: worker.timed("swap", policy_version=version),
     )

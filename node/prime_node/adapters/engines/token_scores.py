@@ -5,16 +5,23 @@ Letters: B completions, P different prompts, N positions, T tokens of a completi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from prime_node.adapters.engines.hidden_rows import bf16_bits
 from prime_node.adapters.engines.torch_noise import gumbel_noise
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
+from prime_protocol.verify import Prefill
+
+LOGITS_BLOCK = 2**24
+"""Elements of logits that are held at a time: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,50 @@ class TokenScores:
         return self.noisy_NV.amax(dim=1) - self.noisy_NV.gather(1, tokens_N[:, None])[:, 0]
 
 
+class Judged(NamedTuple):
+    """What a forward pass says about T tokens, in the CPU's memory. See prime_protocol.verify.Prefill."""
+
+    logprobs_T: Tensor
+    margins_T: Tensor
+    hidden_TD: Tensor | None
+
+    def split(self, lengths: list[int]) -> list[Judged]:
+        columns = [[None] * len(lengths) if tensor is None else torch.split(tensor, lengths) for tensor in self]
+        return [Judged(*parts) for parts in zip(*columns, strict=True)]
+
+
+def judge_tokens(
+    model: CausalModel,
+    hidden_TD: Tensor,
+    tokens_T: Tensor,
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    sampling: Sampling,
+    *,
+    keep_hidden: bool,
+) -> Judged:
+    """Of tokens chosen from these hidden states. Logits are made LOGITS_BLOCK elements at a time."""
+    parts = []
+    for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
+        part = slice(start, start + block)
+        scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
+        parts.append((scores.logprobs(tokens_T[part]).cpu(), scores.margins(tokens_T[part]).cpu()))
+    logprobs, margins = zip(*parts, strict=True)
+    hidden = hidden_TD.to(torch.bfloat16, copy=True).cpu() if keep_hidden else None
+    return Judged(torch.cat(logprobs), torch.cat(margins), hidden)
+
+
+def prefill_of(parts: Iterable[Judged]) -> Prefill:
+    """One after another."""
+    columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
+    if not columns:
+        return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
+    logprobs, margins, hidden = (torch.cat(column) if column else None for column in columns)
+    assert logprobs is not None
+    assert margins is not None
+    return Prefill(logprobs.numpy(), margins.numpy(), None if hidden is None else bf16_bits(hidden))
+
+
 def score_tokens(logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sampling) -> TokenScores:
     if sampling.temperature == 0.0:
         return TokenScores(logits_NV, logits_NV)
@@ -49,8 +100,8 @@ class Mixture:
     position: int = 0
     """Tokens scored so far."""
 
-    def score(self, model: CausalModel, num_tokens: int, sampling: Sampling) -> list[tuple[Tensor, Tensor]]:
-        """Logprobs and margins [num_tokens] of each completion's next span, by the policy that `model` holds now."""
+    def score(self, model: CausalModel, num_tokens: int, sampling: Sampling) -> list[Judged]:
+        """Of each completion's next span of so many tokens, by the policy that `model` holds now."""
         total = len(self.requests[0].completion_token_ids)
         device, first, end = model.device, self.position, self.position + num_tokens
         tokens_BT = torch.tensor([request.completion_token_ids for request in self.requests], device=device)
@@ -67,10 +118,9 @@ class Mixture:
         self.position = end
         found = []
         for place, request in enumerate(self.requests):
-            positions = range(first, end)
-            scores = score_tokens(
-                model.logits(hidden_BTH[place]), [request.seed] * num_tokens, list(positions), sampling
+            seeds, positions, tokens_T = [request.seed] * num_tokens, range(first, end), tokens_BT[place, first:end]
+            hidden_TH = hidden_BTH[place]
+            found.append(
+                judge_tokens(model, hidden_TH, tokens_T, seeds, positions, sampling, keep_hidden=request.hidden)
             )
-            chosen_T = tokens_BT[place, first:end]
-            found.append((scores.logprobs(chosen_T), scores.margins(chosen_T)))
         return found

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from prime_node.adapters.engines.token_scores import Mixture, score_tokens
+from prime_node.adapters.engines.hidden_rows import HiddenRows
+from prime_node.adapters.engines.token_scores import Judged, Mixture, judge_tokens, prefill_of, score_tokens
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_protocol.assignment import Sampling
@@ -39,8 +41,6 @@ KEPT_SHARE_MAX = 0.75
 """Finished completions leave the batch when at most this share of it goes on."""
 MASK_BYTES = 8
 """Of attention masks, for each pair of tokens of one sequence."""
-LOGITS_BLOCK = 2**24
-"""Elements of logits that are held at a time: 64 MiB of float32."""
 
 
 class TransformersEngine:
@@ -119,8 +119,8 @@ class TransformersEngine:
         self._loaded = False
         self._copy_weights(weights)
         probe = probe_requests(self._model.vocab_size)
-        found_T = self._score(probe, PROBE_SAMPLING)[0]
-        error = float((found_T.cpu() - reference_of(self._model, weights, probe).cpu()).abs().max())
+        found_T = self._score(probe, PROBE_SAMPLING).logprobs_T
+        error = float((found_T - reference_of(self._model, weights, probe).cpu()).abs().max())
         if not error <= PROBE_ERROR_MAX[self._dtype]:  # not even if it is NaN
             raise EngineMismatch(
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
@@ -164,13 +164,17 @@ class TransformersEngine:
         """One batch, a token of every completion at a time."""
         stops = set(sampling.stop_token_ids)
         drafts = [_Draft(request.prompt_token_ids, request.seed, stops) for request in requests]
+        kept = HiddenRows() if any(request.proofs for request in requests) else None
         prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
         rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max)
-        logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
-        active = drafts  # one for each row of logits
+        hidden_BH = hidden_PH[prompt_of_B]
+        active = drafts  # one for each row of hidden states
         for position in range(sampling.completion_tokens_max):
             if stop.is_set():
                 raise _Stopped
+            if kept is not None:
+                kept.add([None if draft.stopped else id(draft) for draft in active], repeat(position), hidden_BH)
+            logits_BV = self._model.logits(hidden_BH)
             scores = score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
             chosen_B = scores.noisy_NV.argmax(dim=1)
             for draft, token, nats in zip(active, chosen_B.tolist(), scores.logprobs(chosen_B).tolist(), strict=True):
@@ -186,29 +190,30 @@ class TransformersEngine:
                 active, chosen_B = [active[row] for row in unfinished], chosen_B[kept_B]
             swap = self._apply_updates()
             if swap is None or swap is SwapPolicy.KEEP_KV:
-                logits_BV = self._model.logits(self._model.extend(rows, chosen_B[:, None])[:, -1])
+                hidden_BH = self._model.extend(rows, chosen_B[:, None])[:, -1]
             else:
                 active = [draft for draft in active if not draft.stopped]
                 prompts, prompt_of_B = self._distinct([draft.sequence for draft in active])
                 rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max - position)
                 rows.select(prompt_of_B)
-                logits_BV = self._model.logits(hidden_PH)[prompt_of_B]
+                hidden_BH = hidden_PH[prompt_of_B]
+        if kept is not None:
+            proofs = kept.take({id(draft): len(draft.token_ids) for draft in drafts})
+            for draft in drafts:
+                draft.proofs = proofs[id(draft)]
         return drafts
 
     @torch.inference_mode()
     def _prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling, stop: threading.Event) -> Prefill:
         assert self._loaded, "no weights have been loaded"
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        found: dict[int, Judged] = {}
         sizes = [(request.prompt_token_ids, len(request.completion_token_ids)) for request in requests]
         for batch in self._batches(sizes):
             if stop.is_set():
                 raise _Stopped
-            lengths = [sizes[i][1] for i in batch]
-            logprobs_N, margins_N = (t.cpu() for t in self._score([requests[i] for i in batch], sampling))
-            parts = zip(torch.split(logprobs_N, lengths), torch.split(margins_N, lengths), strict=True)
-            found.update(zip(batch, parts, strict=True))
-        logprobs_T, margins_T = (torch.cat([torch.empty(0), *(found[i][n] for i in range(len(found)))]) for n in (0, 1))
-        return Prefill(logprobs_T.numpy(), margins_T.numpy())
+            judged = self._score([requests[i] for i in batch], sampling)
+            found.update(zip(batch, judged.split([sizes[i][1] for i in batch]), strict=True))
+        return prefill_of(found[i] for i in range(len(found)))
 
     @torch.inference_mode()
     def _prefill_mixed(
@@ -225,7 +230,7 @@ class TransformersEngine:
             assert sum(num_tokens for _, num_tokens in spans_of_one) == len(request.completion_token_ids)
             places.setdefault(tuple(spans_of_one), []).append(place)
         mixtures = {cuts: Mixture([requests[place] for place in found]) for cuts, found in places.items()}
-        parts: dict[int, list[tuple[Tensor, Tensor]]] = {place: [] for place in range(len(requests))}
+        parts: dict[int, list[Judged]] = {place: [] for place in range(len(requests))}
         for version in sorted(policies):
             if stop.is_set():
                 raise _Stopped
@@ -236,13 +241,10 @@ class TransformersEngine:
                     found = mixture.score(self._model, num_tokens, sampling)
                     for place, part in zip(places[cuts], found, strict=True):
                         parts[place].append(part)
-        logprobs_T, margins_T = (
-            torch.cat([torch.empty(0), *(part[n].cpu() for place in parts for part in parts[place])]) for n in (0, 1)
-        )
-        return Prefill(logprobs_T.numpy(), margins_T.numpy())
+        return prefill_of(part for place in parts for part in parts[place])
 
-    def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Logprobs and margins, [N] each, of one batch's completion tokens in order."""
+    def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Judged:
+        """Of one batch's completion tokens in order."""
         model, completions = self._model, [request.completion_token_ids for request in requests]
         width = max(map(len, completions))
         padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in completions], device=model.device)
@@ -258,13 +260,9 @@ class TransformersEngine:
         hidden_NH, chosen_N = hidden_BTH[real_BT], padded_BT[real_BT]
         seeds = [request.seed for request in requests for _ in request.completion_token_ids]
         positions = [position for ids in completions for position in range(len(ids))]
-        parts = []
-        for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
-            part = slice(start, start + block)
-            scores = score_tokens(model.logits(hidden_NH[part]), seeds[part], positions[part], sampling)
-            parts.append((scores.logprobs(chosen_N[part]), scores.margins(chosen_N[part])))
-        logprobs, margins = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(margins)
+        return judge_tokens(
+            model, hidden_NH, chosen_N, seeds, positions, sampling, keep_hidden=any(r.hidden for r in requests)
+        )
 
     def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:
         """Indices of (prompt, completion length) pairs that are worked on together: equal prompts, then like lengths."""
@@ -304,6 +302,7 @@ class _Draft:
     versions: Counter[int] = field(default_factory=Counter)
     """Policy version -> tokens, in the order of the policies."""
     stopped: bool = False
+    proofs: bytes = b""
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -321,7 +320,7 @@ class _Draft:
         """With its spans, unless the policy that was asked sampled all of it."""
         finish = FinishReason.STOP if self.stopped else FinishReason.LENGTH
         spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
-        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans, self.proofs)
 
 
 @dataclass

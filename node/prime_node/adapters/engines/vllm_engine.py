@@ -20,7 +20,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_node.adapters.engines.vllm_seeded_sampler import OFFSET_ARGUMENT, OWNER_SETTING, SEED_ARGUMENT, SeededSampler
-from prime_node.adapters.engines.vllm_worker_extension import TensorPlace, WorkerExtension
+from prime_node.adapters.engines.vllm_seeded_sampler import OWNER_SETTING, SeededSampler
+from prime_node.adapters.engines.vllm_worker_extension import (
+    OFFSET_ARGUMENT,
+    PROOFS_ARGUMENT,
+    SEED_ARGUMENT,
+    TensorPlace,
+    WorkerExtension,
+)
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
 from prime_protocol.assignment import Sampling
@@ -71,6 +77,7 @@ class _Draft:
 
     request: GenerateRequest
     sampling: Sampling
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: Counter[int] = field(default_factory=Counter)
@@ -81,7 +88,11 @@ class _Draft:
 
     def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
         """What vLLM is asked for: the completion from where it stands. Policies never share cached prefixes."""
-        seeded = {SEED_ARGUMENT: self.request.seed, OFFSET_ARGUMENT: len(self.token_ids)}
+        arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
+        if self.sampling.temperature:
+            arguments[SEED_ARGUMENT] = self.request.seed
+        if self.request.proofs:
+            arguments[PROOFS_ARGUMENT] = self.name
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
@@ -90,7 +101,7 @@ class _Draft:
             logprobs=0,  # of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=seeded if self.sampling.temperature else None,
+            extra_args=arguments,
         )
         prompt = [*self.request.prompt_token_ids, *self.token_ids]
         return tokens_input(prompt, cache_salt=f"policy {policy_version}"), params
@@ -148,6 +159,8 @@ class VllmEngine:
         self._loaded, self._version = False, -1
         self._drafts: dict[str, _Draft] = {}
         """By the names of their requests at hand."""
+        self._forgotten: list[str] = []
+        """Completions that ended without their proofs being asked for."""
         self._resumed = asyncio.Event()
         """Cleared while a swap has cut the completions under way."""
         self._resumed.set()
@@ -305,12 +318,27 @@ class VllmEngine:
         if temperature != self._temperature:
             await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
             self._temperature = temperature
-        # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
-        return list(await asyncio.gather(*(self._complete(request, sampling) for request in requests)))
+        drafts = [_Draft(request, sampling) for request in requests]
+        try:
+            # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
+            completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))
+        except BaseException:
+            self._forgotten += [draft.name for draft in drafts if draft.request.proofs]
+            raise
+        return await self._with_proofs(drafts, completions)
 
-    async def _complete(self, request: GenerateRequest, sampling: Sampling) -> Completion:
+    async def _with_proofs(self, drafts: list[_Draft], completions: list[Completion]) -> list[Completion]:
+        lengths = [(draft.name, len(draft.token_ids)) for draft in drafts if draft.request.proofs]
+        if not lengths:
+            return completions
+        forgotten, self._forgotten = self._forgotten, []
+        (taken,) = await self._llm.collective_rpc("prime_take_proofs", args=(lengths, forgotten))
+        proofs = dict(zip((name for name, _ in lengths), taken, strict=True))
+        return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
+
+    async def _complete(self, draft: _Draft) -> Completion:
         """One completion, taken up again after each swap that cuts it: what it has so far is forwarded anew."""
-        draft, asked_of = _Draft(request, sampling), self._version
+        asked_of = self._version
         while True:
             name = uuid.uuid4().hex
             self._drafts[name] = draft

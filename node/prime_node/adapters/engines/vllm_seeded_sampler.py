@@ -17,12 +17,8 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from prime_node.adapters.engines.torch_noise import gumbel_noise
-from prime_node.adapters.engines.vllm_worker_extension import die_with
+from prime_node.adapters.engines.vllm_worker_extension import OFFSET_ARGUMENT, SEED_ARGUMENT, die_with
 
-SEED_ARGUMENT = "prime_seed"
-"""Key of SamplingParams.extra_args. Requests without it get plain greedy decoding."""
-OFFSET_ARGUMENT = "prime_offset"
-"""Key of SamplingParams.extra_args: tokens of the completion that are in the prompt, because it goes on where it was cut."""
 OWNER_SETTING = "prime_owner_pid"
 """Key of vLLM's additional_config: the process that started the engine."""
 

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker: weights and temperature by remote call, and an end with the process that started it."""
+"""Runs inside vLLM's worker: weights, temperature and proofs by remote call, and an end with the process that started it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from typing import Any
 
 import torch
 
+from prime_node.adapters.engines.hidden_rows import HiddenRows
+
+SEED_ARGUMENT = "prime_seed"
+"""Key of SamplingParams.extra_args. Requests without it get plain greedy decoding."""
+OFFSET_ARGUMENT = "prime_offset"
+"""The same: tokens of the completion that are in the prompt, because it goes on where it was cut."""
+PROOFS_ARGUMENT = "prime_proofs"
+"""The same: the completion's name, if it is to commit to its hidden states. It stays when the completion goes on elsewhere."""
+
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TensorPlace = tuple[str, str, list[int], int]
@@ -24,6 +33,8 @@ class WorkerExtension:
 
     model_runner: Any
     """vLLM's."""
+    prime_rows: HiddenRows | None = None
+    """Made with the first use; vLLM mixes this class in without calling its constructor."""
 
     def prime_load(self, shared_memory: str, places: list[TensorPlace]) -> None:
         """Replace all weights by those in the memory behind a path.
@@ -40,16 +51,40 @@ class WorkerExtension:
         return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
 
     def prime_set_temperature(self, temperature: float) -> None:
-        """Divide all logits from here on, before vLLM takes logprobs of them and before the noise is added."""
+        """Divide all logits from here on, before vLLM takes logprobs of them and before the noise is added.
+
+        What they are computed from are exactly the hidden states that tokens are chosen from, one row a request, outside of any
+        captured graph: so this is also where rows for proofs are taken.
+        """
         model = self.model_runner.get_model()
         compute = type(model).compute_logits
+        rows = self.prime_rows = self.prime_rows or HiddenRows()
 
-        def compute_scaled(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-            logits: torch.Tensor | None = compute(model, *args, **kwargs)
+        def compute_scaled(hidden_BD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+            self._keep(rows, hidden_BD)
+            logits: torch.Tensor | None = compute(model, hidden_BD, *args, **kwargs)
             return None if logits is None else logits.float() / temperature
 
         # Always from the class, so that a second call replaces the first instead of wrapping it.
         model.compute_logits = compute_scaled
+
+    def prime_take_proofs(self, lengths: list[tuple[str, int]], forgotten: list[str]) -> list[bytes]:
+        """Of completions by their names and numbers of tokens. `forgotten`: names that nobody will ask for."""
+        rows = self.prime_rows = self.prime_rows or HiddenRows()
+        rows.drop(forgotten)
+        taken = rows.take(dict(lengths))
+        return [taken[name] for name, _ in lengths]
+
+    def _keep(self, rows: HiddenRows, hidden_BD: torch.Tensor) -> None:
+        names: list[str | None] = []
+        positions = []
+        for request_id in self.model_runner.input_batch.req_ids:
+            request = self.model_runner.requests[request_id]
+            asked = request.sampling_params.extra_args or {}
+            names.append(asked.get(PROOFS_ARGUMENT))
+            positions.append(asked.get(OFFSET_ARGUMENT, 0) + len(request.output_token_ids))
+        if any(names):  # vLLM's warm-up computes logits of nothing in particular
+            rows.add(names, positions, hidden_BD)
 
 
 def _tensors(memory: mmap.mmap, places: list[TensorPlace]) -> Iterator[tuple[str, torch.Tensor]]:
