@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
 
 from prime_node.adapters.system_clock import SystemClock
@@ -24,6 +25,7 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.seeding import Seeding
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
+from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
@@ -34,7 +36,7 @@ from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedMani
 from prime_protocol.weights import Weights, WeightTensor
 
 CORA = SigningKey(bytes([77]) * 32)
-LOCAL = SwarmConfig(host="127.0.0.1", p2p="off")
+LOCAL = SwarmConfig(host="127.0.0.1", p2p="off", p2p_lan=False)
 NUM_TENSORS, ELEMENTS = 24, 2**15
 
 
@@ -88,8 +90,10 @@ class Swarm:
     clients: dict[str, HttpClient] = field(default_factory=dict)
     """By key: how each worker reaches the coordinator."""
 
-    async def publish(self, *, delta: bool = False, weights: Weights | None = None) -> SignedManifest:
-        """The next policy, through the trainer's seeder, as the publisher does it."""
+    async def publish(
+        self, *, delta: bool = False, weights: Weights | None = None, is_coordinator_lost: bool = False
+    ) -> SignedManifest:
+        """The next policy, through the trainer's seeder, as the publisher does it; the coordinator may be lost in the middle."""
         run, version = self.world.run, 0 if self.head is None else self.head.manifest.policy_version + 1
         if self.head is None:
             await self.world.join(ANNA)
@@ -116,8 +120,19 @@ class Swarm:
         self.head, self.weights = sign_manifest(manifest, TRAINER), weights
         for blob in encoded.blobs:
             await self.seeding.put_blob(blob)
-        await self.seeding.publish(self.head.envelope)
+        if is_coordinator_lost:
+            await self.lose_coordinator()
+            with pytest.raises(Unreachable):
+                await self.seeding.publish(self.head.envelope)
+        else:
+            await self.seeding.publish(self.head.envelope)
         return self.head
+
+    async def lose_coordinator(self) -> None:
+        """Nobody answers there any more, over HTTP or libp2p."""
+        await self.chunks.stop(grace_s=0.0)
+        if self.world.parts.network is not None:
+            await self.world.parts.network.close()
 
     async def worker(self, key: SigningKey, **swarm: object) -> tuple[Follower, Peer]:
         """One more, following."""

@@ -69,3 +69,26 @@ async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: 
         shown = await announced.source.head()
         assert shown is not None
         assert shown.digest == published.digest
+
+
+async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) -> None:
+    """Announced by the trainer's own peer along links that lead past the coordinator, fetched from peers, over libp2p alone."""
+    run = make_run()
+    host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
+    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+        workers = [await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)]
+        peers = [made.seeder, *(peer for _, peer in workers)]
+        keys = {peer.service.key.key_id for peer in peers}
+        for peer in peers:
+            wanted = keys - {peer.service.key.key_id}
+            assert peer.network is not None
+            await until(lambda net=peer.network, wanted=wanted: wanted <= {link.peer for link in net.connected()})
+        await made.publish()
+        for follower, _ in workers:
+            await follower.wait_newer(-1)
+        published = await made.publish(delta=True, is_coordinator_lost=True)
+        async with asyncio.timeout(20):
+            for follower, _ in workers:
+                assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
+        announced = [named for follower, _ in workers for named in follower.pool.all if named.name == "announcements"]
+        assert [named.head for named in announced] == [1, 1]

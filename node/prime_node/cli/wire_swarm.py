@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ def make_peer(
     from prime_node.broadcast.swarm.announced import AnnouncedHeads
     from prime_node.broadcast.swarm.choker import ChokerRules
     from prime_node.broadcast.swarm.directory import Directory
+    from prime_node.broadcast.swarm.mesh import Mesh
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
     from prime_node.broadcast.swarm.peer import Peer
@@ -73,7 +75,6 @@ def make_peer(
     from prime_node.broadcast.swarm.sources import NamedSource, SourceKind
     from prime_node.broadcast.swarm.topology import TopologyRules
     from prime_node.broadcast.swarm.uplink import DataCap, RateLimit, Uplink
-    from prime_node.ports.peers import PeerAddress
     from prime_node.ports.swarm import PeerLink
     from prime_protocol.peers import PeerRecord
 
@@ -89,9 +90,8 @@ def make_peer(
         def shown() -> str | None:
             return directory.authorization(record.peer)
 
-        if network is not None and record.peer in run.keys.current.coordinator:
-            network.stay_linked(PeerAddress(record.peer, record.addresses))  # meeting point and relay
-            return None
+        if record.peer in run.keys.current.coordinator:
+            return None  # its host gives no bytes
         bounds = run.spec.limits
         if record.urls:
             return HttpPeer(record.urls[0], run=run.digest, clock=clock(), bounds=bounds, authorization=shown)
@@ -124,7 +124,8 @@ def make_peer(
         if network is not None:
             AnnouncedHeads(network, run, pool, clock())
         neighbours = Neighbours(directory, pool, connect, clock=clock(), rng=random.Random(), rules=rules)
-    return Peer(config, service, AiohttpServer(), directory, neighbours, network)
+    mesh = None if network is None else Mesh(run, network, directory, clock=clock(), rng=random.Random())
+    return Peer(config, service, AiohttpServer(), directory, neighbours, network, mesh)
 
 
 def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNetwork | None:
@@ -149,6 +150,7 @@ def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNe
         announce=config.p2p_announce,
         bootstrap=bootstrap,
         private=config.private,
+        lan=config.p2p_lan,
     )
     return Libp2pNetwork(key, run=run.digest, settings=settings)
 
@@ -206,6 +208,7 @@ def trainer_seeding(
     run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
 ) -> tuple[Seeding, Peer]:
     """The port through which the trainer publishes, and the peer that serves what went through it."""
+    from prime_node.broadcast.swarm.announced import announce
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.seeding import Seeding
@@ -213,9 +216,10 @@ def trainer_seeding(
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings)
     served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
-    return seeding, make_peer(
-        run, key, client, config, served, folder=folder / "seed", network=peer_network(run, key, config)
-    )
+    network = peer_network(run, key, config)
+    if network is not None:
+        seeding.announce = partial(announce, network)
+    return seeding, make_peer(run, key, client, config, served, folder=folder / "seed", network=network)
 
 
 @contextlib.asynccontextmanager

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from prime_node.broadcast.swarm.announced import TOPIC, announcement
+from prime_node.broadcast.swarm.announced import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.records import Topic
 from prime_node.ports.peers import Judgement, PeerNetwork
-from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
 from prime_protocol import limits
 from prime_protocol.identity import KeyId
@@ -50,13 +49,7 @@ async def announce_heads(network: PeerNetwork, core: Core) -> None:
         told = head
         stamp = core.timestamp
         names_it = stamp is not None and stamp[0].policy_version == head.manifest.policy_version
-        data = announcement(head.envelope, stamp[1] if stamp is not None and names_it else None)
-        if data is None:
-            continue  # peers that ask will find it
-        try:
-            await network.announce(TOPIC, data)
-        except Unreachable as error:
-            log.warning("heads are no longer announced: %s", error)
+        if not await announce(network, head.envelope, stamp[1] if stamp is not None and names_it else None):
             return
 
 

@@ -43,6 +43,8 @@ class PeerSettings:
     """Outbound only: announces no address, serves nothing, is reserved at no relay."""
     relay: bool = False
     """Serve as a relay for peers behind NATs, and dial them back on request. For public machines."""
+    lan: bool = False
+    """Tell the local network of this peer, and look for others there."""
     connections_max: int = limits.PEER_CONNECTIONS_MAX
     heartbeat_s: float = field(default=4.0, kw_only=True)
     """Between two signs of life; a peer that gives none for three of them is dropped."""

@@ -26,6 +26,7 @@ from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
 from prime_node.adapters.peers.libp2p_streams import Serve, Streams, leads_through_relay
+from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.peers import (
     Answer,
@@ -61,6 +62,7 @@ class Libp2pNetwork:
         self._run = run
         self._settings = settings
         self._thread = TrioThread("libp2p")
+        self._local = LocalPeers(key.key_id, run, found=lambda address: self.learn((address,)))
         self._served: dict[str, tuple[RequestHandler, int]] = {}
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
         self._known: dict[KeyId, PeerAddress] = {}
@@ -86,8 +88,11 @@ class Libp2pNetwork:
 
     async def start(self) -> None:
         await self._thread.start(self._main)
+        if self._settings.lan and not self._settings.private and self._host is not None:
+            await self._local.start([str(address) for address in self._host.get_transport_addrs()])
 
     async def close(self) -> None:
+        await self._local.close()
         await self._thread.stop()
         self._host = None
 

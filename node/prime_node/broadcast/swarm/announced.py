@@ -40,6 +40,19 @@ def announcement(manifest: Envelope, timestamp: Envelope | None) -> bytes | None
     return None if timestamp is None else timestamp.to_bytes()
 
 
+async def announce(network: PeerNetwork, manifest: Envelope, timestamp: Envelope | None = None) -> bool:
+    """Tell all peers of a head. False where the network has ended."""
+    data = announcement(manifest, timestamp)
+    if data is None:
+        return True  # peers that ask will find it
+    try:
+        await network.announce(TOPIC, data)
+    except Unreachable as error:
+        log.warning("heads are no longer announced: %s", error)
+        return False
+    return True
+
+
 class AnnouncedHeads:
     """Implements CheckpointSource as far as manifests go. Made before the network starts; then it is in the pool."""
 

@@ -1,20 +1,22 @@
 """Who else is in the run, as the coordinator and, through it, other peers have said; and the ticket with which we are let in.
 
 The coordinator is asked every so often, and offered our own address in the same breath. Peers pass on the lists that it has
-signed, so the swarm goes on finding itself while the coordinator is away. A record is only a hint where to look: what comes from
-there proves itself.
+signed, so the swarm goes on finding itself while the coordinator is away. Then hints count too, for which nobody has signed: few,
+and after all the others. A record only says where to look: what comes from there proves itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from prime_node.patience import unless
 from prime_node.ports.clock import Clock
+from prime_node.ports.peers import PeerAddress
 from prime_node.ports.swarm import PeerFinder, PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -49,6 +51,10 @@ class Directory:
         """What we ask, with the address at which we serve, if we do."""
         self.records: dict[KeyId, PeerRecord] = {}
         """The newest ones last."""
+        self.hinted: dict[KeyId, PeerRecord] = {}
+        """Peers that only hints name, while the coordinator is away."""
+        self.is_alone = False
+        """The coordinator did not answer last time."""
         self.list_text: str | None = None
         """The newest list, to be passed on."""
         self.reachable: bool | None = None
@@ -83,8 +89,11 @@ class Directory:
                 self.take_in(reply.peers)
                 self._ticket, self.reachable = reply.ticket, reply.reachable
                 self._tokens.clear()
+                self.is_alone = False
+                self.hinted.clear()
             except (PeerError, Unreachable) as error:
                 log.info("the coordinator names no peers: %s", error)
+                self.is_alone = True
                 await self._exchange(links())
             tell()
             is_news = len(self.records) > known or (offer.port is not None and self.reachable is None)
@@ -94,6 +103,23 @@ class Directory:
                 self._woken.clear()
                 pause_s = ASK_S_MIN
                 await self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2))
+
+    @property
+    def candidates(self) -> dict[KeyId, PeerRecord]:
+        """Whom to link to: those whom the coordinator names before those whom hints name."""
+        return {**self.records, **{peer: r for peer, r in self.hinted.items() if peer not in self.records}}
+
+    def hint(self, found: Sequence[PeerAddress]) -> None:
+        """Peers that may be there, whoever says so; what the coordinator says of a peer counts more."""
+        for address in found:
+            if address.peer == self.me or address.peer in self.records or not address.addresses:
+                continue
+            with contextlib.suppress(ValueError):  # a stranger may have written anything
+                record = PeerRecord(peer=address.peer, addresses=address.addresses)
+                self.hinted.pop(record.peer, None)
+                self.hinted[record.peer] = record
+        while len(self.hinted) > limits.PEER_HINTS_MAX:
+            del self.hinted[next(iter(self.hinted))]
 
     def take_in(self, text: str) -> None:
         """A list that somebody shows. Raises PeerError where the run's coordinator did not sign it."""

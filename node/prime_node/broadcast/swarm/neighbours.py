@@ -102,7 +102,7 @@ class Neighbours:
         now_s = self._clock.monotonic_s()
         waiting = {
             peer: record
-            for peer, record in self._directory.records.items()
+            for peer, record in self._directory.candidates.items()
             if peer not in self._tasks and peer not in self.liars and self._rests.get(peer, _Rest()).until_s <= now_s
         }
         above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)

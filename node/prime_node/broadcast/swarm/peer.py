@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.swarm.directory import Directory
+from prime_node.broadcast.swarm.mesh import Mesh
 from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
@@ -38,6 +39,8 @@ class Peer:
     """None for a machine that only serves: the trainer."""
     network: PeerNetwork | None = None
     """Over which peers behind a NAT are reached."""
+    mesh: Mesh | None = None
+    """Keeps links over that network."""
     port: int | None = None
     """Where it serves."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -88,9 +91,12 @@ class Peer:
 
     async def _run(self) -> None:
         try:
-            if self.neighbours is not None:
-                await self.neighbours.run()
-            else:
-                await self.directory.run(list, lambda: None)
+            async with asyncio.TaskGroup() as tasks:
+                if self.neighbours is not None:
+                    tasks.create_task(self.neighbours.run())
+                else:
+                    tasks.create_task(self.directory.run(list, lambda: None))
+                if self.mesh is not None:
+                    tasks.create_task(self.mesh.run())
         except Exception:
             log.exception("the swarm has stopped here; policies still come from the coordinator and the mirrors")

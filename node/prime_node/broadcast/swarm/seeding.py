@@ -1,19 +1,21 @@
 """The trainer as the first seeder: what it publishes it also keeps and serves, so that the coordinator need not.
 
 A port to the coordinator that keeps a copy of what passes through. A policy is announced to the peers once the coordinator has
-taken its manifest. shelf.py says what stays.
+taken its manifest, or does not answer: the manifest proves itself, so the swarm need not wait for the coordinator. shelf.py says
+what stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.broadcast.swarm.shelf import Shelf
-from prime_node.ports.transport import TrainerPort
+from prime_node.ports.transport import TrainerPort, Unreachable
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError
@@ -34,6 +36,8 @@ class Seeding:
         self._parts = parts
         self._holdings = holdings
         self.shelf = Shelf(parts, holdings)
+        self.announce: Callable[[Envelope], Awaitable[object]] = _tells_nobody
+        """Tells all peers of a manifest that the coordinator cannot tell them of."""
 
     async def put_blob(self, data: bytes) -> str:
         digest = await self._port.put_blob(data)
@@ -46,7 +50,13 @@ class Seeding:
             await self._announce(
                 signed.manifest, encoding
             )  # first: workers that hear of the policy find that it is here
-        await self._port.publish(manifest)
+        try:
+            await self._port.publish(manifest)
+        except (PeerError, Unreachable) as error:
+            if isinstance(error, Unreachable) or error.is_transient:
+                self.shelf.put(signed)
+                await self.announce(manifest)
+            raise
         self.shelf.put(signed)
 
     async def _on_disk(self, digest: str, data: bytes) -> None:
@@ -86,3 +96,7 @@ class Seeding:
 
     async def bundle(self, request: BundleRequest) -> bytes:
         return await self._port.bundle(request)
+
+
+async def _tells_nobody(manifest: Envelope) -> None:
+    """Without a peer network: peers hear of the policy from the links that they have."""

@@ -28,6 +28,8 @@ class SwarmConfig(BaseModel):
     """Multiaddrs that you know to be open from outside, beside those that are found out."""
     p2p_bootstrap: tuple[str, ...] = ()
     """Peers to stay linked to beside the coordinator's host, as multiaddrs that end in /p2p/ and the peer's key id."""
+    p2p_lan: bool = True
+    """Look for peers on the local network by multicast DNS, and be found there. A private machine does neither."""
     upload_slots: int = Field(default=16, ge=1, le=256)
     """Pieces on their way to others at one time."""
     upload_mbit_per_s: float = Field(default=0.0, ge=0.0)

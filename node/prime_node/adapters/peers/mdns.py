@@ -1,0 +1,128 @@
+"""Peers of the same run on the local network, by multicast DNS (zeroconf). Hints only.
+
+Records are those of libp2p's own discovery: a TXT entry `dnsaddr=<multiaddr>/p2p/<key>` for each address. The service's name
+holds the beginning of the run's digest, so that two runs in one house do not meet. Whoever is on the local network hears them,
+and anybody there may say anything: what is heard is an address to try, where the key has to prove itself. (The library's own
+class blocks its caller, looks for our address by a route to the internet, and tells all hosts of a process of each other.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from prime_node.adapters.peers.own_addresses import own_addresses
+from prime_node.ports.peers import PeerAddress
+from prime_protocol import limits
+from prime_protocol.identity import KeyId
+
+log = logging.getLogger(__name__)
+
+ANSWER_MS_MAX = 3_000
+"""For the addresses behind a name that was heard."""
+CLOSE_S_MAX = 3.0
+
+
+class LocalPeers:
+    """Tells the local network of this peer, and `found` of the others. Used from the event loop."""
+
+    def __init__(self, me: KeyId, run: str, *, found: Callable[[PeerAddress], None]) -> None:
+        self._me = me
+        self._type = f"_pn-{run[:10]}._udp.local."
+        self._found = found
+        self._zeroconf: AsyncZeroconf | None = None
+        self._browser: AsyncServiceBrowser | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def start(self, listening: Sequence[str]) -> None:
+        """`listening`: the multiaddrs on which this peer does. A network without multicast costs a line in the log."""
+        addresses = local_addresses(listening)
+        if not addresses:
+            return
+        inner = [address.split("/")[2] for address in addresses]
+        only_here = all(host.startswith("127.") for host in inner)
+        try:
+            self._zeroconf = AsyncZeroconf(
+                interfaces=["127.0.0.1"] if only_here else InterfaceChoice.Default, ip_version=IPVersion.V4Only
+            )
+            service = AsyncServiceInfo(
+                self._type,
+                f"{self._me}.{self._type}",
+                port=int(addresses[0].split("/")[4]),
+                properties={
+                    f"dnsaddr{number or ''}": f"{address}/p2p/{self._me}" for number, address in enumerate(addresses)
+                },
+                server=f"{self._me}.local.",
+                parsed_addresses=inner,
+            )
+            # A name is a key, so that nobody else has it: no need to ask first.
+            await self._zeroconf.async_register_service(service, cooperating_responders=True)
+            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
+        except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; hints are all that is lost
+            log.info("no peers are looked for on the local network: %s", error or type(error).__name__)
+            await self.close()
+
+    async def close(self) -> None:
+        """Says goodbye. Idempotent."""
+        for task in list(self._asking):
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        browser, self._browser = self._browser, None
+        zeroconf, self._zeroconf = self._zeroconf, None
+        try:
+            async with asyncio.timeout(CLOSE_S_MAX):
+                if browser is not None:
+                    await browser.async_cancel()
+                if zeroconf is not None:
+                    await zeroconf.async_close()
+        except Exception as error:  # noqa: BLE001 - a goodbye that nobody hears is no fault
+            log.debug("local network: %r", error)
+
+    def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        if state_change is ServiceStateChange.Removed or len(self._asking) >= limits.PEER_HINTS_MAX:
+            return
+        task = asyncio.get_running_loop().create_task(self._look_up(zeroconf, name))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
+        service = AsyncServiceInfo(self._type, name)
+        if not await service.async_request(zeroconf, ANSWER_MS_MAX):
+            return
+        for address in read_records(service.properties):
+            if address.peer != self._me:
+                log.info("peer %s is on the local network, at %s", address.peer, ", ".join(address.addresses))
+                self._found(address)
+
+
+def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:
+    """The peer that a TXT record names, with those of its addresses that make sense: one at most, none where it is nonsense."""
+    by_peer: dict[KeyId, list[str]] = {}
+    for name, value in records.items():
+        text = (value or b"").decode("ascii", "replace")
+        if not name.startswith(b"dnsaddr") or len(text) > limits.PEER_ADDRESS_CHARS_MAX:
+            continue
+        try:
+            parsed = PeerAddress.parse(text)
+        except ValueError:
+            continue
+        by_peer.setdefault(parsed.peer, []).extend(parsed.addresses)
+    if len(by_peer) != 1:
+        return ()
+    [(peer, addresses)] = by_peer.items()
+    return (PeerAddress(peer, tuple(addresses[: limits.PEER_ADDRESSES_MAX])),)
+
+
+def local_addresses(listening: Sequence[str]) -> tuple[str, ...]:
+    """Where others on the local network reach what listens there. Example: /ip4/0.0.0.0/tcp/4001 is /ip4/192.168.1.7/tcp/4001."""
+    hosts = own_addresses()
+    found: list[str] = []
+    for address in listening:
+        _, kind, host, *rest = address.split("/")
+        if kind == "ip4" and rest[:1] == ["tcp"]:
+            found += [f"/ip4/{one}/tcp/{rest[1]}" for one in (hosts if host == "0.0.0.0" else [host])]
+    return tuple(dict.fromkeys(found))[: limits.PEER_ADDRESSES_MAX]

@@ -1,0 +1,106 @@
+"""Links over the peer network that need no coordinator: heads are announced along them, and peers find each other again.
+
+Who waits for whom: nothing waits for it. `run` keeps a handful of links to other peers, whatever carries the bytes, since the
+coordinator's host alone would be the one thread by which all announcements hang. It leaves a hint in the table of providers
+under the run's digest, and looks for such hints while the coordinator does not answer. What hints say is only where to try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import NoReturn
+
+from prime_node.broadcast.swarm.directory import Directory
+from prime_node.ports.clock import Clock
+from prime_node.ports.peers import PeerAddress, PeerNetwork
+from prime_node.ports.transport import Unreachable
+from prime_protocol.identity import KeyId
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+LINKS_WISHED = 6
+"""As many as gossipsub wants."""
+LOOK_S = 1.0
+LINK_S_MAX = 15.0
+TRIED_AGAIN_S = 60.0
+"""A peer that was not reached rests for so long."""
+HINT_S = 600.0
+"""Between two hints of our own; they are forgotten after a day."""
+ASK_S = 20.0
+"""Between two looks at others' hints, while the coordinator is away."""
+
+
+class Mesh:
+    """Used from the event loop only."""
+
+    def __init__(
+        self, run: PinnedRun, network: PeerNetwork, directory: Directory, *, clock: Clock, rng: random.Random
+    ) -> None:
+        self._run = run
+        self._network = network
+        self._directory = directory
+        self._clock = clock
+        self._rng = rng
+        self._rests: dict[KeyId, float] = {}
+        """Until when a peer is not tried again."""
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._leave_hints())
+            tasks.create_task(self._read_hints())
+            while True:
+                self._take_over()
+                await self._link_more()
+                await self._clock.sleep(LOOK_S)
+        raise AssertionError("the loop does not end")
+
+    def _take_over(self) -> None:
+        """What the directory knows, for the network; and the other way round while nobody vouches for anybody."""
+        told = [PeerAddress(r.peer, r.addresses) for r in self._directory.records.values() if r.addresses]
+        self._network.learn(tuple(told))
+        for address in told:
+            if address.peer in self._run.keys.current.coordinator:
+                self._network.stay_linked(address)  # meeting point and relay
+        if self._directory.is_alone:
+            self._directory.hint(self._network.known())
+
+    async def _link_more(self) -> None:
+        now_s = self._clock.monotonic_s()
+        self._rests = {peer: until_s for peer, until_s in self._rests.items() if until_s > now_s}
+        linked = {link.peer for link in self._network.connected()}
+        others = [
+            address
+            for address in self._network.known()
+            if address.peer not in linked
+            and address.peer not in self._rests
+            and address.peer not in self._run.keys.current.coordinator
+        ]
+        room = max(0, LINKS_WISHED - len(linked))
+        await asyncio.gather(*(self._link(one) for one in self._rng.sample(others, min(room, len(others)))))
+
+    async def _link(self, address: PeerAddress) -> None:
+        try:
+            await self._network.connect(address, timeout_s=LINK_S_MAX)
+        except Unreachable as error:
+            self._rests[address.peer] = self._clock.monotonic_s() + TRIED_AGAIN_S
+            log.debug("no link to %s: %s", address.peer, error)
+
+    async def _leave_hints(self) -> None:
+        while True:
+            if self._network.connected():
+                await self._network.provide(self._run.digest)
+                await self._clock.sleep(HINT_S)
+            else:
+                await self._clock.sleep(LOOK_S)
+
+    async def _read_hints(self) -> None:
+        while True:
+            if self._directory.is_alone:
+                self._network.learn(await self._network.providers(self._run.digest))
+                await self._clock.sleep(ASK_S)
+            else:
+                await self._clock.sleep(LOOK_S)

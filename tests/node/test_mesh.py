@@ -1,0 +1,136 @@
+"""Links that need no coordinator: peers that know each other only by hints meet, and whom the coordinator names counts more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
+from tests.node.swarm_world import CORA, until
+
+from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm.directory import Directory
+from prime_node.broadcast.swarm.mesh import LINKS_WISHED, Mesh
+from prime_node.ports.peers import PeerAddress
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.messages import PeersReply, PeersRequest
+from prime_protocol.peers import PeerList, PeerRecord
+
+RUN = make_run()
+
+
+@dataclass
+class Finder:
+    """Implements ports.swarm.PeerFinder: the coordinator, there or not."""
+
+    peers: tuple[PeerRecord, ...] = ()
+    is_away: bool = False
+
+    async def find_peers(self, request: PeersRequest) -> PeersReply:
+        if self.is_away:
+            raise Unreachable("nobody is there")
+        listed = PeerList(run=RUN.digest, issued_at_ms=1, peers=self.peers)
+        return PeersReply(peers=seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode(), ticket="t")
+
+
+@dataclass
+class Meshes:
+    """Peers on one switch."""
+
+    finder: Finder
+    switch: MemorySwitch = field(default_factory=MemorySwitch)
+    directories: dict[KeyId, Directory] = field(default_factory=dict)
+    networks: dict[KeyId, MemoryNetwork] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def add(self, key: SigningKey, *, is_hub: bool = False) -> MemoryNetwork:
+        network = self.networks[key.key_id] = MemoryNetwork(self.switch, key.key_id, run=RUN.digest)
+        await network.start()
+        if not is_hub:
+            clock, rng = SystemClock(), random.Random(1)
+            directory = Directory(RUN, key, self.finder, clock=clock, rng=rng)
+            self.directories[key.key_id] = directory
+            mesh = Mesh(RUN, network, directory, clock=clock, rng=rng)
+            self.tasks += [
+                asyncio.create_task(directory.run(list, lambda: None)),
+                asyncio.create_task(mesh.run()),
+            ]
+        return network
+
+    def are_linked(self, one: SigningKey, other: SigningKey) -> Callable[[], bool]:
+        return lambda: other.key_id in {link.peer for link in self.networks[one.key_id].connected()}
+
+
+@contextlib.asynccontextmanager
+async def meshes(finder: Finder) -> AsyncIterator[Meshes]:
+    made = Meshes(finder)
+    try:
+        yield made
+    finally:
+        for task in made.tasks:
+            assert not task.done(), task
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+        for network in made.networks.values():
+            await network.close()
+
+
+def where(key: SigningKey) -> PeerRecord:
+    return PeerRecord(peer=key.key_id, addresses=(f"/memory/{key.key_id}",))
+
+
+async def test_links_lead_past_the_coordinators_host() -> None:
+    async with meshes(Finder((where(COORDINATOR), where(ANNA), where(BEN)))) as made:
+        await made.add(COORDINATOR, is_hub=True)
+        await made.add(ANNA)
+        await made.add(BEN)
+        await until(made.are_linked(ANNA, COORDINATOR))
+        await until(made.are_linked(ANNA, BEN))
+
+
+async def test_a_handful_of_links_is_enough() -> None:
+    keys = [SigningKey(bytes([120 + number]) * 32) for number in range(3 * LINKS_WISHED)]
+    async with meshes(Finder(tuple(where(key) for key in keys))) as made:
+        for key in keys:
+            await made.add(key, is_hub=key is not keys[0])
+        await until(lambda: len(made.networks[keys[0].key_id].connected()) == LINKS_WISHED)
+
+
+async def test_peers_that_nobody_names_meet_by_the_hints_of_the_table() -> None:
+    async with meshes(Finder(is_away=True)) as made:
+        hub = await made.add(TRAINER, is_hub=True)
+        for key in (ANNA, BEN):
+            network = await made.add(key)
+            await network.connect(PeerAddress(hub.peer_id, hub.addresses()))
+        await until(made.are_linked(ANNA, BEN))
+        both = [made.directories[key.key_id] for key in (ANNA, BEN)]
+        assert any(directory.hinted for directory in both)
+        assert not any(directory.records for directory in both)
+
+
+async def test_hints_count_only_while_the_coordinator_is_away() -> None:
+    async with meshes(Finder(is_away=True)) as made:
+        network, directory = await made.add(ANNA), made.directories[ANNA.key_id]
+        network.learn((PeerAddress(BEN.key_id, ("/memory/ben",)),))
+        await until(lambda: BEN.key_id in directory.candidates)
+        made.finder.is_away, made.finder.peers = False, (where(CORA),)
+        await until(lambda: set(directory.candidates) == {CORA.key_id})
+
+
+async def test_hints_are_few_and_never_in_the_way_of_what_the_coordinator_says() -> None:
+    directory = Directory(RUN, ANNA, Finder(), clock=SystemClock(), rng=random.Random(1))
+    directory.records[BEN.key_id] = where(BEN)
+    strangers = [SigningKey(bytes([1, number]) + bytes(30)).key_id for number in range(2 * limits.PEER_HINTS_MAX)]
+    directory.hint([PeerAddress(peer, ("/memory/x",)) for peer in (BEN.key_id, ANNA.key_id, *strangers)])
+    directory.hint([PeerAddress(CORA.key_id, ()), PeerAddress(CORA.key_id, ("no address\n",))])
+    assert len(directory.hinted) == limits.PEER_HINTS_MAX
+    assert not {ANNA.key_id, BEN.key_id, CORA.key_id} & directory.hinted.keys()
+    assert next(iter(directory.candidates)) == BEN.key_id
+    assert directory.candidates[BEN.key_id] == where(BEN)
