@@ -46,6 +46,8 @@ STATISTICS_MAX = 12
 """Statistics of one bundle that evidence is made of."""
 CALIBRATION_PAIRS_MAX = 64
 """Pairs of engines in one calibration."""
+SURETY_BUNDLES_MAX = 1_024
+"""Bundles of one worker whose tokens are not credited yet."""
 LEDGER_LINE_BYTES_MAX = 8 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
 LEDGER_LINES_MAX = 512

@@ -296,6 +296,8 @@ class CheckTask(WireModel):
     """After this the bundle goes to another validator."""
     newest_policy: Step | None = Field(default=None, exclude_if=lambda value: value is None)
     """The newest policy that a token may be of, where the run lets completions span policies; null: the lease's."""
+    audit: bool = Field(default=True, exclude_if=bool)
+    """Make the forward pass. Where false, check the assignment and compute the rewards."""
 
 
 class BatchGroup(WireModel):

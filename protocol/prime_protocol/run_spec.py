@@ -68,6 +68,30 @@ class EnvironmentSpec(WireModel):
     """What the implementation takes."""
 
 
+class AuditPolicy(WireModel):
+    """Which bundles get a forward pass. All of a newcomer's; later a share that falls with what the worker has passed."""
+
+    share_min: float = Field(default=0.25, gt=0.0, le=1.0)
+    """The floor: of any worker's bundles at least this share is audited, chosen by a secret after the upload."""
+    newcomer_bundles: int = Field(default=16, ge=1, le=limits.COUNT_MAX)
+    """N: after n audits passed in a row the share is N / n, and 1 before."""
+    surety_bundles: int = Field(default=8, ge=0, le=limits.SURETY_BUNDLES_MAX)
+    """D: the tokens of a worker's last D accepted bundles are not credited yet. The first dishonest bundle that is found, and
+    they are lost."""
+
+    @model_validator(mode="after")
+    def _cheating_does_not_pay(self) -> Self:
+        if self.share_min * (1 + self.surety_bundles) < 1.0:
+            raise ValueError(
+                "share_min * (1 + surety_bundles) must be at least 1: a cheat must stake more than it saves"
+            )
+        return self
+
+
+ALL_AUDITED = AuditPolicy(share_min=1.0, surety_bundles=0)
+"""What a RunSpec means that says nothing about audits."""
+
+
 class CheckPolicy(WireModel):
     """When a validator refuses a bundle by its numbers. Defaults hold for fp32 arithmetic on bf16 weights."""
 
@@ -85,6 +109,8 @@ class CheckPolicy(WireModel):
     """Steps of bf16. For any single proof."""
     strikes_max: int = Field(default=2, ge=1, le=limits.COUNT_MAX)
     """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
+    audits: AuditPolicy | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Which bundles are audited. None: all."""
     calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)
     """What honest tokens do, by engines. None: bundles are judged one by one, and nothing adds up."""
     evidence_max: float = Field(default=EVIDENCE_MAX, ge=10.0, le=1e100, exclude_if=lambda value: value == EVIDENCE_MAX)

@@ -46,6 +46,8 @@ class RejectReason(StrEnum):
     """The signed header is sound, but the body is not what SPEC.md describes."""
     BANNED = "banned"
     """The worker was banned while the bundle waited."""
+    UNPROVEN = "unproven"
+    """It was not audited, and a dishonest bundle of the same worker came to light before it stood for itself."""
     UNVERIFIABLE = "unverifiable"
     """No validator could judge it in time. Nobody's fault: its groups are leased again."""
 
@@ -114,7 +116,8 @@ class Receipt(WireModel):
     policy_version: Step
     num_rollouts: Count
     num_tokens: Count
-    """Completion tokens that were credited; 0 where the bundle was refused before it was counted."""
+    """Completion tokens that this receipt credits: the bundle's, or, where a worker's last bundles stand surety, those of the
+    one that is released. 0 where it was refused."""
     status: BundleStatus
     reason: RejectReason | None = None
     detail: Text = ""

@@ -237,12 +237,15 @@ class World:
         """Take a bundle and give a verdict."""
         task = await self.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
         assert isinstance(task, CheckTask), task
+        await self.give_verdict(task, reason=reason)
+        return task
+
+    async def give_verdict(self, task: CheckTask, *, reason: RejectReason | None = None) -> None:
         verdict = Verdict.refuse(reason) if reason else Verdict.accept()
         rewards = () if reason else tuple(float(index % 2) for index in range(task.lease.num_rollouts))
         await self.client(VALIDATOR).check_result(
             CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
         )
-        return task
 
     async def fill(self, step: int, key: SigningKey = ANNA) -> TrainBatch:
         """Generate, judge and hand over one whole step."""

@@ -319,6 +319,7 @@ class AnyRun(RuleBasedStateMachine):
         lag_slack=st.integers(0, 2),
         copies=st.integers(1, 3),
         slow_factor=st.none() | st.just(1.5),
+        surety=st.integers(0, 3),
     )
     def begin(
         self,
@@ -334,6 +335,7 @@ class AnyRun(RuleBasedStateMachine):
         lag_slack: int,
         copies: int,
         slow_factor: float | None,
+        surety: int,
     ) -> None:
         size = mini_batch * num_batches
         eta = k if quarters is None else quarters / 4
@@ -354,6 +356,8 @@ class AnyRun(RuleBasedStateMachine):
                 staleness_from=staleness_from,
                 leases_per_slot_max=copies,
                 slow_factor=slow_factor,
+                audit_share_min=0.5 if surety else 1.0,
+                surety_bundles=surety,
             )
         )
         self.verdicts: dict[str, bool] = {}
@@ -396,7 +400,7 @@ class AnyRun(RuleBasedStateMachine):
         ended = [lease for worker in self.state.workers.values() if worker.active for lease in worker.ended.values()]
         leases = [lease for lease in [*self.state.leases.values(), *ended] if self.state.is_redeemable(lease)]
         if leases:
-            self.run_.upload(data.draw(st.sampled_from(leases)))
+            self.run_.upload(data.draw(st.sampled_from(leases)), audited=data.draw(st.booleans()))
 
     @rule(data=st.data(), reason=st.sampled_from([None, None, None, *RejectReason]))
     def judge(self, data: st.DataObject, reason: RejectReason | None) -> None:
@@ -409,7 +413,9 @@ class AnyRun(RuleBasedStateMachine):
             effects = self.run_.refuse(bundle, reason) if reason else self.run_.accept(bundle, versions)
             for effect in effects:
                 if isinstance(effect, Settled):
-                    assert effect.bundle not in self.verdicts, "a bundle was settled twice"
+                    was_accepted = self.verdicts.get(effect.bundle, effect.reason is RejectReason.UNPROVEN)
+                    again = effect.bundle in self.verdicts
+                    assert not again or (was_accepted and effect.reason is RejectReason.UNPROVEN), "settled twice"
                     self.verdicts[effect.bundle] = effect.status is BundleStatus.ACCEPTED
             filled = self.state.steps[lease.step].accepted if lease.step in self.state.steps else {}
             mine = [slot for slot in lease.slots if slot in filled and filled[slot].bundle == bundle]

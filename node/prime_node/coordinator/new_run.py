@@ -19,7 +19,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
-from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.schedule import Schedule, lag_of
 
 ROLES = ("root", "coordinator", "trainer", "validator")
@@ -82,16 +82,17 @@ class RunConfig(Settings):
     """Where problems come from, with their weights."""
     limits: Limits = Limits()
     """Bounds on everything that a peer may send."""
-    checks: CheckPolicy = CheckPolicy(proofs=True)
-    """When a validator refuses. New runs ask for hidden-state proofs unless told otherwise."""
+    checks: CheckPolicy = CheckPolicy(proofs=True, audits=AuditPolicy())
+    """When a validator refuses. New runs ask for hidden-state proofs and audit a share of the bundles unless told otherwise."""
     schedule: Schedule = Schedule()
     """The asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""
 
     @field_validator("checks", mode="before")
     @classmethod
-    def _asks_for_proofs(cls, checks: Any) -> Any:
-        return {"proofs": True, **checks} if isinstance(checks, dict) else checks
+    def _checks_of_new_runs(cls, checks: Any) -> Any:
+        """A RunSpec that does not speak of them has no proofs, and every bundle audited; new runs do."""
+        return {"proofs": True, "audits": {}, **checks} if isinstance(checks, dict) else checks
 
 
 def build_run_spec(

@@ -123,7 +123,7 @@ async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Ju
     opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
     if not isinstance(opened, OpenedBundle):
         return opened
-    if validator.config.unsafe_skip_proofs:
+    if validator.config.unsafe_skip_proofs or not task.audit:
         return reward_bundle(
             opened, run=validator.run, environments=validator.environments, tokenizer=validator.tokenizer
         )

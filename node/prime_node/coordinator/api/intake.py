@@ -18,8 +18,11 @@ by a validator, whose verdict on a body that cannot be read is MALFORMED.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.ports.store import StoredReceipt
@@ -54,6 +57,9 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
         decision = await _store(core, header, decision, parcel)
     if isinstance(decision, UploadReply):
         return decision
+    if isinstance(decision, ev.BundleArrived):
+        audited = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
+        decision = replace(decision, audited=audited)
     core.decide(decision)
     if isinstance(decision, ev.BundleTurnedAway):
         return UploadReply(bundle=bundle, verdict=Verdict.refuse(decision.reason, decision.detail))

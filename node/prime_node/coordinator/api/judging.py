@@ -25,9 +25,12 @@ async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | N
     if found is None:
         return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
     bundle, deadline_ms = found
-    lease = core.assigner.lease(core.state.bundles[bundle].lease)
+    pending = core.state.bundles[bundle]
+    lease = core.assigner.lease(pending.lease)
     newest = core.state.head if core.run.spec.schedule.swap.spans_policies else None
-    return CheckTask.model_construct(bundle=bundle, lease=lease, deadline_ms=deadline_ms, newest_policy=newest)
+    return CheckTask.model_construct(
+        bundle=bundle, lease=lease, deadline_ms=deadline_ms, newest_policy=newest, audit=pending.audited
+    )
 
 
 async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:

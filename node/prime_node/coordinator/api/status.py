@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import audits
 from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
@@ -121,6 +122,10 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "accepted": worker.accepted,
         "refused": dict(worker.refused),
         "strikes": worker.strikes,
+        "audit_share": round(audits.share(core.state.rules, worker), 4),
+        "audits_passed": worker.streak,
+        "abandoned": worker.abandoned,
+        "tokens_withheld": sum(one.num_tokens for one in worker.surety),
         "evidence_nats": round(log_evidence(worker.evidence), 2),
         "calibrated": worker.calibrated,
         "open_leases": len(worker.leases),

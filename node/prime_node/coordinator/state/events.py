@@ -103,6 +103,8 @@ class BundleArrived:
     worker: str
     num_rollouts: int
     num_bytes: int
+    audited: bool = True
+    """A validator makes a forward pass for it."""
     type: Literal["bundle_arrived"] = "bundle_arrived"
 
 

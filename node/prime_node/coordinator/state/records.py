@@ -65,6 +65,18 @@ class PendingBundle:
     num_rollouts: int
     num_bytes: int
     arrived_at_ms: int
+    audited: bool = True
+    """It gets a forward pass (audits.py)."""
+
+
+@dataclass(slots=True)
+class Surety:
+    """An accepted bundle whose tokens are not credited yet."""
+
+    lease: LeaseRecord
+    num_rollouts: int
+    num_tokens: int
+    audited: bool
 
 
 @dataclass(slots=True)
@@ -161,6 +173,12 @@ class Worker:
     """How long one rollout takes it, a mean that forgets; 0 before the first bundle."""
     arrived_at_ms: int = 0
     """When its last bundle came."""
+    streak: int = 0
+    """Audits passed in a row (audits.py)."""
+    abandoned: int = 0
+    """Leases that ended without a bundle."""
+    surety: list[Surety] = field(default_factory=list)
+    """Its last accepted bundles, oldest first."""
     accepted: int = 0
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
@@ -259,7 +277,8 @@ class State:
         """Every rollout of the run is in: nothing will be leased any more."""
         if self.last_step < self.rules.max_steps - 1:
             return False
-        if self.rules.admission.lag_max is not None:  # until it is trained, a group may be dropped and wanted again
+        # Until it is trained, a group may be dropped and wanted again.
+        if self.rules.admission.lag_max is not None or self.rules.audit_share_min < 1:
             return all(step.fixed for step in self.steps.values())
         return all(self.is_ready(step) for step in self.steps)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from prime_protocol.run_spec import EVIDENCE_MAX, PinnedRun
+from prime_protocol.run_spec import ALL_AUDITED, EVIDENCE_MAX, PinnedRun
 from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, SwapPolicy
 from prime_protocol.step import Admission
 
@@ -45,6 +45,13 @@ class Rules:
     evidence_max: float = EVIDENCE_MAX
     """A worker is banned at so much evidence."""
 
+    audit_share_min: float = 1.0
+    """Of a worker's bundles at least this share is audited (audits.py); 1: all of them."""
+    newcomer_bundles: int = 1
+    """So many audits are passed before fewer are made."""
+    surety_bundles: int = 0
+    """Accepted bundles of a worker that are not credited yet, at most."""
+
     @cached_property
     def admission(self) -> Admission:
         """The rule of step.py."""
@@ -61,6 +68,7 @@ class Rules:
 
 def rules_of(run: PinnedRun) -> Rules:
     spec, schedule = run.spec, run.spec.schedule
+    audits = spec.checks.audits or ALL_AUDITED
     return Rules(
         run=run.digest,
         async_level=spec.async_level,
@@ -85,4 +93,7 @@ def rules_of(run: PinnedRun) -> Rules:
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
         statistics=() if spec.checks.calibration is None else spec.checks.calibration.statistics,
         evidence_max=spec.checks.evidence_max,
+        audit_share_min=audits.share_min,
+        newcomer_bundles=audits.newcomer_bundles,
+        surety_bundles=audits.surety_bundles,
     )

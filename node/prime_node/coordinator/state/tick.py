@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import batches, slots, suspicion
+from prime_node.coordinator.state import audits, batches, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import (
     BATCH_NEWS,
@@ -90,7 +90,7 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
     worker = state.workers[event.worker]
     if worker.banned is not None and worker.banned.evidence is not None:
         state.evidence.remove(worker.banned.evidence)
-    worker.banned, worker.strikes = None, 0
+    worker.banned, worker.strikes, worker.streak = None, 0, 0
     suspicion.forgive(worker)
     worker.wasted, worker.pause_until_ms = 0, 0
     return []
@@ -152,7 +152,9 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
     step.bundles.append(event.bundle)
     worker.pending[lease.lease_id] = event.bundle
-    state.bundles[event.bundle] = PendingBundle(event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms)
+    state.bundles[event.bundle] = PendingBundle(
+        event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited
+    )
     _measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
     return [settled, CHECK_NEWS, *_room(state)]
@@ -182,6 +184,11 @@ def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Eff
     effects = _refuse(state, pending, reason, detail, weighed)
     worker.strikes += reason.is_dishonest
     ban = suspicion.ban_after(state, worker, event.bundle, reason, weighed, at_ms)
+    if reason.is_dishonest:
+        effects += audits.found_out(state, worker)
+        unaudited = [bundle for bundle in worker.pending.values() if not state.bundles[bundle].audited]
+        for bundle in unaudited:
+            effects += _refuse(state, state.bundles[bundle], RejectReason.UNPROVEN, audits.TAKEN_BACK)
     if ban is None:
         return effects
     return [effect for effect in effects if effect != BundleForgotten(event.bundle)] + _ban(state, worker, ban)
@@ -231,8 +238,9 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
+    num_tokens, detail = audits.credit(state, worker, pending, event.num_tokens)
     settled = Settled(
-        event.bundle, lease, pending.num_rollouts, event.num_tokens, BundleStatus.ACCEPTED, weighed=weighed
+        event.bundle, lease, pending.num_rollouts, num_tokens, BundleStatus.ACCEPTED, detail=detail, weighed=weighed
     )
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *_room(state)]
@@ -290,6 +298,7 @@ def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[E
     if state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head:
         return slots.let_go(state, lease)
     worker.wasted += 1
+    audits.abandoned(worker)
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)

@@ -1,0 +1,87 @@
+"""Whose bundles get a forward pass, and what the others stand for meanwhile.
+
+Every bundle is checked against its assignment and scored. The forward pass, which is what costs, is made for all bundles of a
+newcomer, and then for a share of them that falls with the audits that the worker has passed in a row, as BOINC's adaptive
+replication does. The share never falls below the run's floor. Which bundles it is follows from a secret of the coordinator and
+the bundle's own digest, after its bytes are durable: nobody can foresee it, nor choose by it what to upload.
+
+The tokens of a worker's last `surety_bundles` accepted bundles are not credited yet: they are its surety. With one dishonest
+bundle it is lost; what of it was neither audited nor trained is dropped, what waits unaudited is refused, and all is audited
+again. So a cheat stakes more than the work that it saves (sim/cheating.py works it out).
+
+Leases that end without a bundle count too: whoever leaves indices out may be choosing among them.
+"""
+
+from __future__ import annotations
+
+from prime_node.coordinator.state import slots
+from prime_node.coordinator.state.records import LEASE_NEWS, Effect, PendingBundle, Settled, State, Surety, Worker
+from prime_node.coordinator.state.rules import Rules
+from prime_protocol.verdict import BundleStatus, RejectReason
+
+ABANDONED_COSTS = 4
+"""Passed audits that a lease without a bundle takes back."""
+TAKEN_BACK = "not audited, and the worker was found out before it could stand for itself"
+
+
+def share(rules: Rules, worker: Worker) -> float:
+    """The probability that the worker's next bundle is audited."""
+    if worker.streak <= rules.newcomer_bundles:
+        return 1.0
+    return max(rules.audit_share_min, rules.newcomer_bundles / worker.streak)
+
+
+def credit(state: State, worker: Worker, pending: PendingBundle, num_tokens: int) -> tuple[int, str]:
+    """The tokens that an accepted bundle's receipt credits, and what to say about it."""
+    worker.streak += pending.audited
+    bundles_max = state.rules.surety_bundles
+    if bundles_max == 0:
+        return num_tokens, ""
+    worker.surety.append(Surety(pending.lease, pending.num_rollouts, num_tokens, pending.audited))
+    credited = worker.surety.pop(0).num_tokens if len(worker.surety) > bundles_max else 0
+    return credited, f"its own {num_tokens} tokens are credited when {bundles_max} more bundles are accepted"
+
+
+def abandoned(worker: Worker) -> None:
+    """A lease ended without a bundle."""
+    worker.abandoned += 1
+    worker.streak = max(0, worker.streak - ABANDONED_COSTS)
+
+
+def found_out(state: State, worker: Worker) -> list[Effect]:
+    """A bundle of the worker's could only be dishonest: what stood on trust alone is taken back."""
+    worker.streak = 0
+    taken_back, worker.surety = worker.surety, []
+    effects: list[Effect] = []
+    reopened = False
+    for one in taken_back:
+        if not one.audited:
+            settled, reopened_here = _take_back(state, worker, one)
+            effects.append(settled)
+            reopened |= reopened_here
+    return [*effects, LEASE_NEWS] if reopened else effects
+
+
+def _take_back(state: State, worker: Worker, one: Surety) -> tuple[Settled, bool]:
+    """Its groups that no batch has taken are open again. Returns the bundle's new receipt, and whether there were any."""
+    lease, bundle = one.lease, one.lease.bundle
+    assert bundle is not None
+    step = state.steps.get(lease.step)
+    dropped = [
+        slot
+        for slot in (lease.slots if step is not None else ())
+        if step is not None
+        and slot not in step.taken
+        and slot in step.accepted
+        and step.accepted[slot].bundle == bundle
+    ]
+    for slot in dropped:
+        slots.drop(state, slot)
+    for known in (lease, worker.ended.get(lease.lease_id, lease)):  # two records after a restart
+        known.reason, known.detail = RejectReason.UNPROVEN, TAKEN_BACK
+    worker.accepted -= one.num_rollouts
+    state.accepted -= one.num_rollouts
+    for counts in (worker.refused, state.refused):
+        counts[RejectReason.UNPROVEN] = counts.get(RejectReason.UNPROVEN, 0) + one.num_rollouts
+    refused = (BundleStatus.REFUSED, RejectReason.UNPROVEN, TAKEN_BACK)
+    return Settled(bundle, lease, one.num_rollouts, 0, *refused), bool(dropped)

@@ -1,0 +1,183 @@
+"""Does cheating pay? A worker that saves work on some of its bundles, against the coordinator's own audit policy.
+
+A credited bundle is worth 1 and honest work on it costs `cost`, below 1 or nobody would work. A cheated bundle
+costs nothing, the best that any cheat can do, and is told from an honest one with probability `detection` where it is audited.
+Which bundles are audited, what is credited and what is lost is decided by coordinator/state/audits.py itself. A banned worker
+begins anew at once, with another key, for nothing; what is still its surety at the end counts as earned. So whatever real cheats
+cost (a smaller model, a new address, waiting) comes on top of what this shows.
+
+Why it does not pay: a cheated bundle is found with probability s * detection, s the share that is audited, and with it D other
+bundles' credit is lost. So it loses s * detection * (1 + D) on average to save `cost`. At the floor that is 2.25 * detection by
+default, and more above it; a cheat that half of the audits miss loses too, whenever it picks its moment: its receipts may
+tell it what was audited, never what will be.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_node.coordinator.state import audits
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, Worker
+from prime_node.coordinator.state.rules import Rules
+from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a cheat knows when it decides."""
+
+    streak: int
+    """Audits passed in a row, as it can count from its receipts."""
+    surety: int
+    """Bundles of its own that are not credited yet."""
+    since_audit: int
+    """Bundles since the last one that was audited."""
+
+
+Strategy = Callable[[Seen, random.Random], bool]
+"""Whether to cheat on the next bundle."""
+
+
+def at_rate(rate: float) -> Strategy:
+    return lambda seen, rng: rng.random() < rate
+
+
+def once_trusted(streak: int) -> Strategy:
+    """Honest until it is audited as little as possible, then never again."""
+    return lambda seen, rng: seen.streak >= streak
+
+
+def after_audits(seen: Seen, rng: random.Random) -> bool:
+    """Only right after an audit."""
+    return seen.since_audit == 0
+
+
+def with_little_at_stake(most: int) -> Strategy:
+    """Only while its surety is small."""
+    return lambda seen, rng: seen.streak > 0 and seen.surety <= most
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Means over lives, per bundle."""
+
+    gain: float
+    """Over what an honest worker earns."""
+    gain_error: float
+    """Standard error of it."""
+    cheated: float
+    """Share of its bundles."""
+    poisoned: float
+    """Cheated bundles that were accepted and not taken back; the last `surety_bundles` at most may still be."""
+    bans: float
+    audited: float
+    """Share of its bundles: what the validators' work falls to."""
+
+
+def play(
+    strategy: Strategy,
+    checks: CheckPolicy,
+    *,
+    cost: float,
+    detection: float = 1.0,
+    num_bundles: int = 500,
+    num_lives: int = 200,
+    seed: int = 0,
+) -> Outcome:
+    """Many lives of one strategy beside an honest worker that meets the same audits."""
+    rng = random.Random(seed)
+    lives = []
+    for _ in range(num_lives):
+        life_seed = rng.getrandbits(64)
+        cheat = _live(strategy, checks, cost, detection, num_bundles, random.Random(life_seed))
+        honest = _live(at_rate(0.0), checks, cost, detection, num_bundles, random.Random(life_seed))
+        lives.append((cheat, cheat.earned - honest.earned))
+    gains = [gain / num_bundles for _, gain in lives]
+    mean = math.fsum(gains) / num_lives
+    variance = math.fsum((gain - mean) ** 2 for gain in gains) / (num_lives - 1)
+
+    def share(number: Callable[[_Life], float]) -> float:
+        return math.fsum(number(life) for life, _ in lives) / num_lives / num_bundles
+
+    return Outcome(
+        gain=mean,
+        gain_error=math.sqrt(variance / num_lives),
+        cheated=share(lambda life: life.cheated),
+        poisoned=share(lambda life: life.poisoned),
+        bans=share(lambda life: life.bans),
+        audited=share(lambda life: life.audited),
+    )
+
+
+@dataclass(slots=True)
+class _Life:
+    earned: float = 0.0
+    cheated: int = 0
+    poisoned: int = 0
+    bans: int = 0
+    audited: int = 0
+
+
+def _live(
+    strategy: Strategy, checks: CheckPolicy, cost: float, detection: float, num_bundles: int, rng: random.Random
+) -> _Life:
+    state, life = _state(checks), _Life()
+    worker, since_audit = _newcomer(), 0
+    standing: set[str] = set()  # cheated bundles that were accepted
+    for number in range(num_bundles):
+        draw, notices = rng.random(), rng.random() < detection  # the same for every strategy
+        cheats = strategy(Seen(worker.streak, len(worker.surety), since_audit), rng)
+        audited = draw < audits.share(state.rules, worker)
+        since_audit = 0 if audited else since_audit + 1
+        life.cheated += cheats
+        life.audited += audited
+        life.earned -= 0.0 if cheats else cost
+        if cheats and audited and notices:
+            worker.strikes += 1
+            standing -= {one.lease.lease_id for one in worker.surety if not one.audited}
+            audits.found_out(state, worker)
+            if worker.strikes >= checks.strikes_max:
+                life.bans += 1
+                worker = _newcomer()
+            continue
+        if cheats:
+            standing.add(str(number))
+        pending = PendingBundle(str(number), _lease(number), 1, 1, 0, audited)
+        life.earned += audits.credit(state, worker, pending, 1)[0]
+        worker.accepted += 1
+        state.accepted += 1
+    life.earned += len(worker.surety)
+    life.poisoned = len(standing)
+    return life
+
+
+def _state(checks: CheckPolicy) -> State:
+    policy = checks.audits or ALL_AUDITED
+    return State(
+        Rules(
+            run="",
+            async_level=0,
+            groups_per_step=1,
+            rollouts_per_group=1,
+            max_steps=1,
+            lease_ms=1,
+            strikes_max=checks.strikes_max,
+            workers_max=1,
+            leases_per_worker_max=1,
+            bundles_pending_per_worker_max=1,
+            audit_share_min=policy.share_min,
+            newcomer_bundles=policy.newcomer_bundles,
+            surety_bundles=policy.surety_bundles,
+        )
+    )
+
+
+def _newcomer() -> Worker:
+    return Worker("", "", "", "", 1, 0)
+
+
+def _lease(number: int) -> LeaseRecord:
+    return LeaseRecord(str(number), "", 0, 0, "", (), (), 0, 1, LeaseEnd.REDEEMED, bundle=str(number))

@@ -1,0 +1,65 @@
+"""Does cheating pay? Ways of cheating against the default audit policy (prime_node/sim/cheating.py), beside full audits.
+
+    python scripts/bench/cheating.py [--quick] [--json]
+
+A credited bundle is worth 1. `gain` is per bundle, over what an honest worker earns that meets the same audits; `poisoned` is the
+share of bundles that were cheated, accepted and not taken back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from prime_node.sim.cheating import Outcome, Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+
+POLICY = CheckPolicy(audits=AuditPolicy())
+STRATEGIES: dict[str, Strategy] = {
+    "honest": at_rate(0.0),
+    "1 %": at_rate(0.01),
+    "3 %": at_rate(0.03),
+    "10 %": at_rate(0.1),
+    "30 %": at_rate(0.3),
+    "always": at_rate(1.0),
+    "after 17 passed audits": once_trusted(17),
+    "after 64 passed audits": once_trusted(64),
+    "right after audits": after_audits,
+    "with little at stake": with_little_at_stake(2),
+}
+CASES = ((0.5, 1.0), (0.9, 1.0), (0.5, 0.5), (0.9, 0.5))
+"""Cost of honest work, and how many cheated bundles an audit tells."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the lives")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    options = parser.parse_args()
+    lives = 100 if options.quick else 500
+    rows = [
+        (name, cost, detection, play(strategy, POLICY, cost=cost, detection=detection, num_lives=lives))
+        for cost, detection in CASES
+        for name, strategy in STRATEGIES.items()
+    ]
+    if options.json:
+        print(json.dumps({"checks": _checks(rows)}))
+        return
+    print(f"{'':24} cost detection      gain +- error   cheated  poisoned  audited")
+    for name, cost, detection, o in rows:
+        figures = f"{o.gain:+9.4f} +- {o.gain_error:.4f} {o.cheated:9.2%} {o.poisoned:9.2%} {o.audited:8.1%}"
+        print(f"{name:24} {cost:4} {detection:9} {figures}")
+
+
+def _checks(rows: list[tuple[str, float, float, Outcome]]) -> list[dict[str, object]]:
+    cheats = [(name, cost, detection, outcome) for name, cost, detection, outcome in rows if name != "honest"]
+    checks: list[dict[str, object]] = []
+    for name, cost, detection, outcome in cheats:
+        value = outcome.gain + 3 * outcome.gain_error
+        what = f"gain of cheating {name}, cost {cost}, detection {detection}, at most (3 standard errors)"
+        checks.append({"name": what, "value": round(value, 5), "bar": 0.0, "ok": value < 0.0})
+    return checks
+
+
+if __name__ == "__main__":
+    main()

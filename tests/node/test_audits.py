@@ -1,0 +1,152 @@
+"""Whose bundles are audited, and what a worker loses that is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.node.coordinator_world import ANNA, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.scheduler_world import RULES, Run
+
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_node.coordinator.state import audits, invariants, snapshot
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import LeaseRecord, Settled, Worker
+from prime_protocol.messages import CheckRequest, CheckTask
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+from prime_protocol.verdict import BundleStatus, RejectReason
+
+AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, surety_bundles=3, max_steps=20)
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run(AUDITED)
+    run.join("anna", "ben")
+    run.publish()
+    return run
+
+
+def accept(run: Run, lease: LeaseRecord, *, audited: bool) -> Settled:
+    """The receipt of an accepted bundle of ten tokens."""
+    effects = run.accept(run.upload(lease, audited=audited))
+    return next(effect for effect in effects if isinstance(effect, Settled))
+
+
+def anna(run: Run) -> Worker:
+    return run.state.workers["anna"]
+
+
+def test_the_share_falls_with_the_audits_that_were_passed_and_never_below_the_floor() -> None:
+    worker = Worker("anna", "", "", "", 1, 0)
+    shares = []
+    for worker.streak in (0, 1, 2, 3, 4, 8, 9, 1_000):
+        shares.append(audits.share(AUDITED, worker))
+    assert shares == [1.0, 1.0, 1.0, 2 / 3, 0.5, 0.25, 0.25, 0.25]
+
+
+def test_where_all_is_audited_tokens_are_credited_at_once(run: Run) -> None:
+    run = Run(RULES)
+    run.join("anna")
+    run.publish()
+    assert accept(run, run.granted("anna", 0), audited=True).num_tokens == 10
+    assert audits.share(RULES, anna(run)) == 1.0
+
+
+def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: Run) -> None:
+    credited = []
+    for number in range(6):
+        settled = accept(run, run.granted("anna", 0, rollouts_max=2), audited=number % 2 == 0)
+        credited.append(settled.num_tokens)
+        assert "10 tokens are credited when 3 more" in settled.detail
+    assert credited == [0, 0, 0, 10, 10, 10]
+    assert anna(run).streak == 3
+    invariants.check(run.state)
+
+
+def test_a_dishonest_bundle_takes_back_what_was_not_audited_and_not_trained(run: Run) -> None:
+    audited = run.granted("anna", 0, rollouts_max=2)
+    trusted = run.granted("anna", 0, rollouts_max=2)
+    waiting = run.granted("anna", 0, rollouts_max=2)
+    accept(run, audited, audited=True)
+    accept(run, trusted, audited=False)
+    pending = run.upload(waiting, audited=False)
+    kept_pending = run.upload(run.granted("anna", 0, rollouts_max=2), audited=True)
+    bad = run.upload(run.granted("anna", 0, rollouts_max=2))
+    before = anna(run).accepted
+    effects = run.refuse(bad, RejectReason.SEED_MISMATCH)
+    receipts = {effect.bundle: effect for effect in effects if isinstance(effect, Settled)}
+    assert {bundle: receipt.reason for bundle, receipt in receipts.items()} == {
+        bad: RejectReason.SEED_MISMATCH,
+        trusted.bundle: RejectReason.UNPROVEN,
+        pending: RejectReason.UNPROVEN,
+    }
+    assert (anna(run).accepted, anna(run).strikes, anna(run).streak, anna(run).surety) == (before - 2, 1, 0, [])
+    assert audited.slots[0] in run.state.steps[0].accepted, "it passed its audit"
+    assert trusted.slots[0] in run.state.steps[0].open, "others may fill it"
+    assert kept_pending in run.state.bundles, "it will be judged in full"
+    assert run.state.accepted == 2
+    invariants.check(run.state)
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+
+
+def test_what_is_trained_stays_trained_but_is_not_credited(run: Run) -> None:
+    lease = run.granted("anna", 0, rollouts_max=2)
+    accept(run, lease, audited=False)
+    run.train("ben", 0)
+    effects = run.refuse(run.upload(run.granted("anna", 1, rollouts_max=2)), RejectReason.LOGPROB_MISMATCH)
+    (receipt,) = [effect for effect in effects if isinstance(effect, Settled) and effect.bundle == lease.bundle]
+    assert (receipt.status, receipt.num_tokens) == (BundleStatus.REFUSED, 0)
+    assert lease.slots[0] in run.state.steps[0].taken
+    invariants.check(run.state)
+
+
+def test_bad_luck_takes_nothing_back(run: Run) -> None:
+    accept(run, run.granted("anna", 0, rollouts_max=2), audited=False)
+    run.refuse(run.upload(run.granted("anna", 0, rollouts_max=2)), RejectReason.UNVERIFIABLE)
+    assert len(anna(run).surety) == 1
+
+
+def test_a_lease_without_a_bundle_costs_passed_audits(run: Run) -> None:
+    for _ in range(6):
+        accept(run, run.granted("anna", 0, rollouts_max=2), audited=True)
+    before = audits.share(AUDITED, anna(run))
+    run.do(ev.LeaseReturned(run.granted("anna", 0).lease_id))
+    assert (anna(run).streak, anna(run).abandoned) == (2, 1)
+    assert audits.share(AUDITED, anna(run)) > before
+
+
+def test_the_last_step_is_not_over_while_something_may_be_taken_back() -> None:
+    run = Run(dataclasses.replace(AUDITED, max_steps=1))
+    run.join("anna")
+    run.publish()
+    accept(run, run.granted("anna", 0), audited=False)
+    assert not run.state.is_complete
+    run.fix()
+    assert run.state.is_complete
+
+
+def test_a_policy_under_which_cheating_pays_is_refused() -> None:
+    with pytest.raises(ValueError, match="a cheat must stake more than it saves"):
+        AuditPolicy(share_min=0.1, surety_bundles=8)
+
+
+async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_credited() -> None:
+    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, surety_bundles=19)
+    spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
+    audited = []
+    async with running(memory_parts(spec)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for _ in range(24):
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
+            assert isinstance(task, CheckTask)
+            audited.append(task.audit)
+            await world.give_verdict(task)
+        report = await audit_ledger(world.client(ANNA), spec)
+        (told,) = (await world.status())["workers"]
+    assert audited[:2] == [True, True], "a newcomer"
+    assert not all(audited)
+    assert (told["audits_passed"], told["tokens_withheld"]) == (sum(audited), 19 * 2)
+    assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 5 * 2)

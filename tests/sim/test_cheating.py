@@ -1,0 +1,40 @@
+"""Under the default policy cheating does not pay: not at any rate, not at a chosen moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from prime_node.sim.cheating import Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+
+DEFAULT = CheckPolicy(audits=AuditPolicy())
+STRATEGIES = {
+    "1 %": at_rate(0.01),
+    "3 %": at_rate(0.03),
+    "10 %": at_rate(0.1),
+    "30 %": at_rate(0.3),
+    "always": at_rate(1.0),
+    "once it is hardly audited": once_trusted(64),
+    "as soon as not all is audited": once_trusted(17),
+    "right after an audit": after_audits,
+    "with little at stake": with_little_at_stake(2),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(("cost", "detection"), [(0.5, 1.0), (0.9, 1.0), (0.5, 0.5)])
+def test_no_way_of_cheating_gains(strategy: Strategy, cost: float, detection: float) -> None:
+    outcome = play(strategy, DEFAULT, cost=cost, detection=detection, num_lives=80, seed=1)
+    assert outcome.cheated > 0
+    assert outcome.gain + 3 * outcome.gain_error < 0
+
+
+def test_honest_work_is_audited_less_and_less() -> None:
+    assert play(at_rate(0.0), DEFAULT, cost=0.5, num_bundles=2_000, num_lives=5).audited < 0.3
+
+
+def test_without_surety_a_cheat_that_picks_its_moment_would_gain() -> None:
+    """The model can tell: what makes cheating lose is the surety, not the model."""
+    audits = AuditPolicy.model_construct(share_min=0.25, newcomer_bundles=16, surety_bundles=0)
+    careless = DEFAULT.model_copy(update={"audits": audits})
+    assert play(once_trusted(64), careless, cost=0.5, num_lives=80, seed=1).gain > 0
