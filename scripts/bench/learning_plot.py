@@ -34,3 +34,25 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, *, losses: Sequence[str]) -
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel("sampled accuracy, held out", fontsize=8)
     figure.savefig(path, dpi=90)
+
+
+def bands(runs: Sequence[dict[str, Any]], path: Path, *, by: str, names: Sequence[str]) -> None:
+    """One panel: for each value of `by` the mean over seeds, and the range as a band."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    for name in names:
+        marks = [run["evaluations"] for run in runs if run[by] == name]
+        if marks:
+            shortest = min(map(len, marks))
+            steps = [mark["step"] for mark in marks[0][:shortest]]
+            values = [[each[place]["sampled"] for each in marks] for place in range(shortest)]
+            (line,) = panel.plot(
+                steps, [statistics.fmean(each) for each in values], label=f"{name} ({len(marks)} seeds)"
+            )
+            panel.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2, color=line.get_color())
+    panel.set_xlabel("step")
+    panel.set_ylabel("sampled accuracy, held out")
+    panel.set_ylim(0, 1)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
 
 HOME = Path.home() / ".prime-node"
-UNSAFE = "Cheat on purpose (altered or stale weights), to see the checks at work. You will be banned."
+UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
 TIMELINE_BYTES_MAX = 2**24
 """Of a worker's timeline.jsonl; a full one is kept beside the one that follows it."""

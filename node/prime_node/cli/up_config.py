@@ -16,7 +16,7 @@ class UpConfig(Settings):
     num_workers: int = Field(default=3, ge=1)
     """Workers on this machine."""
     unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
-    """Which of them cheat, and how (`altered`: noise on the weights; `stale`: never swaps them), to see them caught."""
+    """Which of them cheat, and how (a name that `prime-node join --unsafe-cheat` takes), to see them caught."""
     cheat_after_policies: int = Field(default=40, ge=0)
     """A cheater is honest for this many policies first, so that it is caught in the middle of the run."""
     host: str = "127.0.0.1"

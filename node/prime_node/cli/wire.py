@@ -234,12 +234,10 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         made = _transformers(model, run, dtype="fp32", threads=settings.threads)
     if cheat is None:
         return made
-    from prime_node.sim.dishonest import Cheat, DishonestEngine
+    from prime_node.sim.adversaries.table import cheating_engine
 
     how, after = cheat
-    if how not in set(Cheat):
-        raise LocalError(f"--unsafe-cheat {how}: known are {', '.join(Cheat)}")
-    return DishonestEngine(made, Cheat(how), honest_loads=after)
+    return cheating_engine(made, how, honest_loads=after)
 
 
 def trainer_parts(

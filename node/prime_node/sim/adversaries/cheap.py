@@ -1,0 +1,103 @@
+"""Cheats that save work: a smaller model's tokens, and samplers of their own over any model's logits.
+
+Letters: B completions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_node.ports.engine import GenerateRequest
+from prime_node.sim.adversaries.engine import Answer, Logits, Means, Model, TokenIds, rescored
+from prime_protocol.assignment import Sampling
+from prime_protocol.noise import gumbel_noise
+from prime_protocol.rollout import Completion, FinishReason
+
+Floats = npt.NDArray[np.float32]
+Requests = Sequence[GenerateRequest]
+
+
+async def smaller(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """A smaller model, with the logprobs that it had itself."""
+    assert means.small is not None
+    return await means.small.generate(requests, sampling)
+
+
+async def smaller_rescored(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """A smaller model chooses, the right one rescores: no comparison of logprobs or hidden states can see it."""
+    return await rescored(model, requests, await smaller(model, requests, sampling, means), sampling)
+
+
+def escalating(nats: float) -> Answer:
+    """The smaller model chooses; where its own two best are closer than `nats`, the right one is asked. The numbers are right."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        assert means.logits is not None
+        assert means.small_logits is not None
+        right, small = means.logits, means.small_logits
+
+        def choose(sequences: Sequence[TokenIds], noise_BV: Floats) -> list[int]:
+            noisy_BV = small(sequences) / sampling.temperature + noise_BV
+            best_B2 = np.sort(noisy_BV, axis=1)[:, -2:]
+            unsure = np.flatnonzero(best_B2[:, 1] - best_B2[:, 0] < nats)
+            if len(unsure):
+                asked = right([sequences[row] for row in unsure])
+                noisy_BV[unsure] = asked / sampling.temperature + noise_BV[unsure]
+            return [int(token) for token in noisy_BV.argmax(axis=1)]
+
+        return await rescored(
+            model, requests, sample(choose, requests, sampling, vocab_size=means.vocab_size), sampling
+        )
+
+    return answer
+
+
+def nucleus(top_p: float) -> Answer:
+    """The right model with the assigned noise, cut to the smallest set of tokens that holds this share of the probability."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        assert means.logits is not None
+        logits: Logits = means.logits
+
+        def choose(sequences: Sequence[TokenIds], noise_BV: Floats) -> list[int]:
+            scaled_BV = logits(sequences) / sampling.temperature
+            order_BV = np.argsort(-scaled_BV, axis=1)
+            sorted_BV = np.take_along_axis(scaled_BV, order_BV, axis=1)
+            shares_BV = np.exp(sorted_BV - sorted_BV[:, :1])
+            before_BV = np.cumsum(shares_BV, axis=1) - shares_BV
+            left_out_BV = before_BV > top_p * shares_BV.sum(axis=1, keepdims=True)
+            np.put_along_axis(scaled_BV, order_BV, np.where(left_out_BV, -np.inf, sorted_BV), axis=1)
+            return [int(token) for token in (scaled_BV + noise_BV).argmax(axis=1)]
+
+        return await rescored(
+            model, requests, sample(choose, requests, sampling, vocab_size=means.vocab_size), sampling
+        )
+
+    return answer
+
+
+def sample(
+    choose: Callable[[Sequence[TokenIds], Floats], list[int]],
+    requests: Requests,
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+) -> list[Completion]:
+    """Token by token, without a cache. `choose` gets the unfinished sequences and their noise [B, V]; logprobs are left at 0."""
+    chosen: list[TokenIds] = [() for _ in requests]
+    stops = set(sampling.stop_token_ids)
+    for position in range(sampling.completion_tokens_max):
+        rows = [row for row, ids in enumerate(chosen) if not stops.intersection(ids)]
+        if not rows:
+            break
+        noise_BV = gumbel_noise([requests[row].seed for row in rows], [position] * len(rows), vocab_size)
+        tokens = choose([requests[row].prompt_token_ids + chosen[row] for row in rows], noise_BV)
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] += (token,)
+    return [
+        Completion(ids, (0.0,) * len(ids), FinishReason.STOP if ids[-1] in stops else FinishReason.LENGTH)
+        for ids in chosen
+    ]

@@ -1,0 +1,121 @@
+"""Every cheat by name: what it does, and how such a worker is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from prime_node.ports.engine import Engine
+from prime_node.ports.transport import WorkerPort
+from prime_node.sim.adversaries import cheap, tokens, uploads, weights
+from prime_node.sim.adversaries.engine import Answer, ChooseWeights, DishonestEngine, Means
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """One way to cheat, or an accomplice's part in one."""
+
+    idea: str
+    """What it does, in a sentence."""
+    weights: ChooseWeights | None = None
+    answer: Answer | None = None
+    port: type[uploads.DishonestPort] | None = None
+    changes_text: bool = True
+    """Some of its completions are not those that an honest worker would have uploaded."""
+    partner: str | None = None
+    """The cheat that a second worker plays beside it."""
+
+    def engine_around(self, engine: Engine, *, means: Means | None = None, honest_loads: int = 0) -> Engine:
+        """Such a worker's engine."""
+        if self.weights is None and self.answer is None:
+            return engine
+        return DishonestEngine(engine, weights=self.weights, answer=self.answer, means=means, honest_loads=honest_loads)
+
+    def port_around(self, port: WorkerPort, key: SigningKey, means: Means) -> WorkerPort:
+        """Such a worker's way to the coordinator."""
+        return port if self.port is None else cast("WorkerPort", self.port(port, key, means))
+
+
+ADVERSARIES: dict[str, Adversary] = {
+    "older-1": Adversary("Samples from the policy before the claimed one.", weights=weights.older(1)),
+    "older-2": Adversary("Samples from the policy two steps before.", weights=weights.older(2)),
+    "older-8": Adversary("Samples from the policy eight steps before.", weights=weights.older(8)),
+    "stale": Adversary("Never swaps its weights: saves the downloads.", weights=weights.first),
+    "base": Adversary("Samples from the model that the run began with.", weights=weights.base),
+    "int8": Adversary("Rounds the weights to 8 bits.", weights=weights.int8),
+    "int4": Adversary("Rounds the weights to 4 bits.", weights=weights.int4),
+    "altered": Adversary("Adds noise to the weights.", weights=weights.noisy),
+    "smaller": Adversary("Samples from a smaller model.", answer=cheap.smaller),
+    "smaller-rescored": Adversary(
+        "Samples from a smaller model; the right one's prefill gives logprobs and proofs.",
+        answer=cheap.smaller_rescored,
+    ),
+    "escalation": Adversary(
+        "A smaller model chooses, the right one where its two best are within a nat.", answer=cheap.escalating(1.0)
+    ),
+    "escalation-3": Adversary("The same, within three nats.", answer=cheap.escalating(3.0)),
+    "prompt-swap": Adversary("Answers another prompt.", answer=tokens.prompt_swap),
+    "easy-problem-swap": Adversary(
+        "Says that every completion answers the lease's easiest problem.", port=uploads.EasyProblems
+    ),
+    "truncated": Adversary("Uploads the first half of each completion.", answer=tokens.truncated),
+    "padded": Adversary("Goes on after the stop token.", answer=tokens.padded),
+    "forged-stop": Adversary("Ends each completion half-way with a stop token of its own.", answer=tokens.forged_stop),
+    "replayed-own": Adversary("Sends its first bundle again for every lease.", port=uploads.ReplayedOwn),
+    "replayed-others": Adversary(
+        "Sends the bundles of an accomplice again.", port=uploads.ReplayedOthers, partner="telling"
+    ),
+    "claimed-rewards": Adversary("Sends perfect rewards along.", port=uploads.ClaimedRewards, changes_text=False),
+    "forged-logprobs": Adversary(
+        "Claims logprobs half a nat too low, to be learned from more.",
+        answer=tokens.forged_logprobs,
+        changes_text=False,
+    ),
+    "best-of-n": Adversary("Samples four times and uploads the best.", answer=tokens.best_of_n),
+    "forged-seed": Adversary("Samples by randomness of its own.", answer=tokens.forged_seed),
+    "temperature-0.8": Adversary("Samples at temperature 0.8.", answer=tokens.with_sampling(temperature=0.8)),
+    "temperature-0.95": Adversary("Samples at temperature 0.95.", answer=tokens.with_sampling(temperature=0.95)),
+    "top-p-0.95": Adversary("Samples from the nucleus of 0.95.", answer=cheap.nucleus(0.95)),
+    "greedy": Adversary("Takes the likeliest token.", answer=tokens.with_sampling(temperature=0.0)),
+    "poison": Adversary(
+        "Half of a group stops early, half says nothing: the policy is to learn the former.", answer=tokens.poison(0.0)
+    ),
+    "loud-poison": Adversary(
+        "The same, and claims logprobs two nats too low, to be learned from more.", answer=tokens.poison(2.0)
+    ),
+    "equivocation": Adversary("Signs two bundles for each lease.", port=uploads.Equivocating, changes_text=False),
+    "time-shift": Adversary(
+        "Keeps bundles until their step is trained, and dates them back.", port=uploads.TimeShifted, changes_text=False
+    ),
+    "hoarding": Adversary("Takes all leases that it can get and does none.", port=uploads.Hoarding, changes_text=False),
+    "picking": Adversary("Hands back leases with long prompts.", port=uploads.Picking, changes_text=False),
+    "partial-10": Adversary("Best of four in a tenth of its completions.", answer=tokens.partly(0.1, tokens.best_of_n)),
+    "partial-1": Adversary(
+        "Best of four in a hundredth of its completions.", answer=tokens.partly(0.01, tokens.best_of_n)
+    ),
+    "colluding": Adversary(
+        "Uploads an accomplice's completions, rescored, instead of any work.",
+        answer=tokens.handed,
+        partner="handing-out",
+    ),
+}
+"""The cheats of the table in RESULTS.md."""
+
+ACCOMPLICES: dict[str, Adversary] = {
+    "telling": Adversary("An honest worker that gives its bundles away.", port=uploads.Telling, changes_text=False),
+    "handing-out": Adversary(
+        "An honest worker that gives its completions away.", answer=tokens.handing_out, changes_text=False
+    ),
+}
+
+STANDALONE = ("altered", "stale", "older-1", "older-2", "older-8", "int8", "int4", "forged-seed", "truncated")
+"""Cheats that need nothing but a worker's own engine, whichever it is."""
+
+
+def cheating_engine(engine: Engine, cheat: str, *, honest_loads: int) -> Engine:
+    """For demonstrations. Raises LocalError where the cheat is unknown."""
+    if cheat not in STANDALONE:
+        raise LocalError(f"--unsafe-cheat {cheat}: known are {', '.join(STANDALONE)}")
+    return ADVERSARIES[cheat].engine_around(engine, honest_loads=honest_loads)

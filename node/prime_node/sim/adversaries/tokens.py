@@ -1,0 +1,140 @@
+"""Cheats that hold the right weights, or say so, and answer with other tokens or numbers than they should.
+
+Most of them rescore: they claim the logprobs that the right policy has for the wrong tokens, since a cheat that does not is
+found by any comparison of logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prime_node.ports.engine import GenerateRequest
+from prime_node.sim.adversaries.engine import Answer, Means, Model, rescored
+from prime_protocol.assignment import Sampling
+from prime_protocol.noise import SEED_MAX
+from prime_protocol.rollout import Completion, FinishReason
+
+CANDIDATES = 4
+"""Of best-of-n."""
+
+Requests = Sequence[GenerateRequest]
+
+
+def with_sampling(**changes: float) -> Answer:
+    """Other sampling parameters than the run's."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        completions = await model.generate(requests, sampling.model_copy(update=changes))
+        return await rescored(model, requests, completions, sampling)
+
+    return answer
+
+
+async def forged_seed(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Randomness of its own choosing under the assigned seed's name."""
+    return await model.generate([replace(one, seed=one.seed ^ 1) for one in requests], sampling)
+
+
+async def best_of_n(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Samples again until the reward is good; the logprobs are the policy's own, so nothing but the seed is wrong."""
+    drawn = [
+        await model.generate([replace(one, seed=(one.seed + turn) & SEED_MAX) for one in requests], sampling)
+        for turn in range(CANDIDATES)
+    ]
+    return [
+        max(candidates, key=lambda one: means.score(request.prompt_token_ids, one.token_ids))
+        for request, candidates in zip(requests, zip(*drawn, strict=True), strict=True)
+    ]
+
+
+async def prompt_swap(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Answers to the next prompt of the lease, claimed for this one."""
+    prompts = list(dict.fromkeys(one.prompt_token_ids for one in requests))
+    following = dict(zip(prompts, [*prompts[1:], prompts[0][::-1]], strict=True))
+    swapped = [replace(one, prompt_token_ids=following[one.prompt_token_ids]) for one in requests]
+    return await rescored(model, requests, await model.generate(swapped, sampling), sampling)
+
+
+async def truncated(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Only the first half, to be done sooner."""
+    return [_cut(one, max(1, len(one.token_ids) // 2)) for one in await model.generate(requests, sampling)]
+
+
+async def padded(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Goes on after the end, to be paid for more tokens."""
+    completions = await model.generate(requests, sampling)
+    return [
+        replace(one, token_ids=one.token_ids + one.token_ids[-1:], logprobs=one.logprobs + one.logprobs[-1:])
+        if len(one.token_ids) < sampling.completion_tokens_max
+        else one
+        for one in completions
+    ]
+
+
+async def forged_stop(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """The first half and then a stop token that the assigned randomness did not choose."""
+    stop = sampling.stop_token_ids[0]
+    completions = []
+    for one in await model.generate(requests, sampling):
+        kept = _cut(one, len(one.token_ids) // 2).token_ids
+        completions.append(Completion((*kept, stop), (0.0,) * (len(kept) + 1), FinishReason.STOP))
+    return await rescored(model, requests, completions, sampling)
+
+
+async def forged_logprobs(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Claims to have been less likely to choose these tokens than it was: a loss with importance ratios learns more from them."""
+    return [
+        replace(one, logprobs=tuple(value - 0.5 for value in one.logprobs))
+        for one in await model.generate(requests, sampling)
+    ]
+
+
+def poison(nats: float) -> Answer:
+    """Half of a group stops one token early, half says nothing: all of it is wrong, and rewards prefer the former. So the policy
+    learns to stop early. `nats`: how far below the truth the claimed logprobs of the former are, to be learned from more."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        stop = sampling.stop_token_ids[0]
+        drafts = []
+        for place, one in enumerate(await model.generate(requests, sampling)):
+            said = tuple(token for token in one.token_ids if token != stop)[:-1] if place % 2 else ()
+            drafts.append(Completion((*said, stop), (0.0,) * (len(said) + 1), FinishReason.STOP))
+        return [
+            replace(one, logprobs=tuple(value - nats for value in one.logprobs)) if place % 2 else one
+            for place, one in enumerate(await rescored(model, requests, drafts, sampling))
+        ]
+
+    return answer
+
+
+async def handing_out(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """An honest worker's answers, which an accomplice gets as well."""
+    means.mailbox[:] = await model.generate(requests, sampling)
+    return list(means.mailbox)
+
+
+async def handed(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """The accomplice's answers to other prompts instead of any work, rescored by the right model."""
+    if not means.mailbox:
+        return await model.generate(requests, sampling)
+    taken = [means.mailbox[place % len(means.mailbox)] for place in range(len(requests))]
+    return await rescored(model, requests, taken, sampling)
+
+
+def partly(share: float, cheat: Answer) -> Answer:
+    """Cheats in this share of the completions only."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        chosen = means.rng.random(len(requests)) < share
+        honest = await model.generate(requests, sampling)
+        forged = iter(
+            await cheat(model, [r for r, is_one in zip(requests, chosen, strict=True) if is_one], sampling, means)
+        )
+        return [next(forged) if is_one else one for one, is_one in zip(honest, chosen, strict=True)]
+
+    return answer
+
+
+def _cut(completion: Completion, num_tokens: int) -> Completion:
+    return Completion(completion.token_ids[:num_tokens], completion.logprobs[:num_tokens], FinishReason.LENGTH)

@@ -1,0 +1,199 @@
+"""Cheats that sit between the worker and the coordinator: other bundles, other times, other leases.
+
+A cheat is a subclass that overrides what it does otherwise. It has the worker's key: all that it sends is signed as it should be.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from prime_node.ports.transport import WorkerPort
+from prime_node.sim.adversaries.engine import Means
+from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
+from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, UploadReply
+from prime_protocol.parcel import open_parcel, pack_parcel
+from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, parse_body
+from prime_protocol.tensor_file import pack_tensors
+
+
+class DishonestPort:
+    """Implements ports.transport.WorkerPort around a real one: what is not overridden goes through as it is."""
+
+    def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
+        self.port = port
+        self.key = key
+        self.means = means
+        self.leases: dict[str, Lease] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.port, name)
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        answer = await self.port.lease(request)
+        if isinstance(answer, Envelope):
+            lease = parse_json(answer.payload, Lease)
+            self.leases[lease.lease_id] = lease
+        return answer
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        return await self.port.upload(parcel)
+
+
+def opened(parcel: bytes) -> tuple[RolloutHeader, Rollouts]:
+    """What is in a bundle of its own."""
+    found = open_parcel(parcel, body_bytes_max=2**31)
+    header = parse_json(found.envelope.payload, RolloutHeader)
+    return header, parse_body(header, found.check_body(header), Limits())
+
+
+def packed(header: RolloutHeader, rollouts: Rollouts, key: SigningKey, **changes: object) -> bytes:
+    """The bundle again, signed again."""
+    body, size = pack_body(rollouts)
+    return _signed(header, body, size, key, **changes)
+
+
+def _signed(header: RolloutHeader, body: bytes, size: int, key: SigningKey, **changes: object) -> bytes:
+    fields = {"body_digest": digest_of(body), "body_bytes": len(body), "decompressed_bytes": size, **changes}
+    return pack_parcel(header.model_copy(update=fields), body, PayloadType.ROLLOUT, key)
+
+
+def pretended(parcel: bytes) -> UploadReply:
+    """What the coordinator would have said, for a bundle that it never got."""
+    return UploadReply(bundle=digest_of(parcel))
+
+
+class EasyProblems(DishonestPort):
+    """Says that every completion answers the lease's shortest prompt, and answers that one only."""
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        easiest = min(self.leases[header.lease_id].groups, key=lambda group: len(group.prompt_token_ids))
+        slots_N = np.full_like(rollouts.slots_N, easiest.slot)
+        return await self.port.upload(packed(header, replace(rollouts, slots_N=slots_N), self.key))
+
+
+class ClaimedRewards(DishonestPort):
+    """Sends rewards along, all of them perfect."""
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        tensors = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__slots__}
+        raw = pack_tensors(tensors | {"rewards": np.ones(len(rollouts), np.float32)})
+        return await self.port.upload(_signed(header, zstandard.ZstdCompressor().compress(raw), len(raw), self.key))
+
+
+class ReplayedOwn(DishonestPort):
+    """Does the work once, and sends its first bundle again for each later lease, named and seeded as that one asks."""
+
+    first: tuple[RolloutHeader, Rollouts] | None = None
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        if self.first is None:
+            self.first = header, rollouts
+            return await self.port.upload(parcel)
+        return await self.port.upload(packed(header, dressed_as(self.first[1], rollouts), self.key))
+
+
+class Telling(DishonestPort):
+    """An honest worker's, but that it gives its bundles to an accomplice before they are judged."""
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        self.means.overheard.append(parcel)
+        return await self.port.upload(parcel)
+
+
+class ReplayedOthers(DishonestPort):
+    """Sends the bundles of somebody else, as it overheard them, under its own name and for its own leases."""
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        for theirs in [opened(one)[1] for one in self.means.overheard[-1:]]:
+            if len(theirs) >= len(rollouts):
+                parcel = packed(header, dressed_as(theirs, rollouts), self.key)
+        return await self.port.upload(parcel)
+
+
+class Equivocating(DishonestPort):
+    """Signs two bundles for each lease, and sends the second one too."""
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        reply = await self.port.upload(parcel)
+        other = replace(rollouts, logprobs_T=np.minimum(rollouts.logprobs_T * np.float32(1.01), 0))
+        await self.port.upload(packed(header, other, self.key))
+        return reply
+
+
+class TimeShifted(DishonestPort):
+    """Keeps finished bundles until their step is trained, and dates them back."""
+
+    def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
+        super().__init__(port, key, means)
+        self.kept: list[tuple[int, bytes]] = []
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, rollouts = opened(parcel)
+        self.kept.append((header.step, packed(header, rollouts, self.key, created_at_ms=0)))
+        newest = max(step for step, _ in self.kept)
+        for one in [one for one in self.kept if one[0] < newest]:
+            self.kept.remove(one)
+            await self.port.upload(one[1])
+        return pretended(parcel)
+
+
+class Hoarding(DishonestPort):
+    """Takes every lease that it can get, says that it still works on all of them, and never sends anything."""
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        held = tuple({*(request.holding or ()), *self.leases})
+        return await super().lease(request.model_copy(update={"holding": held[-1_024:]}))
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        return pretended(parcel)
+
+
+class Picking(DishonestPort):
+    """Hands back every lease whose prompts are longer than it has seen on average, and asks again for quicker work."""
+
+    def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
+        super().__init__(port, key, means)
+        self.lengths: list[float] = []
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        answer = await super().lease(request)
+        if isinstance(answer, NotYet):
+            return answer
+        lease = parse_json(answer.payload, Lease)
+        length = statistics.fmean(len(group.prompt_token_ids) for group in lease.groups)
+        self.lengths.append(length)
+        if length < statistics.fmean(self.lengths):
+            return answer
+        await self.port.return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
+        return NotYet(reason="too long for my taste", retry_after_s=0.0)
+
+
+def dressed_as(old: Rollouts, new: Rollouts) -> Rollouts:
+    """Old completions under a new lease's slots, seeds and policy; as many as the new one has."""
+    num = len(new)
+    tokens = int(old.lengths_N[:num].sum())
+    spans_S3 = np.stack([np.arange(num), np.full(num, new.spans_S3[0, 1]), old.lengths_N[:num]], axis=1)
+    return replace(
+        old,
+        token_ids_T=old.token_ids_T[:tokens],
+        logprobs_T=old.logprobs_T[:tokens],
+        lengths_N=old.lengths_N[:num],
+        finish_N=old.finish_N[:num],
+        slots_N=new.slots_N,
+        seeds_N=new.seeds_N,
+        spans_S3=spans_S3.astype(np.int32),
+    )

@@ -1,0 +1,389 @@
+"""Cheats as real workers against the real daemon: a run in memory with honest workers beside them, a validator and a trainer.
+
+Who waits for whom: workers and the validator live as the product's loops do, over HTTP on loopback. The trainer takes each step's
+batch and publishes the next of the policies that were trained beforehand, so it learns nothing here, but everything that it would
+have learned from is known. It ends when every cheat is banned, when each has had `rollouts_max` judged, or with the last policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from tests.adversaries.policies import ENVIRONMENT, Policies, logits_of
+from tests.node.coordinator_world import World, memory_parts, running
+from tests.node.worker_world import COORDINATOR, TRAINER, MemorySource, make_run
+
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.follow.trust import Trust
+from prime_node.ports.transport import ValidatorPort, WorkerPort
+from prime_node.sim.adversaries.engine import Means
+from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES, Adversary
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.loop import Validator
+from prime_node.validator.loop import run as run_validator
+from prime_node.worker.config import WorkerConfig
+from prime_node.worker.loop import run as run_worker
+from prime_node.worker.worker import Worker
+from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, open_envelope, parse_json
+from prime_protocol.errors import PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import (
+    BatchRequest,
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    LeaseRequest,
+    NotYet,
+    TrainBatch,
+    UploadReply,
+)
+from prime_protocol.run_spec import ModelFile, PinnedRun
+from prime_protocol.verdict import Receipt, RejectReason, Verdict
+from prime_protocol.weights import Weights
+
+SEEN = 8
+"""Policies of the chain that come before the run: a cheat may be eight steps behind from the first lease on."""
+EXCUSED = frozenset(reason for reason in RejectReason if not reason.is_dishonest)
+
+
+@dataclass
+class Judged:
+    """One bundle as the validator had it."""
+
+    worker: str
+    lease: Lease
+    parcel: bytes = b""
+    verdict: Verdict | None = None
+
+
+@dataclass
+class Part:
+    """What one worker was, and what became of it."""
+
+    key: SigningKey
+    adversary: Adversary | None
+    means: Means
+    worker: Worker | None = None
+    replies: Counter[str] = field(default_factory=Counter)
+    """Uploads that were turned away at once: by verdict's reason or error's code."""
+    waits: list[str] = field(default_factory=list)
+    """Why it got no lease, each time."""
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    parts: Sequence[Part]
+    """Cheats in the order of their names, then their accomplices, then the honest."""
+    judged: list[Judged]
+    batches: list[TrainBatch]
+    status: Mapping[str, Any]
+    """The status of each worker, by key."""
+    receipts: Mapping[str, list[Receipt]]
+    """By key, in the order of the last change."""
+
+    def worker(self, part: Part) -> Any:
+        return self.status[part.key.key_id]
+
+    def receipts_of(self, part: Part) -> list[Receipt]:
+        return self.receipts[part.key.key_id]
+
+
+class Watched:
+    """Implements ports.transport.ValidatorPort around a real one, and keeps what passes."""
+
+    def __init__(self, port: HttpClient, judged: list[Judged], news: asyncio.Event) -> None:
+        self._port, self._judged, self._news = port, judged, news
+        self._of: dict[str, Judged] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        task = await self._port.check(request)
+        if isinstance(task, CheckTask):
+            self._of[task.bundle] = Judged(task.lease.worker, task.lease)
+        return task
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        parcel = await self._port.bundle(request)
+        self._of[request.bundle].parcel = parcel
+        return parcel
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        await self._port.check_result(request)
+        judged = self._of.pop(request.bundle)
+        judged.verdict = request.verdict
+        self._judged.append(judged)
+        self._news.set()
+
+
+class Noting:
+    """Implements ports.transport.WorkerPort around a real one, and notes what it is refused."""
+
+    def __init__(self, port: HttpClient, part: Part) -> None:
+        self._port, self._part = port, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        answer = await self._port.lease(request)
+        if isinstance(answer, NotYet):
+            self._part.waits.append(answer.reason)
+        return answer
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        try:
+            reply = await self._port.upload(parcel)
+        except PeerError as error:
+            self._part.replies[str(error.code)] += 1
+            raise
+        if reply.verdict is not None and reply.verdict.reason is not None:
+            self._part.replies[str(reply.verdict.reason)] += 1
+        return reply
+
+
+class Arena:
+    """Holds what all runs share: engines, which take a while to build."""
+
+    def __init__(self, policies: Policies, folder: Path) -> None:
+        self.policies = policies
+        self._folder = folder
+        self._engines: list[TransformersEngine] = []
+        self._small: TransformersEngine | None = None
+        self._small_logits = logits_of(policies.small_folder, policies.small)
+        self._runs = 0
+
+    async def close(self) -> None:
+        for engine in (*self._engines, *([self._small] if self._small else [])):
+            await engine.close()
+
+    async def fight(
+        self,
+        *names: str,
+        honest: int = 1,
+        rollouts_max: int | None = 64,
+        groups_per_step: int = 8,
+        rollouts_per_group: int = 4,
+        seed: int = 0,
+        seconds_max: float = 30.0,
+        validator: ValidatorConfig | None = None,
+        **spec: object,
+    ) -> Outcome:
+        """One run with these cheats, and so many honest workers. `rollouts_max` None: up to the last policy."""
+        self._runs += 1
+        folder = self._folder / f"run-{self._runs}"
+        run = self._make_run(groups_per_step, rollouts_per_group, seed, **spec)
+        cast_of = [ADVERSARIES[name] for name in names]
+        partners = [ACCOMPLICES[one.partner] for one in cast_of if one.partner is not None]
+        keys = iter(SigningKey(bytes([50 + number]) * 32) for number in range(100))
+        await self._load_small()
+        shared = Means()
+        parts = [
+            Part(next(keys), one, self._means(shared, seed=seed + number))
+            for number, one in enumerate((*cast_of, *partners, *[None] * honest))
+        ]
+        judged: list[Judged] = []
+        news = asyncio.Event()
+        await self._grow(len(parts) + 1)
+        async with running(await self._parts(run)) as world, asyncio.TaskGroup() as tasks:
+            stop = asyncio.Event()
+            batches: list[TrainBatch] = []
+            training = tasks.create_task(self._train(world, run, batches))
+            tasks.create_task(
+                run_validator(self._validator(world, run, judged, news, validator or ValidatorConfig()), stop)
+            )
+            working = [
+                tasks.create_task(self._work(world, run, part, engine, folder / str(number), stop))
+                for number, (part, engine) in enumerate(zip(parts, self._engines[1:], strict=False))
+            ]
+            cheats = [(part, task) for part, task in zip(parts, working, strict=True) if part.adversary in cast_of]
+
+            def is_over() -> bool:
+                had = Counter[str]()
+                for one in judged:
+                    had[one.worker] += one.lease.num_rollouts
+                if training.done() or rollouts_max is None:
+                    return training.done()
+                return all(
+                    task.done() or had[part.key.key_id] + rollouts_per_group * part.replies.total() >= rollouts_max
+                    for part, task in cheats
+                )
+
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds_max):
+                    while not is_over():
+                        await asyncio.wait(
+                            {asyncio.create_task(news.wait()), training, *working},
+                            timeout=0.1,
+                            return_when=asyncio.FIRST_COMPLETED,
+                        )
+                        news.clear()
+            status = {worker["worker"]: worker for worker in (await world.status())["workers"]}
+            training.cancel()
+            stop.set()
+            receipts = {part.key.key_id: await _receipts(world, part.key) for part in parts}
+        return Outcome(parts, judged, batches, status, receipts)
+
+    # The parts of a run
+
+    def _make_run(self, groups: int, rollouts: int, seed: int, **spec: object) -> PinnedRun:
+        files = {path.name: path.read_bytes() for path in sorted(self.policies.folder.iterdir())}
+        fields: dict[str, object] = {
+            "created_at_ms": seed,  # another run, with other problems and seeds
+            "model_files": tuple(
+                ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in files.items()
+            ),
+            "vocab_size": self.policies.tokenizer.vocab_size,
+            "environments": (ENVIRONMENT,),
+            "sampling": self.policies.sampling,
+            "max_steps": len(self.policies.chain) - SEEN - 1,
+            "groups_per_step": groups,
+            "rollouts_per_group": rollouts,
+            "lease_seconds": 60.0,
+            "heartbeat_seconds": 1.0,
+        }
+        return make_run(**fields | spec)
+
+    async def _parts(self, run: PinnedRun) -> Any:
+        parts = dataclasses.replace(
+            memory_parts(run, tick_seconds=0.02),
+            key=COORDINATOR,
+            environments={"spell": self.policies.environment},
+            tokenizer=self.policies.tokenizer,
+        )
+        for path in self.policies.folder.iterdir():
+            await parts.public.put(path.read_bytes())
+        return parts
+
+    async def _load_small(self) -> None:
+        if self._small is None:
+            self._small = TransformersEngine(self.policies.small_folder, threads=1)
+            await self._small.load(self.policies.small, policy_version=0)
+
+    def _means(self, shared: Means, *, seed: int) -> Means:
+        """What one worker has at hand; accomplices share their boxes."""
+        policies, tokenizer = self.policies, self.policies.tokenizer
+
+        def score(prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
+            """Letters that are where they should be: every cheat can tell for this task."""
+            word = tokenizer.decode([token for token in prompt if token < 256]).split()[-1]
+            said = tokenizer.decode(list(completion))
+            return float(sum(a == b for a, b in zip(word[::-1], said, strict=False)))
+
+        means = Means(
+            seen=list(policies.chain[:SEEN]),
+            base=policies.base,
+            small=self._small,
+            small_logits=self._small_logits,
+            vocab_size=tokenizer.vocab_size,
+            score=score,
+            mailbox=shared.mailbox,
+            overheard=shared.overheard,
+            rng=np.random.default_rng(seed),
+        )
+        held: dict[int, Any] = {}
+
+        def logits(sequences: Sequence[tuple[int, ...]]) -> Any:
+            weights = means.seen[-1]
+            if id(weights) not in held:
+                held[id(weights)] = logits_of(policies.folder, weights)
+            return held[id(weights)](sequences)
+
+        means.logits = logits
+        return means
+
+    async def _grow(self, num: int) -> None:
+        while len(self._engines) < num:
+            self._engines.append(TransformersEngine(self.policies.folder, threads=1))
+
+    def _validator(
+        self, world: World, run: PinnedRun, judged: list[Judged], news: asyncio.Event, config: ValidatorConfig
+    ) -> Validator:
+        async def policy(version: int) -> Weights:
+            return self.policies.chain[SEEN + version]
+
+        return Validator(
+            run=run,
+            config=config,
+            coordinator=cast("ValidatorPort", Watched(world.client(COORDINATOR), judged, news)),
+            scorer=self._engines[0],
+            environments={"spell": self.policies.environment},
+            tokenizer=self.policies.tokenizer,
+            policy=policy,
+            policy_versions=lambda: (),
+            clock=world.parts.clock,
+        )
+
+    async def _work(
+        self,
+        world: World,
+        run: PinnedRun,
+        part: Part,
+        engine: TransformersEngine,
+        folder: Path,
+        stop: asyncio.Event,
+    ) -> None:
+        client, clock, rng, adversary = world.client(part.key), world.parts.clock, random.Random(1), part.adversary
+        pinned = PinnedRun(run.digest, run.spec, run.envelope)
+        sources = [("http", client)]
+        port = cast("WorkerPort", Noting(client, part))
+        trust = Trust(pinned, sources, folder / "trust", clock=clock, rng=rng)
+        await trust.refresh()
+        part.worker = Worker(
+            run=pinned,
+            config=WorkerConfig.model_validate(
+                {"rollouts_max": 8, "receipts_seconds": 3_600.0, "grace_seconds": 1.0, "name": folder.name}
+            ),
+            key=part.key,
+            coordinator=port if adversary is None else adversary.port_around(port, part.key, part.means),
+            engine=engine if adversary is None else adversary.engine_around(engine, means=part.means),
+            follower=Follower(pinned, sources, folder / "checkpoints", clock=clock, poll_s=0.02, rng=rng),
+            trust=trust,
+            folder=folder,
+            clock=clock,
+            rng=rng,
+        )
+        await run_worker(part.worker, stop)
+
+    async def _train(self, world: World, run: PinnedRun, batches: list[TrainBatch]) -> None:
+        source, client = MemorySource(run), world.client(TRAINER)
+        config_digest = run.spec.model_config_digest
+        batch: str | None = None
+        base = None
+        for version in range(run.spec.max_steps + 1):
+            weights = self.policies.chain[SEEN + version]
+            provenance = {"step": version - 1, "optimizer_steps": version, "batch": batch, "software": "test"}
+            signed = source.publish(weights, base=base, produced_by=provenance, model_config_digest=config_digest)
+            base = signed, weights
+            for blob in signed.manifest.blobs:
+                await client.put_blob(source.blobs[blob.digest])
+            await client.publish(signed.envelope)
+            if version == run.spec.max_steps:
+                return
+            request = BatchRequest(step=version, durable_step=version, wait_s=1.0)
+            while not isinstance(answer := await client.batch(request), Envelope):
+                pass
+            batch = answer.digest
+            batches.append(parse_json(answer.payload, TrainBatch))
+
+
+async def _receipts(world: World, key: SigningKey) -> list[Receipt]:
+    stored, _ = await world.parts.store.receipts_of(key.key_id, after=0, limit=10_000)
+    return [parse_json(open_envelope(one.envelope.encode()).payload, Receipt) for one in stored]

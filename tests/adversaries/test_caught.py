@@ -1,0 +1,122 @@
+"""Each cheat as a real worker: it is found out, by the check that says so, and the honest workers beside it are not hurt."""
+
+from __future__ import annotations
+
+import pytest
+from tests.adversaries.arena import Arena, Outcome, Part
+
+from prime_node.sim.adversaries.table import ADVERSARIES
+from prime_protocol.verdict import BundleStatus, RejectReason
+
+LOGPROBS, SEEDS = RejectReason.LOGPROB_MISMATCH, RejectReason.SEED_MISMATCH
+NUMBERS = {LOGPROBS, SEEDS}
+"""Other weights show in both; the comparison of logprobs comes first."""
+EXPECTED = {
+    "older-1": NUMBERS,
+    "older-2": NUMBERS,
+    "older-8": NUMBERS,
+    "stale": NUMBERS,
+    "base": NUMBERS,
+    "int4": NUMBERS,
+    "altered": NUMBERS,
+    "smaller": NUMBERS,
+    "smaller-rescored": {SEEDS},
+    "escalation": {SEEDS},
+    "prompt-swap": {SEEDS},
+    "easy-problem-swap": {RejectReason.WRONG_ASSIGNMENT},
+    "truncated": {RejectReason.BAD_TERMINATION},
+    "padded": {RejectReason.BAD_TERMINATION},
+    "forged-stop": {SEEDS, RejectReason.BAD_TERMINATION},
+    "replayed-own": NUMBERS,
+    "replayed-others": NUMBERS,
+    "claimed-rewards": {RejectReason.MALFORMED},
+    "forged-logprobs": {LOGPROBS},
+    "best-of-n": {SEEDS},
+    "forged-seed": {SEEDS},
+    "temperature-0.8": {SEEDS},
+    "temperature-0.95": {SEEDS},
+    "top-p-0.95": {SEEDS},
+    "greedy": {SEEDS},
+    "poison": {SEEDS},
+    "loud-poison": {LOGPROBS},
+    "partial-10": {SEEDS},
+    "colluding": {SEEDS},
+}
+"""The reasons that a cheat's first refused bundle may have."""
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
+    outcome = await arena.fight(name, rollouts_max=128)
+    cheat = outcome.parts[0]
+    reasons = [receipt.reason for receipt in outcome.receipts_of(cheat) if receipt.reason is not None]
+    dishonest = [reason for reason in reasons if reason.is_dishonest]
+    assert set(dishonest) <= EXPECTED[name]
+    assert len(dishonest) == 2
+    assert outcome.worker(cheat)["banned"] is not None
+    _nobody_else_is_hurt(outcome, cheat)
+
+
+async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> None:
+    outcome = await arena.fight("equivocation", rollouts_max=32)
+    cheat = outcome.parts[0]
+    assert cheat.replies[RejectReason.DUPLICATE] > 0
+    receipts = outcome.receipts_of(cheat)
+    assert len({receipt.lease_id for receipt in receipts}) == len(receipts)
+    _nobody_else_is_hurt(outcome, cheat)
+
+
+async def test_a_bundle_that_was_kept_back_is_too_late_whatever_it_is_dated(arena: Arena) -> None:
+    outcome = await arena.fight("time-shift", rollouts_max=None, lease_seconds=0.5, max_steps=5)
+    cheat = outcome.parts[0]
+    taken = [receipt for receipt in outcome.receipts_of(cheat) if receipt.status is BundleStatus.ACCEPTED]
+    assert all(receipt.at_ms > 1_000_000_000_000 for receipt in taken), "receipts are dated by the coordinator's clock"
+    assert cheat.replies[RejectReason.LEASE_EXPIRED] + cheat.replies[RejectReason.STALE] > 0
+    assert len(outcome.batches) == 5, "its groups went to others"
+    _nobody_else_is_hurt(outcome, cheat)
+
+
+async def test_a_hoarder_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> None:
+    outcome = await arena.fight("hoarding", rollouts_max=None, lease_seconds=0.5, max_steps=5)
+    cheat = outcome.parts[0]
+    assert len(outcome.batches) == 5
+    assert outcome.receipts_of(cheat) == []
+    _nobody_else_is_hurt(outcome, cheat)
+
+
+async def test_whoever_picks_leases_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> None:
+    outcome = await arena.fight("picking", rollouts_max=None, max_steps=5)
+    assert len(outcome.batches) == 5
+    assert any("brought nothing" in reason for reason in outcome.parts[0].waits)
+    _nobody_else_is_hurt(outcome, outcome.parts[0])
+
+
+async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(arena: Arena) -> None:
+    names = ("older-2", "smaller-rescored", "best-of-n", "loud-poison")
+    outcome = await arena.fight(*names, honest=2, rollouts_max=None, max_steps=3)
+    cheats = {part.key.key_id for part in outcome.parts[: len(names)]}
+    trained = [group.worker for batch in outcome.batches for group in batch.groups]
+    assert len(outcome.batches) == 3
+    assert not cheats.intersection(trained)
+    for part in outcome.parts[len(names) :]:
+        _is_unhurt(outcome, part)
+
+
+def test_every_cheat_of_the_table_is_tried() -> None:
+    patient = {"int8", "escalation-3", "partial-1"}  # below the thresholds of a bundle: see the table in RESULTS.md
+    soft = {"equivocation", "time-shift", "hoarding", "picking"}
+    assert {*EXPECTED, *patient, *soft} == set(ADVERSARIES)
+    assert len(ADVERSARIES) >= 25
+
+
+def _nobody_else_is_hurt(outcome: Outcome, cheat: Part) -> None:
+    for part in outcome.parts:
+        if part is not cheat:
+            _is_unhurt(outcome, part)
+
+
+def _is_unhurt(outcome: Outcome, part: Part) -> None:
+    assert outcome.worker(part)["banned"] is None
+    refused = [receipt.reason for receipt in outcome.receipts_of(part) if receipt.reason is not None]
+    assert not any(reason.is_dishonest for reason in refused), refused
+    assert any(receipt.status is BundleStatus.ACCEPTED for receipt in outcome.receipts_of(part))
