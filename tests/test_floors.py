@@ -76,7 +76,15 @@ READS_ITS_OWN_SOURCE = {"prime_protocol.codec.kernels.base"}  # for the key of n
 
 PICKS_ADAPTERS = {
     f"prime_node.cli.{name}"
-    for name in ("wire", "wire_coordinator", "wire_environments", "wire_rows", "wire_swarm", "wire_training")
+    for name in (
+        "wire",
+        "wire_adapters",
+        "wire_coordinator",
+        "wire_environments",
+        "wire_rows",
+        "wire_swarm",
+        "wire_training",
+    )
 }
 
 READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
+from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.calibration import Calibration
 from prime_protocol.digest import Digest
@@ -147,6 +148,8 @@ class RunSpec(WireModel):
     checks: CheckPolicy = Field(default_factory=CheckPolicy)
     schedule: Schedule = Field(default_factory=Schedule, exclude_if=lambda schedule: schedule.is_default)
     """The asynchronous mode. Left out where it is the default one."""
+    adapters: AdapterSpec | None = Field(default=None, exclude_if=lambda adapters: adapters is None)
+    """Policies are adapters of this base and nothing else. Left out where they are whole models."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

@@ -80,5 +80,34 @@ def empty_like(dtype: str, shape: tuple[int, ...]) -> WeightTensor:
     return WeightTensor(dtype, shape, np.empty(prod(shape), dtype=_STORAGE[DTYPES[dtype]]))
 
 
+FLOATS = ("bf16", "fp16", "fp32")
+"""Types whose values `floats` and `rounded` know."""
+
+
+def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
+    """Its values, in its shape. `tensor.dtype` is one of FLOATS."""
+    if tensor.dtype == "bf16":
+        values: npt.NDArray[np.float32] = (tensor.data.astype(np.uint32) << 16).view(np.float32)
+    elif tensor.dtype == "fp16":
+        values = tensor.data.view(np.float16).astype(np.float32)
+    else:
+        values = tensor.data.view(np.float32)
+    return values.reshape(tensor.shape)
+
+
+def rounded(values: npt.NDArray[np.float32], dtype: str) -> WeightTensor:
+    """float32 to the nearest value of `dtype`, ties to even; NaN stays NaN."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if dtype == "bf16":
+        bits = flat.view(np.uint32)
+        up = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        data = np.where(np.isnan(flat), np.uint16(0x7FC0), up)
+    elif dtype == "fp16":
+        data = flat.astype(np.float16).view(np.uint16)
+    else:
+        data = flat.view(np.uint32)
+    return WeightTensor(dtype, values.shape, data)
+
+
 _DIGEST = attrgetter("digest")
 _STORAGE: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -159,7 +159,7 @@ def publish_in_shards(ranks: Ranks, *, model: Path) -> tuple[Any, ...]:
     if not ranks.is_first:
         follower = threading.Thread(target=follow_copies, args=(copies, aside), daemon=True)
         follower.start()
-        ranks.gather(None)
+        follower.join()
         return held, copies.held
     first, second = (ShardedCopy(number, copies, aside, raw_bytes=0) for number in range(2))
     tables = [first.tensors(), second.tensors()]
@@ -173,5 +173,5 @@ def publish_in_shards(ranks: Ranks, *, model: Path) -> tuple[Any, ...]:
     second.drop()
     second.drop()
     first_root = root_of(whole[0])
-    ranks.gather(None)
+    aside.lead([None] * aside.count)
     return held, copies.held, whole, tables, encodings, first_root

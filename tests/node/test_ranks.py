@@ -14,6 +14,7 @@ from tests.node import rank_jobs
 from tests.node.rank_pool import RankPool
 from tests.node.trainer_world import make_run, provenance, tiny_files, write_model
 
+from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.ranks import ALONE
 from prime_node.adapters.training.sharding import Placement
 from prime_node.algo.losses import LOSSES
@@ -132,9 +133,22 @@ def test_a_fixed_seed_gives_the_identical_curve_twice(pool: RankPool, model: Pat
 
 def test_mixtures_of_experts_train_on_any_number_of_ranks(pool: RankPool, moe: Path) -> None:
     expected = rank_jobs.train(ALONE, model=moe, optimizer=ADAMW)
-    assert any("experts" in name for name in expected.weights)
+    assert any(name.endswith("mlp.experts.7.up_proj.weight") for name in expected.weights)
     for ranks in (2, 4):
         same(pool.run(rank_jobs.train, ranks=ranks, model=moe, optimizer=ADAMW)[0], expected, atol=5e-6)
+
+
+def test_experts_leave_the_ranks_that_have_them_under_the_hub_s_names(pool: RankPool, moe: Path) -> None:
+    (_, _, whole, tables, _, _), *_ = pool.run(rank_jobs.publish_in_shards, ranks=4, model=moe)
+    assert tables == [tensor_table(weights) for weights in whole]
+    assert any(name.endswith("mlp.experts.7.up_proj.weight") for name in whole[1])
+
+
+def test_adapters_leave_the_ranks_alone(pool: RankPool, model: Path) -> None:
+    lora = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj"), alone=True)
+    expected = rank_jobs.train(ALONE, model=model, lora=lora)
+    assert {name.rpartition(".lora_")[2] for name in expected.weights} == {"A.weight", "B.weight"}
+    same(pool.run(rank_jobs.train, ranks=4, model=model, lora=lora)[0], expected)
 
 
 def test_weights_that_are_given_are_read_rows_by_rows(pool: RankPool, model: Path) -> None:

@@ -29,6 +29,7 @@ from prime_node.trainer.config import AdamW, SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.trainer import Trainer, record_published
+from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
@@ -63,7 +64,9 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make_run(*, max_steps: int = 5, async_level: int = 2, **schedule: object) -> PinnedRun:
+def make_run(
+    *, max_steps: int = 5, async_level: int = 2, adapters: AdapterSpec | None = None, **schedule: object
+) -> PinnedRun:
     spec = RunSpec(
         name="test",
         created_at_ms=0,
@@ -84,6 +87,7 @@ def make_run(*, max_steps: int = 5, async_level: int = 2, **schedule: object) ->
         max_steps=max_steps,
         groups_per_step=GROUPS,
         rollouts_per_group=ROLLOUTS,
+        adapters=adapters,
     )
     envelope = seal(spec, PayloadType.RUN_SPEC, ROOT)
     return PinnedRun(envelope.digest, spec, envelope)

@@ -35,7 +35,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
 
     Raises LocalError where the folder already holds a run.
     """
-    from prime_node.cli import wire
+    from prime_node.cli import wire, wire_adapters
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 
     if run_dir.exists:
@@ -56,6 +56,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         vocab_size=model.vocab_size,
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
+        adapters=wire_adapters.adapter_spec(settings),
     )
     wire.environments(run.spec)  # a mistake in their options is said before anything is signed for good
     if config_file is not None:

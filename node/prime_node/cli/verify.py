@@ -60,6 +60,14 @@ def verify(
             help="Write the policy to this new folder as a Hugging Face model with PROVENANCE.json.",
         ),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--base",
+            show_default=False,
+            help="Of a run whose policies are adapters: the base model's folder. The export is then the merged model.",
+        ),
+    ] = None,
     sign: Annotated[
         Path | None,
         typer.Option(
@@ -129,7 +137,9 @@ def verify(
         )
     if sign is not None and export is None:
         raise typer.BadParameter("there is nothing to sign without --export", param_hint="--sign")
-    wanted = Wanted(chain, policy, against, tensor, export, sign)
+    if base is not None and export is None:
+        raise typer.BadParameter("there is nothing to merge into without --export", param_hint="--base")
+    wanted = Wanted(chain, policy, against, tensor, export, sign, base)
     console = None if as_json else Console(highlight=False, soft_wrap=True)
     try:
         found = asyncio.run(_verify(target, run or pinned_by(target), wanted, console))
@@ -162,6 +172,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
     bound_threads()
     # What only this machine can get wrong is found out before minutes are spent on the rest.
     other = None if wanted.against is None else read_weights(wanted.against)
+    base = None if wanted.base is None else read_weights(wanted.base)
     key = None if wanted.sign is None else load_key(wanted.sign)
     if wanted.export is not None:
         check_free(wanted.export)
@@ -207,7 +218,8 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
                 found.comparison = compare(verified.weights, other)
             if wanted.export is not None and found.ok:
                 progress.update(task, description="writing")
-                found.files = export(verified, wanted.export, software=f"prime-node {__version__}", key=key)
+                software = f"prime-node {__version__}"
+                found.files = export(verified, wanted.export, software=software, key=key, base=base)
     return found
 
 

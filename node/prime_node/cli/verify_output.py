@@ -29,6 +29,7 @@ class Wanted:
     tensor: str | None = None
     export: Path | None = None
     sign: Path | None = None
+    base: Path | None = None
 
 
 @dataclass(slots=True)

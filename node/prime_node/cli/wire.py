@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
+from prime_node.cli import wire_adapters
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -201,6 +202,8 @@ def _check_size(model: Path, run: PinnedRun) -> None:
     """Before anything is built. Raises LocalError where the run's own limits do not allow a policy of its model."""
     from prime_node.adapters.models.model_config import require_within
 
+    if run.spec.adapters is not None:
+        return  # policies are small; the base is not published
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
@@ -214,7 +217,8 @@ def _transformers(model: Path, run: PinnedRun, *, dtype: str, threads: int, devi
 
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> Scorer:
-    return _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
+    made = _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
+    return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
@@ -232,6 +236,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         made = VllmEngine(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib)
     else:
         made = _transformers(model, run, dtype="fp32", threads=settings.threads)
+    made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:
         return made
     from prime_node.sim.adversaries.table import cheating_engine
@@ -263,7 +268,8 @@ def trainer_parts(
 
     spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
     questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
-    engine = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
+    made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
+    engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
         run=run,
         config=settings,

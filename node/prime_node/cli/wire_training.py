@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_node.cli import wire_adapters
 from prime_node.cli.wire import missing_extra
 from prime_node.cli.wire_rows import rows_in
+from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun, RunSpec
 
 if TYPE_CHECKING:
@@ -70,11 +72,22 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         offload=how.offload,
         reduce_each_pass=how.reduce_each_pass,
     )
-    lora = None if settings.lora is None else LoraSettings(**settings.lora.model_dump())
+    initial_weights, lora = settings.initial_weights, None
+    if settings.lora is not None:
+        lora = LoraSettings(**settings.lora.model_dump())
+    if spec.adapters is not None:
+        if lora is not None:
+            raise LocalError(
+                "trainer.lora: this run's policies are adapters already, and its RunSpec says which; leave it out"
+            )
+        initial_weights = initial_weights or spec.adapters.base
+        wire_adapters.base_weights(spec.adapters, initial_weights)  # ours, or said before anything is computed
+        adapters = spec.adapters
+        lora = LoraSettings(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets, alone=True)
     make = partial(
         make_backend,
         model_folder=model,
-        initial_weights=settings.initial_weights,
+        initial_weights=initial_weights,
         seed=settings.seed,
         temperature=spec.sampling.temperature,
         packing=settings.packing,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prime_node.config import Settings, SettingsConfigDict
+from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
@@ -52,6 +53,19 @@ class PretrainedModel(BaseModel):
     """A folder with config.json, tokenizer files and safetensors, or a hub's model name such as `Qwen/Qwen3-0.6B`."""
 
 
+class AdapterConfig(BaseModel):
+    """Low-rank adapters of a pretrained model, published by themselves: policies of megabytes beside a base of gigabytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    rank: int = Field(ge=1)
+    """Width of the factors."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapters' product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, such as "q_proj"; none takes all but the head."""
+
+
 class RunConfig(Settings):
     """The [run] table: read once, when the run directory is made."""
 
@@ -78,6 +92,8 @@ class RunConfig(Settings):
     """How often a worker reports."""
     model: Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")] = TinyModel()
     """What is trained."""
+    adapters: AdapterConfig | None = None
+    """Train and publish adapters of that model, which every worker then has beside them; none trains and publishes all of it."""
     environments: tuple[EnvironmentSpec, ...] = Field(min_length=1)
     """Where problems come from, with their weights."""
     limits: Limits = Limits()
@@ -103,6 +119,7 @@ def build_run_spec(
     vocab_size: int,
     stop_token_ids: tuple[int, ...],
     now_ms: int,
+    adapters: AdapterSpec | None = None,
 ) -> PinnedRun:
     """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together."""
     eta = config.schedule.staleness_threshold
@@ -136,6 +153,7 @@ def build_run_spec(
             limits=config.limits,
             checks=config.checks,
             schedule=config.schedule,
+            adapters=adapters,
         )
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]

@@ -217,7 +217,8 @@ class TrainerConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """Draws the initial weights, where the model folder has none, and the order of the supervised problems."""
     initial_weights: str | None = None
-    """Policy 0 before any training: a folder or a hub's model name in Hugging Face format; none draws them by `seed`."""
+    """Policy 0 before any training: a folder or a hub's model name in Hugging Face format; none draws them by `seed`, or takes
+    the base of a run whose policies are adapters."""
     threads: int = Field(default=1, ge=1)
     """Threads of the arithmetic. The same number gives the same weights; processes that share a machine need few."""
     device: str = "cpu"
@@ -259,7 +260,8 @@ class TrainerConfig(Settings):
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Tokens of one forward pass of one rank; bounds the memory."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the weights."""
+    """Train adapters instead of the weights, and publish the weights with them merged in. A run may publish adapters by
+    themselves: its `[run.adapters]` takes the place of this."""
     ranks: RanksConfig = RanksConfig()
     """How the model lies on several processes and devices."""
     sft: SftConfig = SftConfig()

@@ -17,6 +17,9 @@ class ValidatorConfig(Settings):
     """Arithmetic of the forward pass. Published weights are bf16 either way; fp32 arithmetic is closest to any engine."""
     threads: int = Field(default=1, ge=1)
     """Threads of the forward pass. Processes that share a machine must not have more threads than cores in all."""
+    base_model: str | None = None
+    """Where this machine has the base of a run whose policies are adapters: a folder, or a hub's model name. None takes the name
+    that the run gives."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Bundles fetched ahead of the one being judged."""
     policies_kept: int = Field(default=4, ge=1)

@@ -24,6 +24,9 @@ class WorkerConfig(Settings):
     all."""
     cpu_cache_gib: int = Field(default=1, ge=1)
     """Memory for vLLM's key-value cache on a CPU, in GiB. On a GPU it takes what is left."""
+    base_model: str | None = None
+    """Where this machine has the base of a run whose policies are adapters: a folder, or a hub's model name. None takes the name
+    that the run gives."""
     rollouts_max: int = Field(default=128, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """Completions asked for in one lease. A machine that measures itself as slow asks for fewer by itself."""
     leases_ahead: int = Field(default=1, ge=0, le=8)

@@ -21,7 +21,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from prime_node.adapters.engines.torch_weights import to_torch
+from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.storage.batch_cache import BatchCache
 from prime_protocol.weights import Weights
@@ -70,6 +70,8 @@ class CausalModel:
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+        self._names = hub_names(config.model_type)
         by_place = {tensor.data_ptr(): name for name, tensor in self._parameters.items()}
         self.tied: dict[str, str] = {
             name: by_place[tensor.data_ptr()]
@@ -86,18 +88,15 @@ class CausalModel:
 
     def require_fit(self, weights: Weights) -> None:
         """Raises ValueError where names or shapes are not this model's."""
-        missing = self._parameters.keys() - weights.keys()
-        unknown = weights.keys() - self._model.state_dict().keys()
-        reshaped = {n for n, p in self._parameters.items() if n in weights and tuple(p.shape) != weights[n].shape}
-        for fault, names in (("lack", missing), ("have an unknown", unknown), ("have another shape of", reshaped)):
-            if names:
-                raise ValueError(f"the weights {fault} {', '.join(sorted(names)[:3])}")
+        fault = self._names.misfit(self._shapes, weights, others=self._model.state_dict())
+        if fault is not None:
+            raise ValueError(fault)
 
     def load(self, weights: Weights) -> None:
         """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
         self.require_fit(weights)
         for name, parameter in self._parameters.items():
-            parameter.copy_(to_torch(weights[name]))
+            parameter.copy_(self._names.rows(name, self._shapes[name], weights))
 
     def begin(self, prompts: Sequence[tuple[int, ...]], *, spare: int) -> tuple[Rows, Tensor]:
         """Forward P different prompts, with room for `spare` more tokens.
@@ -150,7 +149,10 @@ class CausalModel:
         Independent of what `load` did and of everything above: the model's plain forward pass, without cache, sharing or
         padding, over tensors made here from `weights`.
         """
-        tensors = {name: to_torch(weights[name]).to(self.device, self.dtype) for name in self._parameters}
+        tensors = {
+            name: self._names.rows(name, shape, weights).to(self.device, self.dtype)
+            for name, shape in self._shapes.items()
+        }
         logprobs = []
         for sequence in sequences:
             ids_1T = self._tensor([sequence])

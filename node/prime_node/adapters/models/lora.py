@@ -2,7 +2,8 @@
 
     W' = W + scale * B A        A [rank, in] drawn by the seed, B [out, rank] zeros: training begins at W
 
-Merged, W' is published under W's own name, so workers need to know nothing of adapters.
+Merged, W' is published under W's own name, so workers need to know nothing of adapters. Alone, the factors are published under
+the names that peft's files have, and workers add them to the base that the RunSpec pins (prime_protocol.adapters).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.training.sharding import local_rows
+from prime_protocol.adapters import PREFIX
 from prime_protocol.errors import LocalError
 
 ADAPTER = "policy"
@@ -32,6 +35,8 @@ class LoraSettings:
     """scale = alpha / rank."""
     targets: tuple[str, ...] = ()
     """Names of linear layers; none takes all but the head."""
+    alone: bool = False
+    """Publish the factors by themselves."""
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> None:
@@ -75,17 +80,34 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors with the adapters added, this rank's rows where it is sharded. A collective."""
+def is_published(name: str, settings: LoraSettings | None) -> bool:
+    """Whether a parameter is one of a policy's tensors, or a part of one."""
+    return is_adapter(name) == (settings is not None and settings.alone)
+
+
+def published(model: Any, settings: LoraSettings | None) -> Iterator[tuple[str, Tensor]]:
+    """A policy's tensors under the names that it is published by, this rank's rows where it is sharded. A collective."""
+    return _factors(model) if settings is not None and settings.alone else _merged(model)
+
+
+def _factors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), local_rows(parameter)[0]
+
+
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own tensors with the adapters added."""
+    names = hub_names(model.config.model_type)
     layers = dict(model.named_modules())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 continue
             layer = layers[name.partition(_BASE)[0]] if _BASE in name and name.endswith(".weight") else None
-            rows, _ = local_rows(parameter)
+            rows, first = local_rows(parameter)
             if layer is not None:
                 factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
                 whole_A = factor_A.full_tensor() if isinstance(factor_A, DTensor) else factor_A
                 rows = rows + layer.scaling[ADAPTER] * (local_rows(factor_B)[0] @ whole_A)
-            yield base_name(name), rows
+            yield from names.published(base_name(name), rows, shape=tuple(parameter.shape), first=first)

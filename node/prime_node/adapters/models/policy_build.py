@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from prime_node.adapters.engines.torch_weights import to_torch
+from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.models.lora import LoraSettings, add_adapters, base_name, draw_adapters, is_adapter
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.models.policy_module import PolicyModule
@@ -76,19 +76,15 @@ def build_policy(
 def copy_rows(model: Any, weights: Weights) -> None:
     """Overwrite every parameter, on each rank its rows. Raises LocalError, before anything is written, where they do not fit."""
     targets = {base_name(name): tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
-    missing = sorted(targets.keys() - weights.keys())
-    unknown = sorted(weights.keys() - {base_name(name) for name in model.state_dict()})
-    if missing or unknown:
-        raise LocalError(
-            f"these weights are not this model's: they lack {missing[:3]} and the model lacks {unknown[:3]}"
-        )
-    for name, target in targets.items():
-        if tuple(target.shape) != weights[name].shape:
-            raise LocalError(f"{name} has shape {weights[name].shape}, the model's is {tuple(target.shape)}")
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    names = hub_names(model.config.model_type)
+    fault = names.misfit(shapes, weights, others=map(base_name, model.state_dict()))
+    if fault is not None:
+        raise LocalError(f"these weights are not this model's: {fault}")
     with torch.no_grad():
         for name, target in targets.items():
             rows, first = local_rows(target)
-            rows.copy_(to_torch(weights[name])[first : first + len(rows)])
+            rows.copy_(names.rows(name, shapes[name], weights, first=first, count=len(rows)))
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from prime_protocol.weights import Weights, WeightTensor
+from prime_protocol.weights import Weights, WeightTensor, rounded
 
 END, PAD, BEGIN, ANSWER = range(256, 260)
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|begin|>", "<|answer|>", *(f"<|reserved_{n}|>" for n in range(4)))
@@ -91,7 +90,7 @@ def initial_weights(folder: Path, seed: int) -> Weights:
     weights: dict[str, WeightTensor] = {}
     for name, shape in _tensor_shapes(config):
         values = np.ones(shape) if len(shape) == 1 else random.standard_normal(shape) * config["initializer_range"]
-        weights[name] = WeightTensor("bf16", shape, _to_bf16(values.astype(np.float32).reshape(-1)))
+        weights[name] = rounded(values.astype(np.float32), "bf16")
     return weights
 
 
@@ -119,13 +118,6 @@ def _tensor_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     if not config["tie_word_embeddings"]:
         shapes.append(("lm_head.weight", (config["vocab_size"], hidden)))
     return shapes
-
-
-def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Bit patterns of bf16, rounded to nearest, ties to even. Finite values only."""
-    bits = values.view(np.uint32)
-    rounded: npt.NDArray[np.uint32] = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def _byte_level_tokenizer() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.engines.torch_weights import to_weights
-from prime_node.adapters.models.lora import LoraSettings, is_adapter, merged
+from prime_node.adapters.models.lora import LoraSettings, is_published, published
 from prime_node.adapters.models.policy_build import build_policy
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.training import train_state
@@ -85,6 +85,7 @@ class TorchBackend:
         self._published_dtype = published_dtype
         self._ranks = ranks
         self._placement = placement
+        self._lora = lora
         self._policy = build_policy(
             model_folder,
             weights,
@@ -229,7 +230,9 @@ class TorchBackend:
         """Of all tensors of one policy."""
         size = DTYPES[self._published_dtype].itemsize
         return size * sum(
-            int(tensor.numel()) for name, tensor in self._policy.model.named_parameters() if not is_adapter(name)
+            int(tensor.numel())
+            for name, tensor in self._policy.model.named_parameters()
+            if is_published(name, self._lora)
         )
 
     def state_bytes(self) -> int:
@@ -250,8 +253,7 @@ class TorchBackend:
         train_state.restore(self._policy.model, self._optimizer, folder, self._ranks)
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's tensors under the model's own names; this rank's rows where they are sharded."""
-        return merged(self._policy.model)
+        return published(self._policy.model, self._lora)
 
     def _passes(self, share: Share) -> Iterator[Pass]:
         """As many on every rank, for each is a collective; gradients are reduced after the last, or after each."""

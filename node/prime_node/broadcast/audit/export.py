@@ -1,6 +1,8 @@
 """A verified policy as a plain Hugging Face model directory that says where it comes from.
 
     model.safetensors                    or model-00001-of-0000N.safetensors and their index, above SHARD_BYTES
+    adapter_model.safetensors            instead, with adapter_config.json for peft, of a run whose policies are adapters; given
+                                         their base, the model with the adapters merged in
     config.json, tokenizer.json, ...     the model files of the RunSpec, byte for byte
     PROVENANCE.json                      an in-toto Statement: every other file's SHA-256, and which signed policy it is
     PROVENANCE.dsse.json                 the same, signed by the exporter, where he gave a key
@@ -16,17 +18,20 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from prime_node.broadcast.audit.attestation import sign_statement, statement
 from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, write_safetensors
+from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
-from prime_protocol.weights import Weights, num_bytes
+from prime_protocol.weights import Weights, num_bytes, root_of
 
 SHARD_BYTES = 5 * 10**9
 """Weights above this are written to several files, as the Hugging Face hub asks for."""
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 PROVENANCE_FILE = "PROVENANCE.json"
 SIGNED_PROVENANCE_FILE = "PROVENANCE.dsse.json"
 
@@ -38,15 +43,18 @@ def export(
     software: str,
     key: SigningKey | None = None,
     shard_bytes: int = SHARD_BYTES,
+    base: Weights | None = None,
 ) -> dict[str, str]:
     """Write the directory. Returns file name -> SHA-256. Raises LocalError, and leaves nothing behind then."""
     check_free(folder)
+    if base is not None:
+        verified = replace(verified, weights=_merged(verified, base))
     _check_names(verified)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "provenance").mkdir(parents=True)
-        files = _write(verified, partial, shard_bytes=shard_bytes)
+        files = _write(verified, partial, shard_bytes=shard_bytes, is_merged=base is not None)
         said = statement(files, verified.run, verified.signed, software=software)
         (partial / PROVENANCE_FILE).write_bytes(said)
         if key is not None:
@@ -71,7 +79,7 @@ def check_free(folder: Path) -> None:
 def _check_names(verified: Verified) -> None:
     """A model file of the run may not pass for one that the export writes. Raises LocalError."""
     for name in map(str.casefold, verified.model_files):
-        if name.startswith("provenance") or ".safetensors" in name:
+        if name.startswith("provenance") or ".safetensors" in name or name == ADAPTER_CONFIG_FILE:
             raise LocalError(f"the run has a model file {name}; an export writes a file of that name itself")
 
 
@@ -89,18 +97,52 @@ def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
         yield {name: weights[name] for name in names}
 
 
-def _write(verified: Verified, folder: Path, *, shard_bytes: int) -> dict[str, str]:
+def _merged(verified: Verified, base: Weights) -> Weights:
+    """Raises LocalError."""
+    spec = verified.run.spec.adapters
+    if spec is None:
+        raise LocalError("this run's policies are whole models: leave out the base")
+    if (found := root_of(base)) != spec.base_root:
+        raise LocalError(
+            f"the base has state root {found[:16]}, the run's adapters are of {spec.base_root[:16]} ({spec.base})"
+        )
+    try:
+        return merged(base, verified.weights, spec)
+    except AdapterMismatch as error:
+        raise LocalError(f"the policy does not fit the run's base: {error}") from None
+
+
+def _peft_config(spec: AdapterSpec) -> bytes:
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": spec.base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": list(spec.targets) or "all-linear",
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+def _write(verified: Verified, folder: Path, *, shard_bytes: int, is_merged: bool) -> dict[str, str]:
     files: dict[str, str] = {}
+    stem, adapters = "model", None if is_merged else verified.run.spec.adapters
     small = {
         **verified.model_files,
         "provenance/run.json": verified.run.envelope.to_bytes(),
         "provenance/manifest.json": verified.signed.envelope.to_bytes(),
         **{f"provenance/keys-{ring.version:04d}.json": one.to_bytes() for ring, one in verified.run.keys.rings},
     }
+    if adapters is not None:
+        stem, shard_bytes = "adapter_model", 2**62  # peft reads one file
+        small[ADAPTER_CONFIG_FILE] = _peft_config(adapters)
     shards = list(shards_of(verified.weights, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         files[name] = write_safetensors(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:

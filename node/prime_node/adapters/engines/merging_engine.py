@@ -1,0 +1,87 @@
+"""Engines for runs whose policies are adapters: what they load is the base with the adapters merged in.
+
+So everything behind them, on vLLM as on transformers, computes with one set of weights, checks it by its own probe, and knows
+nothing of adapters. Merging runs in a thread; the base's files are mapped, and only adapted tensors are made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest, Spans, SwappingEngine
+from prime_protocol.adapters import AdapterSpec, merged
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import Completion, EngineInfo
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+
+class _Merging:
+    def __init__(self, base: Weights, spec: AdapterSpec) -> None:
+        self._base = base
+        self._spec = spec
+
+    async def _whole(self, adapters: Weights) -> Weights:
+        return await asyncio.to_thread(merged, self._base, adapters, self._spec)
+
+
+class MergingEngine(_Merging):
+    """Implements ports.engine.SwappingEngine around one; around one that cannot swap, it cannot either."""
+
+    def __init__(self, engine: Engine, base: Weights, spec: AdapterSpec) -> None:
+        super().__init__(base, spec)
+        self._engine = engine
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        await self._engine.load(await self._whole(weights), policy_version=policy_version)
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        return await self._engine.generate(requests, sampling)
+
+    @property
+    def swaps(self) -> frozenset[SwapPolicy]:
+        return self._engine.swaps if isinstance(self._engine, SwappingEngine) else frozenset()
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        assert isinstance(self._engine, SwappingEngine)
+        await self._engine.update(await self._whole(weights), policy_version=policy_version, swap=swap)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class MergingScorer(_Merging):
+    """Implements ports.engine.Scorer around one."""
+
+    def __init__(self, scorer: Scorer, base: Weights, spec: AdapterSpec) -> None:
+        super().__init__(base, spec)
+        self._scorer = scorer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._scorer.info
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        await self._scorer.load(await self._whole(weights), policy_version=policy_version)
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        return await self._scorer.prefill(requests, sampling)
+
+    async def prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+    ) -> Prefill:
+        whole = {version: await self._whole(weights) for version, weights in policies.items()}
+        return await self._scorer.prefill_mixed(requests, spans, sampling, whole)
+
+    async def close(self) -> None:
+        await self._scorer.close()

@@ -1,0 +1,78 @@
+"""The part of wire.py for runs whose policies are adapters: the base model, and the engines that merge."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_protocol.adapters import AdapterSpec
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.weights import Weights, root_of
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.new_run import RunConfig
+    from prime_node.ports.engine import Engine, Scorer
+
+
+def adapter_spec(config: RunConfig) -> AdapterSpec | None:
+    """What a new run says about its adapters, the base's state root included. Raises LocalError."""
+    from prime_node.coordinator.new_run import PretrainedModel
+
+    wanted, model = config.adapters, config.model
+    if wanted is None:
+        return None
+    if not isinstance(model, PretrainedModel):
+        raise LocalError('[run.adapters] need a base that others can have: model = { kind = "pretrained", ... }')
+    place = Path(model.name_or_path)
+    return AdapterSpec(
+        base=str(place.resolve()) if place.is_dir() else model.name_or_path,
+        base_root=_root(_pretrained(model.name_or_path)),
+        rank=wanted.rank,
+        alpha=wanted.alpha,
+        targets=wanted.targets,
+    )
+
+
+def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
+    """The base model, from where this machine has it or else by its name, and no other. Raises LocalError."""
+    name = here or adapters.base
+    weights = _pretrained(name)
+    found = _root(weights)
+    if found != adapters.base_root:
+        raise LocalError(
+            f"base model {name}: its state root is {found[:16]}, and the run's adapters are of one with "
+            f"{adapters.base_root[:16]} ({adapters.base}); get that one, in its original type, and name its folder in base_model"
+        )
+    return weights
+
+
+def merging_engine(engine: Engine, run: PinnedRun, here: str | None) -> Engine:
+    """The engine, or for policies that are adapters one that merges them into the base first. Raises LocalError."""
+    if run.spec.adapters is None:
+        return engine
+    from prime_node.adapters.engines.merging_engine import MergingEngine
+
+    return MergingEngine(engine, base_weights(run.spec.adapters, here), run.spec.adapters)
+
+
+def merging_scorer(scorer: Scorer, run: PinnedRun, here: str | None) -> Scorer:
+    """The same of a validator's."""
+    if run.spec.adapters is None:
+        return scorer
+    from prime_node.adapters.engines.merging_engine import MergingScorer
+
+    return MergingScorer(scorer, base_weights(run.spec.adapters, here), run.spec.adapters)
+
+
+def _pretrained(name: str) -> Weights:
+    from prime_node.adapters.models.pretrained_model import pretrained_weights
+
+    return pretrained_weights(name)
+
+
+def _root(weights: Weights) -> str:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return root_of(weights, pool=pool)

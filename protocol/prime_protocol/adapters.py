@@ -1,0 +1,77 @@
+"""Policies that are low-rank adapters of a base model (LoRA, arXiv 2106.09685), and what they make of it.
+
+    W' = round(W + alpha / rank * (B A))      A [rank, in], B [out, rank]; in float32, rounded to the type of W
+
+A policy's tensors are then A and B of every adapted layer alone, under the names of peft's files; the base is public, and the
+RunSpec pins it by its state root. What is computed with is W', by whatever engine: a policy is one set of weights, merged. SPEC,
+section "Adapters".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from prime_protocol.assignment import Name
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+from prime_protocol.weights import FLOATS, Weights, WeightTensor, floats, rounded
+
+PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+class AdapterSpec(WireModel):
+    """What the adapters are beside.
+
+    Example: AdapterSpec(base="Qwen/Qwen3-0.6B", base_root="9f3c...", rank=16, alpha=32, targets=("q_proj", "v_proj")).
+    """
+
+    base: str = Field(min_length=1, max_length=512)
+    """Where the base is to be had: a hub's model name. Whoever has it elsewhere says so himself."""
+    base_root: Digest
+    """State root of the base's tensors, as its files hold them."""
+    rank: int = Field(ge=1, le=65_536)
+    """Rows of A, columns of B."""
+    alpha: int = Field(ge=1, le=65_536)
+    """The product is scaled by alpha / rank."""
+    targets: tuple[Name, ...] = Field(default=(), max_length=256)
+    """Names of the adapted linear layers; none are all but the head."""
+
+
+class AdapterMismatch(ValueError):
+    """These adapters do not belong to this base."""
+
+
+def merged(base: Weights, adapters: Weights, spec: AdapterSpec) -> dict[str, WeightTensor]:
+    """The base's tensors, the adapted ones changed. Raises AdapterMismatch.
+
+    Every adapter must find its layer and its other half, with the shapes that the layer and the rank ask for.
+    """
+    layers = {_layer_of(name) for name in adapters}
+    whole = dict(base)
+    for layer in layers:
+        name = layer + WEIGHT
+        factors = [adapters.get(f"{PREFIX}{layer}{suffix}") for suffix in (SUFFIX_A, SUFFIX_B)]
+        if name not in base or None in factors:
+            raise AdapterMismatch(f"layer {layer}: the base lacks it, or the policy lacks one of its two factors")
+        whole[name] = _changed(name, base[name], *(factor for factor in factors if factor is not None), spec=spec)
+    return whole
+
+
+def _layer_of(name: str) -> str:
+    for suffix in (SUFFIX_A, SUFFIX_B):
+        if name.startswith(PREFIX) and name.endswith(suffix):
+            return name[len(PREFIX) : -len(suffix)]
+    raise AdapterMismatch(f"{name} is no adapter's name: {PREFIX}LAYER{SUFFIX_A}, or {SUFFIX_B}")
+
+
+def _changed(
+    name: str, weight: WeightTensor, factor_a: WeightTensor, factor_b: WeightTensor, *, spec: AdapterSpec
+) -> WeightTensor:
+    if weight.dtype not in FLOATS or factor_a.dtype not in FLOATS or factor_b.dtype not in FLOATS:
+        raise AdapterMismatch(f"{name}: only tensors of types {', '.join(FLOATS)} are adapted")
+    found, wanted = (factor_b.shape, factor_a.shape), ((*weight.shape[:1], spec.rank), (spec.rank, *weight.shape[1:]))
+    if len(weight.shape) != 2 or found != wanted:
+        raise AdapterMismatch(f"{name}: factors of shapes {found} where {wanted} belong to {weight.shape}")
+    scale = np.float32(spec.alpha / spec.rank)
+    return rounded(floats(weight) + scale * (floats(factor_b) @ floats(factor_a)), weight.dtype)

@@ -1,0 +1,162 @@
+"""A run whose policies are adapters: they are all that is published, and every engine computes with the base beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from tests.node.rank_jobs import samples
+from tests.node.trainer_world import CONFIG, BatchCoordinator, make_run, make_trainer, rows, write_model
+
+from prime_node.adapters.engines.merging_engine import MergingEngine, MergingScorer
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.algo.losses import find_loss
+from prime_node.broadcast.audit.audit import Verified
+from prime_node.broadcast.audit.export import export
+from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
+from prime_node.cli import wire_adapters, wire_training
+from prime_node.cli.new import make_run as make_run_folder
+from prime_node.cli.options import Options
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.shipped import config_path
+from prime_node.ports.engine import ScoreRequest
+from prime_node.trainer.config import LoraConfig, TrainerConfig
+from prime_node.trainer.loop import run
+from prime_protocol.adapters import AdapterSpec, merged
+from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.weights import num_bytes, root_of
+
+DEMO = config_path("demo.toml")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A pretrained model of somebody's."""
+    folder = write_model(tmp_path / "base")
+    write_safetensors(folder / "model.safetensors", initial_weights(folder, seed=4))
+    return folder
+
+
+def adapter_run(base: Path, *, max_steps: int = 3) -> PinnedRun:
+    root = root_of(read_weights(base))
+    return make_run(max_steps=max_steps, adapters=AdapterSpec(base=str(base), base_root=root, rank=4, alpha=8))
+
+
+@pytest.fixture
+def trained(base: Path, tmp_path: Path) -> BatchCoordinator:
+    """Three steps of such a run, by the trainer that the command would build."""
+    coordinator = BatchCoordinator(adapter_run(base))
+    optimizer = CONFIG.optimizer.model_copy(update={"lr": 1e-2})
+    sft = CONFIG.sft.model_copy(update={"steps_max": 0})
+    config = CONFIG.model_copy(update={"evaluate_every": 0, "optimizer": optimizer, "sft": sft})
+    model = write_model(tmp_path / "trainer" / "model")
+    backend = wire_training.train_backend(config, coordinator.run.spec, None, model=model)
+    trainer = make_trainer(tmp_path / "trainer", coordinator, config=config, backend=backend)
+    assert asyncio.run(run(trainer, asyncio.Event()))
+    return coordinator
+
+
+def test_policies_are_adapters_and_deltas_between_them(trained: BatchCoordinator, base: Path, tmp_path: Path) -> None:
+    whole = num_bytes(read_weights(base))
+    for signed in trained.manifests:
+        names = {entry.name for entry in signed.manifest.tensors}
+        assert all(name.startswith("base_model.model.model.layers.") and ".lora_" in name for name in names)
+    assert len(set(trained.roots)) == 4
+    newest = trained.manifests[-1].manifest
+    assert [encoding.base is not None for encoding in newest.encodings] == [True]
+    published = rows(tmp_path / "trainer", "raw_bytes")
+    assert all(int(str(row["raw_bytes"])) < whole / 4 for row in published)
+
+
+async def test_engines_compute_with_the_merged_model(base: Path, tmp_path: Path) -> None:
+    """The trainer's logprobs are those of an engine that got base and adapters by themselves."""
+    spec = adapter_run(base).spec
+    adapters = spec.adapters
+    assert adapters is not None
+    backend = wire_training.train_backend(TrainerConfig(), spec, None, model=write_model(tmp_path / "model"))
+    objective = find_loss("aipo")
+    backend.train_step(samples(), objective, lr=1e-2)
+    policy = backend.snapshot()
+    asked = samples()
+    requests = [ScoreRequest(one.prompt_token_ids, one.completion_token_ids, seed=0) for one in asked]
+    expected = [nats for one in backend.logprobs(asked) for nats in one]
+    sampling = Sampling(completion_tokens_max=64, stop_token_ids=(256,))
+    inner = TransformersEngine(base, threads=1)
+    scorer = MergingScorer(inner, read_weights(base), adapters)
+    await scorer.load(policy, policy_version=1)
+    found = await scorer.prefill(requests, sampling)
+    assert found.logprobs_T.tolist() == pytest.approx(expected, abs=0.02)  # the engine's weights are rounded to bf16
+    engine = MergingEngine(inner, read_weights(base), adapters)
+    assert SwapPolicy.KEEP_KV in engine.swaps
+    await engine.update(policy, policy_version=2, swap=SwapPolicy.KEEP_KV)
+    again = await scorer.prefill(requests, sampling)
+    assert again.logprobs_T.tolist() == found.logprobs_T.tolist()
+    await engine.close()
+
+
+def test_an_export_is_an_adapter_for_peft_or_a_merged_model(
+    trained: BatchCoordinator, base: Path, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    signed = trained.manifests[-1]
+    files = {file.name: (base / file.name).read_bytes() for file in trained.run.spec.model_files}
+    verified = Verified(trained.run, signed, trained.decode(signed), files)
+    written = export(verified, tmp_path / "adapter", software="test 1")
+    assert {"adapter_model.safetensors", "adapter_config.json"} < written.keys()
+    assert "model.safetensors" in export(verified, tmp_path / "merged", software="test 1", base=read_weights(base))
+    ids = torch.tensor([[72, 105, 33, 50]])
+    auto = transformers.AutoModelForCausalLM
+    plain = auto.from_pretrained(base, dtype=torch.float32)
+    before = plain(ids).logits
+    with_adapter = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))(ids).logits
+    merged_logits = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    moved = float((with_adapter - before).detach().abs().max())
+    assert moved > 0.01
+    assert float((with_adapter - merged_logits).detach().abs().max()) < 0.2 * moved  # merged, it is rounded to bf16
+
+
+def test_an_export_is_merged_into_the_run_s_own_base_alone(
+    trained: BatchCoordinator, base: Path, tmp_path: Path
+) -> None:
+    signed = trained.manifests[-1]
+    verified = Verified(trained.run, signed, trained.decode(signed), {})
+    other = initial_weights(base, seed=5)
+    with pytest.raises(LocalError, match="the base has state root"):
+        export(verified, tmp_path / "merged", software="test 1", base=other)
+    spec = trained.run.spec.adapters
+    assert spec is not None
+    whole = merged(read_weights(base), verified.weights, spec)
+    assert root_of(whole) != root_of(read_weights(base))
+
+
+def test_another_base_is_refused_before_anything_is_computed(base: Path) -> None:
+    spec = adapter_run(base).spec
+    write_safetensors(base / "model.safetensors", initial_weights(base, seed=5))
+    assert spec.adapters is not None
+    with pytest.raises(LocalError, match="the run's adapters are of one with"):
+        wire_adapters.base_weights(spec.adapters, None)
+
+
+def test_settings_of_its_own_adapters_are_refused_in_such_a_run(base: Path) -> None:
+    with pytest.raises(LocalError, match=r"trainer\.lora: this run's policies are adapters already"):
+        wire_training.train_backend(TrainerConfig(lora=LoraConfig(rank=2)), adapter_run(base).spec, None, model=base)
+
+
+def test_a_new_run_pins_its_base(base: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f"""[run]
+model = {{ kind = "pretrained", name_or_path = "{base}" }}
+environments = [{{ name = "spell", id = "reasoning_gym", options = {{ task = "spell_backward" }} }}]
+""")
+    adapters = ["run.adapters.rank=4", 'run.adapters.targets=["q_proj"]']
+    made = make_run_folder(RunDir(tmp_path / "run"), Options(config, adapters), config_file=config)
+    root = root_of(read_weights(base))
+    assert made.spec.adapters == AdapterSpec(base=str(base), base_root=root, rank=4, alpha=32, targets=("q_proj",))
+    with pytest.raises(LocalError, match=r"\[run\.adapters\] need a base that others can have"):
+        make_run_folder(RunDir(tmp_path / "tiny"), Options(DEMO, adapters), config_file=DEMO)
