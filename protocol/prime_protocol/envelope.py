@@ -43,6 +43,7 @@ class PayloadType(StrEnum):
     KEY_RING = "application/vnd.prime.key-ring+json"
     TIMESTAMP = "application/vnd.prime.timestamp+json"
     LEDGER_HEAD = "application/vnd.prime.ledger-head+json"
+    BAN = "application/vnd.prime.ban+json"
     PEER_LIST = "application/vnd.prime.peer-list+json"
     PEER_TICKET = "application/vnd.prime.peer-ticket+json"
     PEER_TOKEN = "application/vnd.prime.peer-token+json"

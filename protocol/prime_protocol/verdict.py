@@ -104,6 +104,17 @@ class BundleStatus(StrEnum):
     REFUSED = "refused"
 
 
+class BanKind(StrEnum):
+    """What a ban rests on."""
+
+    HARD = "hard"
+    """Bundles each of which was refused for a reason that neither bad luck nor a slow line explains."""
+    STATISTICAL = "statistical"
+    """All its bundles together: their evidence has reached the run's limit."""
+    OPERATOR = "operator"
+    """The operator's word."""
+
+
 class Receipt(WireModel):
     """The coordinator's signed word on one bundle. A worker that keeps its receipts can prove what it did."""
 

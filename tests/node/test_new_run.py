@@ -10,7 +10,7 @@ import pytest
 from prime_node.cli.new import make_run, write_join_link
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.shipped import config_path
+from prime_node.cli.shipped import config_path, shipped_calibration
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import open_run_spec
@@ -75,3 +75,19 @@ def test_a_missing_dataset_is_named_with_its_path(tmp_path: Path) -> None:
     config.write_text('[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = { path = "nowhere.jsonl" }\n')
     with pytest.raises(LocalError, match=r"sums: .*nowhere\.jsonl"):
         make_run(RunDir(tmp_path / "run"), Options(config, []), config_file=config)
+
+
+def test_a_run_holds_the_shipped_calibration_where_it_covers_the_model(tmp_path: Path) -> None:
+    calibrated = make_run(RunDir(tmp_path / "a"), Options(DEMO, []), config_file=DEMO)
+    assert calibrated.spec.checks.calibration == shipped_calibration()
+    larger = make_run(RunDir(tmp_path / "b"), Options(DEMO, ["run.model.num_layers=3"]), config_file=DEMO)
+    assert larger.spec.checks.calibration is None
+    without = make_run(RunDir(tmp_path / "c"), Options(DEMO, ["run.calibration=none"]), config_file=DEMO)
+    assert without.spec.checks.calibration is None
+
+
+def test_a_calibration_of_a_smaller_model_is_refused_by_name(tmp_path: Path) -> None:
+    file = config_path("calibration.json")
+    options = Options(DEMO, [f"run.calibration={file}", "run.model.hidden_size=256"])
+    with pytest.raises(LocalError, match="smaller model"):
+        make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)

@@ -10,16 +10,16 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
 
+from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import invariants, snapshot
-from prime_node.coordinator.state.records import BanKind, Banned, Effect, Settled
+from prime_node.coordinator.state.records import Banned, Effect, Settled
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, Sums, folded, log_evidence
 from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, ReceiptsRequest
 from prime_protocol.run_spec import CheckPolicy
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
+from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 
 CLASS = "toy/fp32/cpu"
 WEIGHING = dataclasses.replace(RULES, statistics=("logprob", "margin"), max_steps=50)
@@ -102,6 +102,8 @@ def test_an_unknown_engine_is_marked_and_not_banned(run: Run) -> None:
         assert receipt_of(judged(run, "anna", UNKNOWN)).weighed is None
     anna = run.state.workers["anna"]
     assert (anna.banned, anna.calibrated, anna.num_weighed) == (None, False, 0)
+    trusted = dataclasses.replace(WEIGHING, newcomer_bundles=1, audit_share_min=0.1)
+    assert audits.share(trusted, anna) == 1.0, "it stays a newcomer"
     judged(run, "anna", saying(-0.2))
     assert anna.calibrated is True
 

@@ -11,6 +11,7 @@ import pytest
 from prime_protocol import (
     assignment,
     calibration,
+    case,
     evidence,
     key_ring,
     ledger,
@@ -35,6 +36,7 @@ SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="
 MODULES = (
     assignment,
     calibration,
+    case,
     evidence,
     key_ring,
     ledger,

@@ -8,9 +8,11 @@ import typer
 
 from prime_node import __version__
 from prime_node.cli import (
+    calibrate,
     config,
     coordinator,
     doctor,
+    evidence,
     fetch,
     join,
     keys,
@@ -34,11 +36,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validator, doctor, config):
+for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validator, calibrate, doctor, config):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(keys.keys, name="keys")
 app.add_typer(ledger.ledger, name="ledger")
+app.add_typer(evidence.evidence, name="evidence")
 
 
 @app.command()

@@ -11,10 +11,12 @@ import typer
 
 from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.shipped import read_calibration, shipped_calibration
 from prime_node.files import write_durably
 from prime_node.keyfile import create_key
+from prime_protocol.calibration import Calibration
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import JoinLink, PinnedRun
+from prime_protocol.run_spec import CONFIG_FILE, JoinLink, PinnedRun
 
 
 def new(
@@ -57,6 +59,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
+        calibration=_calibration(settings.calibration, model.files[CONFIG_FILE]),
     )
     wire.environments(run.spec)  # a mistake in their options is said before anything is signed for good
     if config_file is not None:
@@ -64,6 +67,22 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
     write_durably(run_dir.run_spec, run.envelope.to_bytes())
     return run
+
+
+def _calibration(choice: str, config_json: bytes) -> Calibration | None:
+    """Raises LocalError for a file that does not cover the run's model; the shipped one is left out then."""
+    from prime_node.coordinator.new_run import covers
+
+    if choice == "none":
+        return None
+    found = shipped_calibration() if choice == "shipped" else read_calibration(Path(choice).expanduser())
+    if covers(found, config_json):
+        return found
+    advice = "measure this model with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file"
+    if choice != "shipped":
+        raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
+    print(f"the shipped calibration does not cover a model of this size: no evidence adds up in this run; {advice}")
+    return None
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:

@@ -1,11 +1,13 @@
-"""Where the shipped configurations are: in a checkout's configs/, or inside an installed wheel."""
+"""Where the shipped configurations and the calibration are: in a checkout's configs/, or inside an installed wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import prime_node
-from prime_protocol.errors import LocalError
+from prime_protocol.calibration import Calibration
+from prime_protocol.envelope import parse_json
+from prime_protocol.errors import LocalError, PeerError
 
 
 def config_path(name: str) -> Path:
@@ -17,3 +19,18 @@ def config_path(name: str) -> Path:
             return folder / name
     known = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
     raise LocalError(f"no shipped config {name}; known are {', '.join(known) or 'none'}")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A file by `prime-node calibrate`. Raises LocalError."""
+    try:
+        return parse_json(path.read_bytes(), Calibration)
+    except OSError as error:
+        raise LocalError(f"calibration {path}: {error.strerror}; `prime-node calibrate {path}` makes one") from None
+    except PeerError as error:
+        raise LocalError(f"calibration {path}: {error.detail}") from None
+
+
+def shipped_calibration() -> Calibration:
+    """The default one, measured as its note says."""
+    return read_calibration(config_path("calibration.json"))

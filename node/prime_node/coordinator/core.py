@@ -85,6 +85,8 @@ class Core:
     """Who serves checkpoints to others."""
     usable: Usable = field(default_factory=Usable)
     """When policies could be used where."""
+    banned: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    """Workers whose case is to be written (cases.py)."""
     environment_fault: str = ""
     """Why the last problem could not be made into a prompt; empty once one could."""
     hints: dict[str, str] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class Core:
                 self._follow_bundle(effect)
             elif isinstance(effect, Banned):
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
+                self.banned.put_nowait(effect.worker)
 
     def _follow_bundle(self, effect: Settled) -> None:
         if effect.status is BundleStatus.PENDING:

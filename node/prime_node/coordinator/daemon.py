@@ -24,6 +24,7 @@ from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.api.status import METRICS
 from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.cases import keep_cases
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
@@ -114,6 +115,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
         tasks.create_task(core.journal.write(trash.put_nowait))
         ticker = tasks.create_task(_keep_time(core))
         emptier = tasks.create_task(_empty(trash, core))
+        clerk = tasks.create_task(keep_cases(core))
         announcer: asyncio.Task[None] | None = None
         try:
             routes = make_routes(core, gate)
@@ -132,6 +134,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
             await parts.web.stop(grace_s=parts.config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
+            clerk.cancel()
             if parts.network is not None:
                 await parts.network.close()
             core.journal.close()

@@ -6,6 +6,7 @@ run goes on is in the roles' own settings instead.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prime_node.config import Settings, SettingsConfigDict
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Sampling
+from prime_protocol.calibration import Calibration
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
@@ -100,6 +102,9 @@ class RunConfig(Settings):
     """Bounds on everything that a peer may send."""
     checks: CheckPolicy = CheckPolicy(proofs=True, audits=AuditPolicy())
     """When a validator refuses. New runs ask for hidden-state proofs and audit a share of the bundles unless told otherwise."""
+    calibration: str = "shipped"
+    """What honest tokens do, so that evidence against a worker can add up: `shipped`, as far as it covers the model; `none`; or a
+    file by `prime-node calibrate`."""
     schedule: Schedule = Schedule()
     """The asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""
@@ -111,6 +116,15 @@ class RunConfig(Settings):
         return {"proofs": True, "audits": {}, **checks} if isinstance(checks, dict) else checks
 
 
+def covers(calibration: Calibration, config_json: bytes) -> bool:
+    """Whether a model is no larger than the one that was measured: errors grow with width and depth."""
+    config = json.loads(config_json)
+    hidden_size, num_layers = config.get("hidden_size"), config.get("num_hidden_layers")
+    if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
+        return False
+    return hidden_size <= calibration.hidden_size_max and num_layers <= calibration.num_layers_max
+
+
 def build_run_spec(
     config: RunConfig,
     *,
@@ -120,8 +134,15 @@ def build_run_spec(
     stop_token_ids: tuple[int, ...],
     now_ms: int,
     adapters: AdapterSpec | None = None,
+    calibration: Calibration | None = None,
 ) -> PinnedRun:
-    """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together."""
+    """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together.
+
+    `calibration` becomes part of the checks, unless they hold one already.
+    """
+    checks = config.checks
+    if calibration is not None and checks.calibration is None:
+        checks = checks.model_copy(update={"calibration": calibration})
     eta = config.schedule.staleness_threshold
     try:
         spec = RunSpec(
@@ -151,7 +172,7 @@ def build_run_spec(
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             limits=config.limits,
-            checks=config.checks,
+            checks=checks,
             schedule=config.schedule,
             adapters=adapters,
         )

@@ -81,14 +81,7 @@ async def judge_bundle(
     policies: Mapping[int, Weights] | None = None,
 ) -> Judgement:
     """(4) to (6). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
-    lease, rollouts, schedule = bundle.lease, bundle.rollouts, run.spec.schedule
-    requests = score_requests(bundle)
-    if policies is None:
-        prefill = await scorer.prefill(requests, lease.sampling)  # (4)
-    else:
-        spans = spans_of(rollouts)
-        prefill = await prefill_spans(scorer, requests, spans, lease.sampling, policies, swap=schedule.swap)
-    found = statistics(rollouts, prefill)
+    found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
     verdict = judge(measured, run.spec.checks)  # (5)
     judgement = Judgement(verdict, measured=asdict(measured))
@@ -96,15 +89,24 @@ async def judge_bundle(
         judgement = reward_bundle(
             bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
         )
-    return replace(judgement, evidence=_evidence(bundle, found, scorer, run))
+    return replace(judgement, evidence=evidence)
 
 
-def _evidence(bundle: OpenedBundle, found: Statistics, scorer: Scorer, run: PinnedRun) -> BundleEvidence | None:
-    calibration = run.spec.checks.calibration
+async def weigh_bundle(
+    bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
+) -> tuple[Statistics, BundleEvidence | None]:
+    """(4) alone: what a forward pass says of each token, and what that adds up to under the run's calibration, if it has one."""
+    rollouts, requests = bundle.rollouts, score_requests(bundle)
+    if policies is None:
+        prefill = await scorer.prefill(requests, bundle.lease.sampling)
+    else:
+        spans, swap = spans_of(rollouts), run.spec.schedule.swap
+        prefill = await prefill_spans(scorer, requests, spans, bundle.lease.sampling, policies, swap=swap)
+    found, calibration = statistics(rollouts, prefill), run.spec.checks.calibration
     if calibration is None:
-        return None
+        return found, None
     sampled_by, judged_by = bundle.header.engine.calibration_class, scorer.info.calibration_class
-    return evidence_of(found, calibration, worker=sampled_by, validator=judged_by)
+    return found, evidence_of(found, calibration, worker=sampled_by, validator=judged_by)
 
 
 def reward_bundle(

@@ -25,8 +25,8 @@ TAKEN_BACK = "not audited, and the worker was found out before it could stand fo
 
 
 def share(rules: Rules, worker: Worker) -> float:
-    """The probability that the worker's next bundle is audited."""
-    if worker.streak <= rules.newcomer_bundles:
+    """The probability that the worker's next bundle is audited. One whose engine nobody has calibrated remains a newcomer."""
+    if worker.streak <= rules.newcomer_bundles or worker.calibrated is False:
         return 1.0
     return max(rules.audit_share_min, rules.newcomer_bundles / worker.streak)
 

@@ -15,7 +15,7 @@ from prime_node.coordinator.state.curriculum import Curriculum
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.evidence import Wealth, Weighed
 from prime_protocol.schedule import StalenessFrom
-from prime_protocol.verdict import BundleStatus, RejectReason
+from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
 WASTED_MAX = 2
 """A worker that wasted this many leases in a row is leased little, and slowly."""
@@ -121,17 +121,6 @@ class Step:
     """Bundles whose bytes are deleted with the step."""
     fixed: bool = False
     """All its slots have been given to the trainer."""
-
-
-class BanKind(StrEnum):
-    """What a ban rests on."""
-
-    HARD = "hard"
-    """Bundles each of which was refused for a reason that neither bad luck nor a slow line explains."""
-    STATISTICAL = "statistical"
-    """All its bundles together: their evidence has reached the run's limit."""
-    OPERATOR = "operator"
-    """The operator's word."""
 
 
 @dataclass(frozen=True, slots=True)

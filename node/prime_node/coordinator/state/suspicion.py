@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from prime_node.coordinator.state.records import Ban, BanKind, State, Worker
+from prime_node.coordinator.state.records import Ban, State, Worker
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
-from prime_protocol.verdict import RejectReason
+from prime_protocol.verdict import BanKind, RejectReason
 
 ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like this one's and those before it"
 

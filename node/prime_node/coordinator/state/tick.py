@@ -27,7 +27,6 @@ from prime_node.coordinator.state.records import (
     WASTED_MAX,
     AcceptedGroup,
     Ban,
-    BanKind,
     Banned,
     BundleForgotten,
     Effect,
@@ -39,7 +38,7 @@ from prime_node.coordinator.state.records import (
     Worker,
 )
 from prime_protocol.evidence import Weighed
-from prime_protocol.verdict import BundleStatus, RejectReason
+from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
 """Ended leases kept for each worker, so that a late upload gets a precise answer."""

@@ -1,0 +1,127 @@
+"""`prime-node calibrate`: measures how far honest engines differ on this machine, and writes what validators allow by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from prime_node.cli.shipped import read_calibration
+from prime_node.files import write_durably
+from prime_protocol.run_spec import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from prime_protocol.calibration import PairMoments
+
+RANDOM_MODEL_SPREAD = 0.15
+"""Standard deviation of a random model's weights: its logits are as far apart as a trained model's."""
+
+
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="Calibration file to write.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with config.json, tokenizer and safetensors; else a small random model.")
+    ] = None,
+    sampler: Annotated[
+        list[str],
+        typer.Option(help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16."),
+    ] = ["transformers/fp32", "transformers/bf16"],  # noqa: B006 - typer reads it, nobody changes it
+    judge: Annotated[list[str], typer.Option(help="An engine that judges: transformers/fp32, transformers/bf16.")] = [  # noqa: B006
+        "transformers/fp32",
+        "transformers/bf16",
+    ],
+    tokens: Annotated[
+        int, typer.Option(min=10_000, help="Honest tokens of each pair. Few tokens allow more.")
+    ] = 100_000,
+    completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are up to so long.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, seeds and the random model.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the engines.")] = 1,
+    extend: Annotated[
+        Path | None,
+        typer.Option(help="Keep the pairs of this file that are not measured anew, from another machine say."),
+    ] = None,
+    note: Annotated[str, typer.Option(help="Where and how it was measured, for those who read the file.")] = "",
+) -> None:
+    """Measure honest error between engines, dtypes and sizes of batches, and write it as a calibration for [run] calibration."""
+    from prime_protocol.calibration import Calibration
+
+    known = read_calibration(extend) if extend is not None else None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model or random_model(Path(scratch))
+        leases = {"num_tokens": tokens, "completion_tokens_max": completion_tokens, "prompt_tokens_max": prompt_tokens}
+        pairs = asyncio.run(
+            _measure(folder, sampler, judge, seed=seed, threads=threads, is_random=model is None, **leases)
+        )
+        size = json.loads((folder / CONFIG_FILE).read_bytes())
+    measured = {(pair.worker, pair.validator) for pair in pairs}
+    kept = [pair for pair in known.pairs if (pair.worker, pair.validator) not in measured] if known else []
+    hidden_size, num_layers = size.get("hidden_size", 0), size.get("num_hidden_layers", 0)
+    made = Calibration(
+        pairs=(*pairs, *kept),
+        hidden_size_max=min(hidden_size, known.hidden_size_max) if known else hidden_size,
+        num_layers_max=min(num_layers, known.num_layers_max) if known else num_layers,
+        note=note or (known.note if known else ""),
+    )
+    write_durably(output, made.model_dump_json(indent=1).encode() + b"\n")
+    print(
+        f"{output}: {len(made.pairs)} pairs of engines, for models up to {made.num_layers_max} x {made.hidden_size_max}"
+    )
+
+
+def random_model(folder: Path) -> Path:
+    """Configuration and tokenizer of a small model whose random weights make logits like a trained one's."""
+    from prime_node.cli import wire
+    from prime_node.coordinator.new_run import TinyModel
+
+    wire.make_model_files(TinyModel(), folder)
+    config = json.loads((folder / CONFIG_FILE).read_bytes()) | {"initializer_range": RANDOM_MODEL_SPREAD}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return folder
+
+
+async def _measure(
+    folder: Path,
+    samplers: list[str],
+    judges: list[str],
+    *,
+    seed: int,
+    threads: int,
+    is_random: bool,
+    num_tokens: int,
+    completion_tokens_max: int,
+    prompt_tokens_max: int,
+) -> list[PairMoments]:
+    """Raises LocalError."""
+    from prime_node.cli import wire
+    from prime_node.validator.calibrating import make_leases, measure_pair, pair_of, sample
+
+    console, pairs = Console(), []
+    weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
+    context = prompt_tokens_max + completion_tokens_max
+    leases = make_leases(
+        np.random.default_rng(seed),
+        num_tokens=num_tokens,
+        vocab_size=wire.tokenizer(folder).vocab_size,
+        prompt_tokens_max=prompt_tokens_max,
+        completion_tokens_max=completion_tokens_max,
+    )
+    for sampler in samplers:
+        engine = wire.plain_engine(sampler, folder, threads=threads, context_tokens_max=context)
+        await engine.load(weights, policy_version=0)
+        sampled = await sample(engine, leases)
+        await engine.close()
+        for judge in judges:
+            scorer = wire.plain_scorer(judge, folder, threads=threads)
+            await scorer.load(weights, policy_version=0)
+            errors = await measure_pair(scorer, leases, sampled)
+            await scorer.close()
+            pairs.append(pair_of(engine, scorer, errors))
+            console.print(f"{sampler} judged by {judge}: {errors.summary()}", highlight=False, soft_wrap=True)
+    return pairs

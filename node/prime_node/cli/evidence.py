@@ -1,0 +1,184 @@
+"""`prime-node evidence`: what a ban rests on, checked again by anyone, offline. SPEC.md, section 22."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_protocol import limits
+from prime_protocol.assignment import Lease
+from prime_protocol.case import BanStatement, check_case
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.key_ring import Role
+from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.verdict import Receipt
+
+if TYPE_CHECKING:
+    from prime_node.validator.judge import OpenedBundle
+
+DOES_NOT_HOLD = 1
+
+evidence = typer.Typer(
+    help="Check what a ban rests on.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A file whose every signature verifies."""
+
+    run: PinnedRun
+    statement: BanStatement
+    lease: Lease | None
+    receipts: list[Receipt]
+
+
+@evidence.callback()
+def _group() -> None:
+    """Commands of their own: without this, typer would fold the only one into the group."""
+
+
+@evidence.command()
+def verify(
+    case: Annotated[
+        Path, typer.Argument(help="A case: coordinator/evidence/ban-WORKER-TIME.jsonl of the run's folder.")
+    ],
+    run: Annotated[
+        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="The bundle's policy, by `verify --policy N --export`: repeat the forward pass of the deciding bundle.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Check a ban again: signatures, the receipts that it rests on, the sums, and the deciding bundle if it lies beside the file.
+
+    \b
+    Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.
+
+    \b
+    --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, and bundle: what was found about it.
+    """
+    opened, said, fault = None, "", ""
+    try:
+        opened = _read(case, pinned=run)
+        check_case(opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec)
+        said = _about_the_bundle(opened, case.parent, model)
+    except PeerError as error:
+        fault = error.detail
+    if as_json:
+        about = opened.statement.model_dump(mode="json") if opened else {}
+        shown = {name: about.get(name) for name in ("run", "worker", "kind", "reason", "num_receipts")}
+        print(json.dumps({"ok": not fault, **shown, "fault": fault, "bundle": said}))
+    elif opened is not None:
+        statement = opened.statement
+        print(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
+        print(f"worker {statement.worker}, banned at step {statement.step}: {statement.kind}, {statement.reason}")
+        print(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
+    if not as_json:
+        print(
+            f"FAIL {fault}"
+            if fault
+            else "ok   the ban follows from them"
+            if opened and opened.receipts
+            else "ok   signed"
+        )
+    raise typer.Exit(DOES_NOT_HOLD if fault else 0)
+
+
+def _read(path: Path, *, pinned: str | None) -> _Case:
+    """Raises LocalError for the disk and PeerError for what is in the file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror}") from None
+    envelopes = [open_envelope(line, bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in lines]
+    if not envelopes:
+        raise PeerError(ErrorCode.MALFORMED, "an empty file is no case")
+    run = open_run_spec(envelopes[0], pinned=pinned or envelopes[0].digest)
+    found: dict[str, list[Envelope]] = {}
+    for envelope in envelopes[1:]:
+        found.setdefault(envelope.payload_type, []).append(envelope)
+    for ring in found.pop(PayloadType.KEY_RING, []):
+        run.keys.add(ring)
+    opened = {
+        kind: [run.keys.verify_kept(one, kind, Role.COORDINATOR) for one in found.pop(kind, [])]
+        for kind in (PayloadType.BAN, PayloadType.LEASE, PayloadType.RECEIPT)
+    }
+    if found or len(opened[PayloadType.BAN]) != 1 or len(opened[PayloadType.LEASE]) > 1:
+        raise PeerError(ErrorCode.MALFORMED, "a case holds one ban, at most one lease, and receipts")
+    leases = [parse_json(payload, Lease) for payload in opened[PayloadType.LEASE]]
+    return _Case(
+        run,
+        parse_json(opened[PayloadType.BAN][0], BanStatement),
+        leases[0] if leases else None,
+        [parse_json(payload, Receipt) for payload in opened[PayloadType.RECEIPT]],
+    )
+
+
+def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
+    """What the bundle itself says. Raises PeerError where it contradicts the ban, LocalError for --model without a bundle."""
+    from prime_node.validator.judge import OpenedBundle, open_bundle
+
+    bundle, lease = case.statement.bundle, case.lease
+    file = folder / f"{bundle}.parcel"
+    if bundle is None or lease is None or not file.is_file():
+        if model is not None:
+            raise LocalError(f"{file}: there is no bundle to judge again")
+        return ""
+    parcel, decided = file.read_bytes(), case.receipts[-1]
+    if digest_of(parcel) != bundle or (lease.lease_id, lease.worker) != (decided.lease_id, decided.worker):
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease is not the deciding bundle's")
+    found = open_bundle(parcel, lease, case.run, newest_policy=limits.STEP_MAX)
+    if not isinstance(found, OpenedBundle):
+        if found.verdict.reason is not decided.reason:
+            raise PeerError(
+                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, and was refused as {decided.reason}"
+            )
+        return f"{found.verdict.reason} by its own bytes"
+    if model is None:
+        return "well-formed; --model repeats the forward pass"
+    return asyncio.run(_judged_again(found, case, model))
+
+
+async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path) -> str:
+    """Raises PeerError where the forward pass does not find what was refused."""
+    from prime_node.cli import wire
+    from prime_node.validator.judge import weigh_bundle
+    from prime_protocol.verify import judge, summary
+
+    decided = case.receipts[-1]
+    judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
+    scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
+    try:
+        await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
+        found, weighed = await weigh_bundle(bundle, scorer, run=case.run)
+    finally:
+        await scorer.close()
+    verdict = judge(summary(found), case.run.spec.checks)
+    if decided.evidence is None:
+        if verdict.reason is not decided.reason:
+            raise PeerError(
+                ErrorCode.MALFORMED, f"a forward pass says {verdict.reason or 'accepted'}, not {decided.reason}"
+            )
+        return f"{verdict.reason} by a forward pass"
+    claimed = {name: max(sums.log_e) for name, sums in decided.evidence.sums.items()}
+    mine = {} if weighed is None else {name: max(sums.log_e) for name, sums in weighed.sums.items()}
+    loudest = max(claimed, key=lambda name: claimed[name])
+    if mine.get(loudest, 0.0) < claimed[loudest] / 2:
+        raise PeerError(
+            ErrorCode.MALFORMED,
+            f"{loudest} adds {mine.get(loudest, 0.0):.1f} nats by a forward pass, not {claimed[loudest]:.1f}",
+        )
+    return f"{loudest} adds {mine[loudest]:.1f} nats by a forward pass, {claimed[loudest]:.1f} in the receipt"

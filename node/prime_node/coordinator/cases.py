@@ -1,0 +1,103 @@
+"""Writes a case (prime_protocol/case.py) for every ban into the operator's folder, where `prime-node evidence verify` reads it.
+
+Who waits for whom: `decide` puts a banned worker into `core.banned` and never waits; one task here takes it out, waits until the
+receipts are durable, and writes. Cases that a crash or a full disk prevented are written after the next start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.state.records import Ban, Worker
+from prime_node.ports.store import StoredReceipt
+from prime_protocol import limits
+from prime_protocol.case import BanStatement
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.verdict import BanKind, Receipt
+
+log = logging.getLogger(__name__)
+
+
+async def keep_cases(core: Core) -> None:
+    """The task. Ends when it is cancelled."""
+    for known in core.state.workers.values():
+        if known.banned is not None:
+            core.banned.put_nowait(known.worker)
+    while True:
+        key = await core.banned.get()
+        worker = core.state.workers.get(key)
+        if worker is None or worker.banned is None or await _is_written(core, worker, worker.banned):
+            continue
+        await core.journal.synced()
+        try:
+            await _write(core, worker, worker.banned)
+        except OSError as error:
+            log.error("the case against %s cannot be written: %s; it is tried again at the next start", key, error)
+
+
+def case_name(worker: str, ban: Ban) -> str:
+    return f"ban-{worker}-{ban.at_ms}.jsonl"
+
+
+async def _is_written(core: Core, worker: Worker, ban: Ban) -> bool:
+    try:
+        await core.private.read(case_name(worker.worker, ban))
+    except KeyError:
+        return False
+    return True
+
+
+async def _write(core: Core, worker: Worker, ban: Ban) -> None:
+    receipts = await _receipts(core, worker, ban)
+    statement = BanStatement(
+        run=core.run.digest,
+        worker=worker.worker,
+        kind=ban.kind,
+        reason=ban.reason,
+        bundle=ban.evidence,
+        step=ban.step,
+        at_ms=ban.at_ms,
+        num_receipts=len(receipts),
+    )
+    lines = [core.run.envelope, *(ring for _, ring in core.run.keys.rings), seal(statement, PayloadType.BAN, core.key)]
+    lease = next((one for one in worker.ended.values() if one.bundle == ban.evidence), None)
+    if ban.evidence is not None and lease is not None:
+        lines.append(seal(core.assigner.lease(lease), PayloadType.LEASE, core.key))
+        await _keep_parcel(core, ban.evidence)
+    data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
+    await core.private.write(case_name(worker.worker, ban), data)
+    log.info("the case against %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
+
+
+async def _keep_parcel(core: Core, bundle: str) -> None:
+    try:
+        await core.private.write(f"{bundle}.parcel", await core.bundles.get(bundle))
+    except KeyError:
+        log.warning("bundle %s of a ban is not there any more", bundle[:12])
+
+
+async def _receipts(core: Core, worker: Worker, ban: Ban) -> list[Envelope]:
+    """The receipts that count, oldest first: a statistical ban's weighed ones, a hard one's strikes."""
+    if ban.kind is BanKind.OPERATOR:
+        return []
+    statistical = ban.kind is BanKind.STATISTICAL
+    kept: deque[Envelope] = deque(maxlen=worker.num_weighed if statistical else worker.strikes)
+    cursor = 0
+    while True:
+        stored, following = await core.store.receipts_of(worker.worker, after=cursor, limit=limits.RECEIPTS_MAX)
+        for one in stored:
+            envelope, receipt = _opened(one)
+            is_strike = receipt.reason is not None and receipt.reason.is_dishonest
+            if receipt.evidence is not None if statistical else is_strike:
+                kept.append(envelope)
+        if not stored or following == cursor:
+            return list(kept)
+        cursor = following
+
+
+def _opened(stored: StoredReceipt) -> tuple[Envelope, Receipt]:
+    """One that we signed ourselves."""
+    envelope = open_envelope(stored.envelope.encode())
+    return envelope, parse_json(envelope.payload, Receipt)

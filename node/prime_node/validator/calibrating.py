@@ -1,0 +1,147 @@
+"""Measuring honest error: one engine samples, another judges, nobody lies. What they differ by is what `calibrate` allows.
+
+Sampled and judged in small batches and in large ones, since kernels differ with the size of a batch, by leases like those of a
+run: groups of completions that share a prompt. Completions run to their length limit, so late positions are measured too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
+from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.calibration import PairMoments
+from prime_protocol.evidence import Moments, calibrate
+from prime_protocol.noise import SEED_MAX
+from prime_protocol.proof import num_proofs
+from prime_protocol.rollout import Rollouts, rollouts_for
+from prime_protocol.verify import statistics
+
+GROUP = 8
+"""Completions of one prompt."""
+GROUPS = (1, 8)
+"""Groups of a small lease, and of a large one."""
+POWERS = (0.25, 1.0, 3.0, 6.0)
+"""lambda * cap: nats that a token at the cap adds, before its moment is taken off."""
+CAPS = {"margin": 0.5, "flip": 1.0, "proof": 16.0}
+"""Of statistics whose scale is known."""
+SHARES = frozenset({"flip"})
+"""Statistics that are 0 or 1."""
+CAP_OVER_TAIL = 4.0
+"""Of the others: so many times what one honest token in a thousand exceeds, ..."""
+CAP_MIN = 0.01
+"""... but no less: where two engines agree to the last bits here, other machines of the same class may not."""
+SPREAD = 2.0
+"""Other machines and sharper policies may err by so much more than was measured, ..."""
+HEADROOM = 2.0
+"""... and so much more often: log M0 is multiplied by this."""
+
+
+@dataclass(slots=True)
+class Errors:
+    """What honest tokens of one pair of engines did, by statistic, completion after completion."""
+
+    values: dict[str, list[npt.NDArray[np.float32]]] = field(default_factory=dict)
+    lengths: list[npt.NDArray[np.int32]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(sum(lengths.sum() for lengths in self.lengths))
+
+    def add(self, found: dict[str, npt.NDArray[np.float32]], lengths_C: npt.NDArray[np.int32]) -> None:
+        for name, values in found.items():
+            self.values.setdefault(name, []).append(values)
+        self.lengths.append(lengths_C)
+
+    def summary(self) -> str:
+        """One line for a screen."""
+        parts = []
+        for name, values in self.values.items():
+            all_values = np.concatenate(values)
+            parts.append(f"{name} mean {all_values.mean(dtype=np.float64):.2g}, max {all_values.max():.2g}")
+        return f"{self.num_tokens:,} tokens; " + "; ".join(parts)
+
+    def moments(self) -> dict[str, Moments]:
+        """Each statistic's."""
+        lengths_C = np.concatenate(self.lengths)
+        proofs_C = np.array([num_proofs([length]) for length in lengths_C.tolist()])
+        found = {}
+        for name, parts in self.values.items():
+            values = np.concatenate(parts) * (1.0 if name in SHARES else SPREAD)
+            cap = CAPS.get(name) or max(CAP_OVER_TAIL * float(np.quantile(values, 0.999)), CAP_MIN)
+            found[name] = calibrate(
+                values,
+                cap=cap,
+                lambdas=[power / cap for power in POWERS],
+                lengths=proofs_C if name == "proof" else lengths_C,
+                headroom=HEADROOM,
+            )
+        return found
+
+
+def make_leases(
+    rng: np.random.Generator, *, num_tokens: int, vocab_size: int, prompt_tokens_max: int, completion_tokens_max: int
+) -> list[Lease]:
+    """Leases over random prompts, small and large ones in turn, that give about so many completion tokens together."""
+    sampling = Sampling(completion_tokens_max=completion_tokens_max, stop_token_ids=())
+    leases: list[Lease] = []
+    while num_tokens > 0:
+        num_groups = GROUPS[len(leases) % len(GROUPS)]
+        groups = tuple(_group(rng, slot, vocab_size, prompt_tokens_max) for slot in range(num_groups))
+        leases.append(
+            Lease.model_construct(
+                run="",
+                lease_id="",
+                worker="",
+                step=0,
+                policy_version=0,
+                policy_digest="",
+                groups=groups,
+                sampling=sampling,
+                issued_at_ms=0,
+                expires_at_ms=0,
+            )
+        )
+        num_tokens -= num_groups * GROUP * completion_tokens_max
+    return leases
+
+
+def _group(rng: np.random.Generator, slot: int, vocab_size: int, prompt_tokens_max: int) -> GroupAssignment:
+    prompt = rng.integers(0, vocab_size, rng.integers(1, prompt_tokens_max + 1)).tolist()
+    seeds = rng.integers(0, SEED_MAX, GROUP, endpoint=True).tolist()
+    problem = Problem(environment="calibration", index=0)
+    return GroupAssignment(slot=slot, problem=problem, prompt_token_ids=tuple(prompt), seeds=tuple(seeds))
+
+
+async def sample(engine: Engine, leases: Sequence[Lease]) -> list[Rollouts]:
+    """What an honest worker would upload for each lease. The engine holds the policy."""
+    return [rollouts_for(lease, await engine.generate(_generate_requests(lease), lease.sampling)) for lease in leases]
+
+
+async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> Errors:
+    """What a validator with this scorer would find. The scorer holds the same policy."""
+    errors = Errors()
+    for lease, rollouts in zip(leases, sampled, strict=True):
+        requests = [
+            ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=True)
+            for request, completion in zip(_generate_requests(lease), rollouts.completions(), strict=True)
+        ]
+        found = statistics(rollouts, await scorer.prefill(requests, lease.sampling))
+        errors.add(dict(found), rollouts.lengths_N)
+    return errors
+
+
+def pair_of(engine: Engine, scorer: Scorer, errors: Errors) -> PairMoments:
+    return PairMoments(
+        worker=engine.info.calibration_class, validator=scorer.info.calibration_class, moments=errors.moments()
+    )
+
+
+def _generate_requests(lease: Lease) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(group.prompt_token_ids, seed, proofs=True) for group in lease.groups for seed in group.seeds
+    ]

@@ -1,0 +1,102 @@
+"""A case: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
+
+A case is a file of envelopes, one a line: the RunSpec, the key rings, the coordinator's BanStatement, the lease of the bundle
+that decided, and the receipts that count, oldest first. The parcel of that bundle, signed by its worker, lies beside it.
+
+What is proven: the ban follows from the receipts by the run's own rules, and each receipt is the coordinator's signed word, as
+the worker got it too. That a bundle's sums are right is the validators' word, until somebody who holds the policy repeats them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from prime_protocol.assignment import Count, Step, Text
+from prime_protocol.calibration import Calibration
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.evidence import Wealth, folded, log_evidence
+from prime_protocol.identity import KeyId
+from prime_protocol.run_spec import RunSpec
+from prime_protocol.verdict import BanKind, Receipt
+
+NATS_ERROR_MAX = 1e-3
+"""Logarithms may differ in the last bits between machines."""
+
+
+class BanStatement(WireModel):
+    """The coordinator's word that a worker is banned, and why (envelope type BAN)."""
+
+    run: Digest
+    worker: KeyId
+    kind: BanKind
+    reason: Text
+    bundle: Digest | None
+    """The bundle that decided it; null for the operator's word."""
+    step: Step
+    """The step that was in training."""
+    at_ms: Count
+    num_receipts: Count
+    """How many receipts it rests on."""
+
+
+def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str, spec: RunSpec) -> None:
+    """Whether the receipts, whose signatures have been verified, carry the ban. Raises PeerError with what does not hold.
+
+    (1) statement and receipts are of this run and this worker, and no bundle occurs twice;
+    (2) there are as many as the statement says, and the last one is of the bundle that decided;
+    (3) hard: so many of them as `strikes_max` were refused for a reason that is a strike;
+    (4) statistical: they are numbered from 1 without a gap, their sums fold to what each of them says under the RunSpec's own
+        calibration, and in the end reach its `evidence_max`.
+    """
+    listed = list(receipts)
+    bundles = {receipt.bundle for receipt in listed}
+    strangers = [one for one in listed if (one.run, one.worker) != (run, statement.worker)]
+    if statement.run != run or strangers or len(bundles) != len(listed):  # (1)
+        raise _no_case("a statement of another run or worker, or a bundle twice")
+    if len(listed) != statement.num_receipts or (listed[-1].bundle if listed else None) != statement.bundle:  # (2)
+        raise _no_case(
+            f"{len(listed)} receipts where the statement rests on {statement.num_receipts}, or in another order"
+        )
+    if statement.kind is BanKind.HARD:  # (3)
+        strikes = sum(receipt.reason is not None and receipt.reason.is_dishonest for receipt in listed)
+        if strikes < spec.checks.strikes_max:
+            raise _no_case(f"{strikes} strikes, and the run bans at {spec.checks.strikes_max}")
+    if statement.kind is BanKind.STATISTICAL:  # (4)
+        _check_evidence(listed, spec)
+
+
+def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
+    calibration = spec.checks.calibration
+    if calibration is None:
+        raise _no_case("the run has no calibration, so nothing adds up")
+    wealth: dict[str, Wealth] = {}
+    for number, receipt in enumerate(receipts, 1):
+        if receipt.evidence is None or receipt.evidence.number != number:
+            raise _no_case(f"receipt {number} is not the worker's bundle {number}")
+        _check_pair(receipt, calibration)
+        wealth = folded(wealth, receipt.evidence.sums, statistics=calibration.statistics)
+        if abs(log_evidence(wealth) - receipt.evidence.log_evidence) > NATS_ERROR_MAX:
+            raise _no_case(f"the sums of receipt {number} do not give the evidence that it states")
+    if log_evidence(wealth) < math.log(spec.checks.evidence_max) - NATS_ERROR_MAX:
+        raise _no_case(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
+
+
+def _check_pair(receipt: Receipt, calibration: Calibration) -> None:
+    """The sums are possible ones under the calibration: no token adds more than the cap."""
+    found = receipt.evidence
+    assert found is not None
+    known = calibration.moments_of(worker=found.worker, validator=found.validator)
+    for name, sums in found.sums.items():
+        moments = known.get(name)
+        if moments is None or len(moments.lambdas) != len(sums.log_e):
+            raise _no_case(f"the calibration does not know {name} of {found.worker} under {found.validator}")
+        for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
+            if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
+                raise _no_case(f"{name} of bundle {receipt.bundle[:12]} is more than its tokens can say")
+
+
+def _no_case(what: str) -> PeerError:
+    return PeerError(ErrorCode.MALFORMED, f"no case: {what}")

@@ -1,0 +1,191 @@
+"""The shipped calibration on data that it was not made from: honest workers stay far from a ban, each kind of cheat is near."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from typer.testing import CliRunner
+
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.cli.calibrate import random_model
+from prime_node.cli.main import app
+from prime_node.cli.shipped import read_calibration, shipped_calibration
+from prime_node.coordinator.new_run import covers
+from prime_node.sim.adversaries.weights import mapped
+from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample
+from prime_protocol.assignment import Lease
+from prime_protocol.calibration import evidence_of
+from prime_protocol.errors import LocalError
+from prime_protocol.evidence import folded, log_evidence
+from prime_protocol.rollout import Rollouts
+from prime_protocol.run_spec import EVIDENCE_MAX
+from prime_protocol.verify import Statistics
+from prime_protocol.weights import Weights
+
+CALIBRATION = shipped_calibration()
+LENGTH = 32
+
+
+@dataclass
+class Judged:
+    """An honest engine and an honest judge of one class, with the policy that both hold."""
+
+    engine: TransformersEngine
+    weights: Weights
+    leases: list[Lease]
+
+    async def statistics(self, sampled: list[Rollouts], judge: TransformersEngine | None = None) -> Errors:
+        return await measure_pair(judge or self.engine, self.leases, sampled)
+
+    async def cheating(self, weights: Weights) -> list[Rollouts]:
+        """The same leases by other weights; the engine holds the right ones again afterwards."""
+        await self.engine.load(weights, policy_version=1)
+        sampled = await sample(self.engine, self.leases)
+        await self.engine.load(self.weights, policy_version=0)
+        return sampled
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def judged(folder: Path) -> AsyncIterator[Judged]:
+    engine, weights = TransformersEngine(folder, threads=1), initial_weights(folder, 5)
+    await engine.load(weights, policy_version=0)
+    rng = np.random.default_rng(5)
+    leases = make_leases(rng, num_tokens=4_000, vocab_size=264, prompt_tokens_max=24, completion_tokens_max=LENGTH)
+    yield Judged(engine, weights, leases)
+    await engine.close()
+
+
+def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/cpu") -> list[float]:
+    """After each bundle."""
+    wealth, logs = folded({}, {}, statistics=CALIBRATION.statistics), []
+    for bundle in bundles:
+        sums = evidence_of(bundle, CALIBRATION, worker="transformers/fp32/cpu", validator=judge).sums
+        assert sums
+        wealth = folded(wealth, sums, statistics=CALIBRATION.statistics)
+        logs.append(log_evidence(wealth))
+    return logs
+
+
+def completions_of(errors: Errors) -> list[dict[str, npt.NDArray[np.float32]]]:
+    """The statistics of each completion by itself."""
+    num = sum(map(len, errors.lengths))  # completions of one length have equally many values of each statistic
+    split = {name: np.split(np.concatenate(parts), num) for name, parts in errors.values.items()}
+    return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
+
+
+def bundle_of(parts: list[dict[str, npt.NDArray[np.float32]]]) -> Statistics:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+async def test_honest_workers_of_a_model_that_was_not_measured_are_not_suspected(
+    judged: Judged, folder: Path, dtype: str
+) -> None:
+    """Many workers, each with bundles in an order of its own, looked at after every bundle: Ville holds with room to spare."""
+    judge = TransformersEngine(folder, dtype=dtype, threads=1)
+    await judge.load(judged.weights, policy_version=0)
+    parts = completions_of(await judged.statistics(await sample(judged.engine, judged.leases), judge))
+    await judge.close()
+    rng, highest = np.random.default_rng(0), []
+    for _ in range(60):
+        drawn = [bundle_of([parts[i] for i in rng.integers(0, len(parts), 8)]) for _ in range(40)]
+        highest.append(max(log_evidence_of(drawn, f"transformers/{dtype}/cpu")))
+    assert np.mean(np.array(highest) >= math.log(10)) <= 0.1
+    assert max(highest) < math.log(100)
+
+
+def tokens_needed(errors: Errors) -> float:
+    """Tokens until the ban, by completions; infinite where it never comes."""
+    logs = log_evidence_of(list(completions_of(errors)))
+    return next((LENGTH * (n + 1) for n, log_m in enumerate(logs) if log_m >= math.log(EVIDENCE_MAX)), math.inf)
+
+
+async def rescored(judged: Judged, sampled: list[Rollouts]) -> list[Rollouts]:
+    """The liar's prefill: other weights chose the tokens, the right ones give the logprobs (and would give the proofs)."""
+    honest = []
+    for lease, rollouts in zip(judged.leases, sampled, strict=True):
+        one = replace(judged, leases=[lease])
+        blank = replace(rollouts, logprobs_T=np.zeros_like(rollouts.logprobs_T), proofs_CB=None)
+        errors = await one.statistics([blank])
+        honest.append(replace(blank, logprobs_T=-np.concatenate(errors.values["logprob"])))
+    return honest
+
+
+async def test_altered_weights_are_banned_by_their_logprobs_and_rescored_ones_by_their_flips(judged: Judged) -> None:
+    rng = np.random.default_rng(1)
+    other = mapped(judged.weights, lambda values: values + rng.normal(0.0, 0.02 * values.std(), values.shape))
+    sampled = await judged.cheating(other)
+    assert tokens_needed(await judged.statistics(sampled)) <= 64
+    assert tokens_needed(await judged.statistics(await rescored(judged, sampled))) <= 1_000
+
+
+@pytest.mark.parametrize(("temperature", "tokens_max"), [(0.8, 128), (0.95, 512), (0.0, 32)])
+async def test_another_temperature_is_banned_though_its_logprobs_are_the_right_ones(
+    judged: Judged, temperature: float, tokens_max: int
+) -> None:
+    colder = [
+        lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
+        for lease in judged.leases
+    ]
+    sampled = await rescored(judged, await sample(judged.engine, colder))
+    assert tokens_needed(await judged.statistics(sampled)) <= tokens_max
+
+
+async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
+    forged = make_leases(
+        np.random.default_rng(6), num_tokens=4_000, vocab_size=264, prompt_tokens_max=24, completion_tokens_max=LENGTH
+    )
+    forged = [
+        lease.model_copy(
+            update={
+                "groups": tuple(
+                    mine.model_copy(update={"seeds": other.seeds})
+                    for mine, other in zip(lease.groups, theirs.groups, strict=True)
+                )
+            }
+        )
+        for lease, theirs in zip(judged.leases, forged, strict=True)
+    ]
+    assert tokens_needed(await judged.statistics(await sample(judged.engine, forged))) <= LENGTH
+
+
+def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
+    """The command itself, on the smallest sample that it takes."""
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    fast = ["--tokens", "10000", "--judge", "transformers/fp32"]
+    made = CliRunner().invoke(app, ["calibrate", str(first), *fast, "--sampler", "transformers/fp32"])
+    assert made.exit_code == 0, made.output
+    more = [*fast, "--sampler", "transformers/bf16", "--extend", str(first)]
+    assert CliRunner().invoke(app, ["calibrate", str(second), *more]).exit_code == 0
+    pairs = read_calibration(second).pairs
+    assert {(pair.worker, pair.validator) for pair in pairs} == {
+        ("transformers/bf16/cpu", "transformers/fp32/cpu"),
+        ("transformers/fp32/cpu", "transformers/fp32/cpu"),
+    }
+    assert pairs[1] == read_calibration(first).pairs[0]
+    assert set(pairs[0].moments) >= {"margin", "flip", "logprob"}
+
+
+def test_an_engine_that_nobody_has_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", str(tmp_path / "c.json"), "--sampler", "abacus/fp32"])
+    assert isinstance(result.exception, LocalError)
+    assert "known are transformers and vllm" in str(result.exception)
+
+
+def test_the_shipped_calibration_covers_the_demo_and_nothing_larger() -> None:
+    assert covers(CALIBRATION, model_files()["config.json"])
+    assert not covers(CALIBRATION, model_files(hidden_size=256)["config.json"])
+    assert not covers(CALIBRATION, model_files(num_layers=3)["config.json"])
+    assert not covers(CALIBRATION, b'{"model_type": "other"}')

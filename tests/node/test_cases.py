@@ -1,0 +1,139 @@
+"""Each ban is a file that a stranger can check again: written by the daemon, read by `prime-node evidence verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.node.coordinator_world import (
+    ANNA,
+    COORDINATOR,
+    ROOT,
+    VALIDATOR,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    running,
+)
+from tests.node.test_suspicion import CALIBRATED, CLASS
+from typer.testing import CliRunner
+
+from prime_node.cli.main import app
+from prime_protocol.envelope import PayloadType, open_envelope, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.evidence import BundleEvidence, Sums
+from prime_protocol.messages import AdminRequest, CheckRequest, CheckResultRequest, CheckTask
+from prime_protocol.verdict import RejectReason, Verdict
+
+
+async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> None:
+    """One more bundle of Anna's gets its verdict."""
+    lease = await world.lease(ANNA, rollouts_max=2)
+    await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
+    assert isinstance(task, CheckTask)
+    sums = {"margin": Sums(num_tokens=6, log_e=(min(nats, 5.9), nats))}
+    result = CheckResultRequest(
+        bundle=task.bundle,
+        verdict=Verdict.refuse(reason) if reason else Verdict.accept(),
+        rewards=() if reason else (0.5,) * lease.num_rollouts,
+        evidence=BundleEvidence(worker=CLASS, validator=CLASS, sums=sums),
+    )
+    await world.client(VALIDATOR).check_result(result)
+
+
+async def case_in(world: World, folder: Path) -> Path:
+    async def is_there() -> bool:
+        return bool(list((folder / "private").glob("ban-*.jsonl")))
+
+    await world.until(is_there)
+    return next((folder / "private").glob("ban-*.jsonl"))
+
+
+def check(file: Path, *options: str) -> tuple[int, dict[str, object]]:
+    result = CliRunner().invoke(app, ["evidence", "verify", str(file), "--json", *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for nats in (-0.5, 4.0, 11.0):
+            await judged(world, nats=nats)
+        file, digest = await case_in(world, tmp_path), world.run.digest
+    code, said = check(file, "--run", digest)
+    assert (code, said["ok"], said["kind"], said["num_receipts"]) == (0, True, "statistical", 3)
+    assert said["worker"] == ANNA.key_id
+    assert said["bundle"] == "well-formed; --model repeats the forward pass"
+    shown = CliRunner().invoke(app, ["evidence", "verify", str(file)])
+    assert "ok   the ban follows from them" in shown.stdout
+    assert "not pinned" in shown.stdout
+
+
+async def test_a_ban_by_strikes_can_be_checked_and_an_operator_s_word_is_told_as_such(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            await judged(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+        assert check(file)[1]["kind"] == "hard"
+        file.unlink()
+        await world.client(ROOT).admin(AdminRequest(action="unban", worker=ANNA.key_id))
+        await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id, reason="by hand"))
+        code, said = check(await case_in(world, tmp_path))
+    assert (code, said["kind"], said["reason"], said["num_receipts"]) == (0, "operator", "by hand", 0)
+
+
+async def test_a_case_that_a_crash_prevented_is_written_after_the_next_start(tmp_path: Path) -> None:
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            await judged(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+        first = file.read_bytes()
+    file.unlink()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        assert (await case_in(world, tmp_path)).read_bytes() == first
+    assert check(file)[0] == 0
+
+
+async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for nats in (4.0, 11.0):
+            await judged(world, nats=nats)
+        file = await case_in(world, tmp_path)
+    lines = file.read_bytes().splitlines()
+    kinds = [open_envelope(line).payload_type for line in lines]
+    assert kinds == [PayloadType.RUN_SPEC, PayloadType.BAN, PayloadType.LEASE, *[PayloadType.RECEIPT] * 2]
+
+    def fault(*changed: bytes) -> object:
+        file.write_bytes(b"\n".join(changed))
+        code, said = check(file)
+        assert code == 1
+        return said["fault"]
+
+    assert "receipts where the statement rests on" in str(fault(*lines[:-1]))
+    statement = open_envelope(lines[1])
+    forged = seal(statement.payload.replace(b"statistical", b"hard"), PayloadType.BAN, ANNA)
+    assert "trusted signatures" in str(fault(lines[0], forged.to_bytes(), *lines[2:]))
+    signed = seal(statement.payload.replace(b'"statistical"', b'"hard"'), PayloadType.BAN, COORDINATOR)
+    assert "strikes" in str(fault(lines[0], signed.to_bytes(), *lines[2:]))
+    assert "one ban" in str(fault(lines[0], *lines[2:]))
+    parcel = next(file.parent.glob("*.parcel"))
+    whole = parcel.read_bytes()
+    parcel.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "not the deciding bundle's" in str(fault(*lines))
+    parcel.write_bytes(whole)
+    assert check(file)[0] == 0
+    assert check(file, "--run", "0" * 64)[0] == 1
+    parcel.unlink()
+    repeated = CliRunner().invoke(app, ["evidence", "verify", str(file), "--model", str(tmp_path)])
+    assert isinstance(repeated.exception, LocalError)

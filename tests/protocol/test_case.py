@@ -1,0 +1,146 @@
+"""Cases: a ban follows from its receipts, or the first thing that does not hold is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from prime_protocol.assignment import Sampling
+from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.case import BanStatement, check_case
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import PeerError
+from prime_protocol.evidence import Moments, Sums, Wealth, Weighed, folded, log_evidence
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
+from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, RunSpec
+from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
+
+WORKER, OTHER = (SigningKey(bytes([n]) * 32).key_id for n in (1, 2))
+RUN, CLASS = digest_of(b"run"), "toy/fp32/cpu"
+MOMENTS = Moments(cap=1.0, lambdas=(1.0, 2.0), log_moments=(0.01, 0.02), num_tokens=1_000)
+CALIBRATION = Calibration(pairs=(PairMoments(worker=CLASS, validator=CLASS, moments={"margin": MOMENTS}),))
+
+
+def spec(calibration: Calibration | None = CALIBRATION) -> RunSpec:
+    return RunSpec(
+        name="test",
+        created_at_ms=0,
+        keys=RoleKeys(root=(WORKER,), coordinator=(WORKER,), trainer=(WORKER,), validator=(WORKER,)),
+        model_files=(ModelFile(name="config.json", digest=RUN, size=1),),
+        vocab_size=8,
+        environments=(EnvironmentSpec(name="toy", id="toy"),),
+        sampling=Sampling(completion_tokens_max=8, stop_token_ids=()),
+        max_steps=1,
+        groups_per_step=1,
+        rollouts_per_group=1,
+        checks=CheckPolicy(calibration=calibration),
+    )
+
+
+def receipt(number: int, *, reason: RejectReason | None = None, evidence: Weighed | None = None) -> Receipt:
+    return Receipt(
+        run=RUN,
+        worker=WORKER,
+        lease_id=digest_of(b"lease"),
+        bundle=digest_of(b"%d" % number),
+        step=0,
+        policy_version=0,
+        num_rollouts=1,
+        num_tokens=0,
+        status=BundleStatus.REFUSED if reason else BundleStatus.ACCEPTED,
+        reason=reason,
+        at_ms=0,
+        evidence=evidence,
+    )
+
+
+def weighed(*nats: float) -> list[Receipt]:
+    """Receipts as a coordinator writes them, for bundles of 64 tokens that say so much."""
+    wealth: dict[str, Wealth] = {}
+    found = []
+    for number, log_e in enumerate(nats, 1):
+        sums = {"margin": Sums(num_tokens=64, log_e=(log_e, log_e))}
+        wealth = folded(wealth, sums, statistics=CALIBRATION.statistics)
+        evidence = Weighed(worker=CLASS, validator=CLASS, sums=sums, number=number, log_evidence=log_evidence(wealth))
+        found.append(receipt(number, evidence=evidence))
+    return found
+
+
+def statement(receipts: Sequence[Receipt], kind: BanKind) -> BanStatement:
+    return BanStatement(
+        run=RUN,
+        worker=WORKER,
+        kind=kind,
+        reason="",
+        bundle=receipts[-1].bundle if receipts else None,
+        step=0,
+        at_ms=0,
+        num_receipts=len(receipts),
+    )
+
+
+def check(receipts: Sequence[Receipt], kind: BanKind, *, of: RunSpec | None = None, **changes: object) -> None:
+    check_case(statement(receipts, kind).model_copy(update=changes), receipts, run=RUN, spec=of or spec())
+
+
+STRIKES = [receipt(n, reason=RejectReason.SEED_MISMATCH) for n in (1, 2)]
+PROOF = weighed(-0.3, 6.0, 9.0)
+
+
+def test_bans_that_follow_from_their_receipts_hold() -> None:
+    check(STRIKES, BanKind.HARD)
+    check(PROOF, BanKind.STATISTICAL)
+    check([], BanKind.OPERATOR)
+
+
+def test_1_receipts_of_another_run_or_worker_and_doubled_ones_are_no_case() -> None:
+    for change in ({"run": digest_of(b"other")}, {"worker": OTHER}):
+        with pytest.raises(PeerError, match="another run or worker"):
+            check([STRIKES[0].model_copy(update=change), STRIKES[1]], BanKind.HARD)
+        with pytest.raises(PeerError, match="another run or worker"):
+            check(STRIKES, BanKind.HARD, **change)
+    with pytest.raises(PeerError, match="twice"):
+        check([STRIKES[0], STRIKES[0]], BanKind.HARD)
+
+
+def test_2_a_receipt_that_is_missing_or_out_of_place_is_no_case() -> None:
+    with pytest.raises(PeerError, match="2 receipts where the statement rests on 3"):
+        check(STRIKES, BanKind.HARD, num_receipts=3)
+    with pytest.raises(PeerError, match="another order"):
+        check(STRIKES, BanKind.HARD, bundle=STRIKES[0].bundle)
+
+
+def test_3_too_few_strikes_are_no_case() -> None:
+    for reasons in ((RejectReason.SEED_MISMATCH,), (RejectReason.SEED_MISMATCH, RejectReason.STALE)):
+        with pytest.raises(PeerError, match="1 strikes"):
+            check([receipt(n, reason=reason) for n, reason in enumerate(reasons)], BanKind.HARD)
+
+
+def test_4_evidence_that_does_not_add_up_is_no_case() -> None:
+    with pytest.raises(PeerError, match="no calibration"):
+        check(PROOF, BanKind.STATISTICAL, of=spec(None))
+    with pytest.raises(PeerError, match="receipt 1 is not the worker's bundle 1"):
+        check(PROOF[1:], BanKind.STATISTICAL)
+    with pytest.raises(PeerError, match="not the worker's bundle 2"):
+        check([PROOF[0], receipt(7)], BanKind.STATISTICAL)
+    with pytest.raises(PeerError, match="below the run's limit"):
+        check(PROOF[:2], BanKind.STATISTICAL)
+
+
+def altered(one: Receipt, **changes: object) -> Receipt:
+    assert one.evidence is not None
+    return one.model_copy(update={"evidence": one.evidence.model_copy(update=changes)})
+
+
+def test_4_sums_that_were_changed_are_no_case() -> None:
+    with pytest.raises(PeerError, match="do not give the evidence"):
+        check([*PROOF[:2], altered(PROOF[2], log_evidence=20.0)], BanKind.STATISTICAL)
+    louder = {"margin": Sums(num_tokens=64, log_e=(9.0, 12.0))}
+    with pytest.raises(PeerError, match="do not give the evidence"):
+        check([*PROOF[:2], altered(PROOF[2], sums=louder)], BanKind.STATISTICAL)
+    with pytest.raises(PeerError, match="more than its tokens can say"):
+        check(weighed(-0.3, 200.0), BanKind.STATISTICAL)
+    with pytest.raises(PeerError, match="does not know margin"):
+        check([altered(PROOF[0], validator="other"), *PROOF[1:]], BanKind.STATISTICAL)
