@@ -54,6 +54,7 @@ def test_only_what_nobody_does_by_accident_is_dishonest() -> None:
     assert excused == {
         RejectReason.STALE,
         RejectReason.FUTURE,
+        RejectReason.UNPROVEN,
         RejectReason.LEASE_EXPIRED,
         RejectReason.DUPLICATE,
         RejectReason.BANNED,
