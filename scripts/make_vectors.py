@@ -55,6 +55,7 @@ from vectors_ledger import ledger
 from vectors_peers import peers
 from vectors_proofs import proofs, proven, tensors_of
 from vectors_trust import trust
+from vectors_turns import turns
 
 CONFIG = b'{"model_type": "qwen3", "vocab_size": 264}'
 STOP = 257
@@ -482,6 +483,7 @@ def main() -> None:
     lease = lease_of(run, checkpoints(folder, run))
     messages(folder, run, lease, bundles(folder, run, lease))
     ledger(folder, run)
+    turns(folder, lease)
 
 
 if __name__ == "__main__":

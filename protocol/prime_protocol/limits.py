@@ -72,6 +72,10 @@ STEP_GROUPS_MAX = 2**20
 """Groups that one step may train on."""
 TOKENS_MAX = 2**20
 """Tokens of one prompt or of one completion, whatever a run allows."""
+TURNS_MAX = 1_024
+"""Requests to the model in one rollout."""
+SCORINGS_MAX = 32
+"""How often one rollout is scored."""
 PEERS_MAX = 64
 """Peers in one list."""
 PEER_LIST_BYTES_MAX = 128 * 2**10

@@ -11,6 +11,8 @@ zstd(safetensors) with these tensors, N completions with T tokens in all:
     seeds       int64   [N]     the assigned seed that each completion used
     spans       int32   [S, 3]  (completion, policy_version, num_tokens): which policy sampled which tokens, in order
     proofs      uint8   [C, 258] only where the run asks for them: one for every started 32 tokens of each completion (proof.py)
+    turns       int32   [N, 3]  only where environments answer: a completion is one turn of a rollout then (turns.py)
+    context     int32   [P]     what those environments said
 
 The order of checks is fixed: framing, signature, schema, digest of the body, declared size, decompression under a bound,
 then the tensors' shapes and values. Everything after that works with `Rollouts`, whose invariants `parse_body` has checked.
@@ -19,7 +21,7 @@ then the tensors' shapes and values. Everything after that works with `Rollouts`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -111,9 +113,25 @@ class Rollouts:
     seeds_N: npt.NDArray[np.int64]  # [N]
     spans_S3: npt.NDArray[np.int32]  # [S, 3] (completion, policy_version, num_tokens)
     proofs_CB: npt.NDArray[np.uint8] | None = None  # [C, 258], their number and ranges checked
+    turns_N3: npt.NDArray[np.int32] | None = None  # [N, 3] (rollout, kept, new); turns.py
+    context_P: npt.NDArray[np.int32] | None = None  # [P]
 
     def __len__(self) -> int:
         return len(self.lengths_N)
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self) if self.turns_N3 is None else int(self.turns_N3[-1, 0]) + 1
+
+    @property
+    def rollout_numbers(self) -> npt.NDArray[np.int64]:
+        """Which rollout each completion is a turn of."""
+        return np.arange(len(self)) if self.turns_N3 is None else self.turns_N3[:, 0].astype(np.int64)
+
+    @property
+    def context(self) -> list[int]:
+        """What is new in the prompts of the turns, one after another."""
+        return [] if self.context_P is None else self.context_P.tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +157,15 @@ class Rollouts:
 def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
     """What an honest worker uploads: its completions in the lease's order."""
     assert len(completions) == lease.num_rollouts
+    return replace(
+        recorded(lease, completions),
+        slots_N=np.array([group.slot for group in lease.groups for _ in group.seeds], dtype=np.int64),
+        seeds_N=np.array([seed for group in lease.groups for seed in group.seeds], dtype=np.int64),
+    )
+
+
+def recorded(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
+    """The completions alone; slots and seeds are left at 0."""
     lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int32)
     spans = [
         (index, version, num_tokens)
@@ -151,8 +178,8 @@ def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
         logprobs_T=np.array([logprob for c in completions for logprob in c.logprobs], dtype=np.float32),
         lengths_N=lengths,
         finish_N=np.array([c.finish for c in completions], dtype=np.uint8),
-        slots_N=np.array([group.slot for group in lease.groups for _ in group.seeds], dtype=np.int64),
-        seeds_N=np.array([seed for group in lease.groups for seed in group.seeds], dtype=np.int64),
+        slots_N=np.zeros(len(completions), np.int64),
+        seeds_N=np.zeros(len(completions), np.int64),
         spans_S3=np.array(spans, dtype=np.int32),
         proofs_CB=np.frombuffer(proofs, np.uint8).reshape(-1, PROOF_BYTES) if proofs else None,
     )
@@ -169,18 +196,24 @@ def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
         "seeds": rollouts.seeds_N,
         "spans": rollouts.spans_S3,
         "proofs": rollouts.proofs_CB,
+        "turns": rollouts.turns_N3,
+        "context": rollouts.context_P,
     }
     raw = pack_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
     return zstandard.ZstdCompressor(level=3).compress(raw), len(raw)
 
 
-def body_bytes_max(*, num_rollouts: int, completion_tokens_max: int) -> int:
-    """More than any bundle of so many completions can need before compression: no span is shorter than a token."""
+def body_bytes_max(
+    *, num_rollouts: int, completion_tokens_max: int, turns_max: int = 1, context_tokens_max: int = 0
+) -> int:
+    """More than any bundle can need before compression: no span is shorter than a token. `context_tokens_max`: of one turn."""
     per_token = 4 + 4 + 12  # token id, logprob, span
     per_completion = (
         4 + 1 + 8 + 8 + PROOF_BYTES * num_proofs([completion_tokens_max])
     )  # length, finish, slot, seed, proofs
-    return limits.TENSOR_HEADER_BYTES_MAX + num_rollouts * (per_completion + completion_tokens_max * per_token)
+    per_turn = 12 + 4 * context_tokens_max if turns_max > 1 else 0
+    per_answer = per_completion + per_turn + completion_tokens_max * per_token
+    return limits.TENSOR_HEADER_BYTES_MAX + num_rollouts * turns_max * per_answer
 
 
 def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) -> Rollouts:
@@ -192,8 +225,8 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
             bounds.rollout_decompressed_bytes_max,
             code=ErrorCode.DECOMPRESSED_TOO_LARGE,
         )
-    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT, optional={"proofs"})
-    rollouts = Rollouts(*(tensors[name] for name in _LAYOUT if name in tensors))
+    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT, optional=_OPTIONAL)
+    rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]  # the others are there
     _check_consistent(rollouts, header, bounds)
     return rollouts
 
@@ -226,13 +259,17 @@ _LAYOUT = {
     "seeds": ("I64", 1),
     "spans": ("I32", 2),
     "proofs": ("U8", 2),
+    "turns": ("I32", 2),
+    "context": ("I32", 1),
 }
 """Tensor name -> (safetensors dtype, rank), in the order of the fields of `Rollouts`."""
+_OPTIONAL = frozenset({"proofs", "turns", "context"})
 
 
 def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits) -> None:
     """Shapes and values that hold for any bundle of any lease."""
-    num, tokens = header.num_rollouts, len(rollouts.token_ids_T)
+    tokens = len(rollouts.token_ids_T)
+    num = header.num_rollouts if rollouts.turns_N3 is None else len(rollouts.lengths_N)
     for name in ("lengths_N", "finish_N", "slots_N", "seeds_N"):
         if len(getattr(rollouts, name)) != num:
             raise PeerError(ErrorCode.MALFORMED, f"{name[:-2]} has {len(getattr(rollouts, name))} entries, not {num}")
@@ -252,6 +289,7 @@ def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits)
     _check_spans(rollouts.spans_S3.astype(np.int64), lengths)  # differences of int32 would wrap
     if rollouts.proofs_CB is not None:
         parse_proofs(rollouts.proofs_CB, lengths.tolist())
+    check_turn_rows(rollouts, header.num_rollouts)
 
 
 def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]) -> None:
@@ -265,3 +303,21 @@ def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int6
     np.add.at(covered_N, of_S, spans_S3[:, 2])
     if not np.array_equal(covered_N, lengths_N):
         raise PeerError(ErrorCode.MALFORMED, "the spans of a completion must cover its tokens exactly")
+
+
+def check_turn_rows(rollouts: Rollouts, num_rollouts: int) -> None:
+    """What turns.py says of its two tensors, as far as it holds for any lease."""
+    if rollouts.turns_N3 is None:
+        if rollouts.context_P is not None:
+            raise PeerError(ErrorCode.MALFORMED, "context without turns")
+        return
+    rows, context = rollouts.turns_N3.astype(np.int64), rollouts.context_P
+    if rows.shape != (len(rollouts), 3) or rows.min() < 0:
+        raise PeerError(ErrorCode.MALFORMED, "turns are rows (rollout, kept, new), one for each completion")
+    steps = np.diff(rows[:, 0], prepend=-1, append=num_rollouts)
+    if steps[0] != 1 or steps[-1] != 1 or not np.isin(steps, (0, 1)).all():
+        raise PeerError(ErrorCode.MALFORMED, "turns name every rollout, in order")
+    if rows[:, 2].sum() != (0 if context is None else len(context)):
+        raise PeerError(ErrorCode.MALFORMED, "the new tokens of the turns must be those of context")
+    if context is not None and context.min() < 0:
+        raise PeerError(ErrorCode.MALFORMED, "a token id of context is negative")

@@ -67,6 +67,14 @@ class EnvironmentSpec(WireModel):
     """Seed of the problem generator."""
     options: dict[Name, Option] = Field(default_factory=dict, max_length=64)
     """What the implementation takes."""
+    turns_max: int = Field(default=1, ge=1, le=limits.TURNS_MAX, exclude_if=lambda value: value == 1)
+    """Requests to the model in one rollout. Above 1 the environment answers, and workers run its code too."""
+    context_tokens_max: int = Field(default=0, ge=0, le=limits.TOKENS_MAX, exclude_if=lambda value: value == 0)
+    """Prompt and answer of one turn together; 0 allows one prompt and one completion of the run's limits."""
+    is_deterministic: bool = Field(default=True, exclude_if=lambda value: value)
+    """Whether the same answers always get the same words and rewards. Where not, what it said is the worker's claim."""
+    scorings: int = Field(default=1, ge=1, le=limits.SCORINGS_MAX, exclude_if=lambda value: value == 1)
+    """How often a rollout is scored; the reward is the median. For judges that are not sure of themselves."""
 
 
 class AuditPolicy(WireModel):
@@ -169,6 +177,11 @@ class RunSpec(WireModel):
             raise ValueError("a model file is larger than limits.blob_bytes_max")
         if self.sampling.completion_tokens_max > self.limits.completion_tokens_max:
             raise ValueError("sampling.completion_tokens_max is above limits.completion_tokens_max")
+        longest = self.limits.prompt_tokens_max + self.sampling.completion_tokens_max
+        if any(0 < environment.context_tokens_max < longest for environment in self.environments):
+            raise ValueError(
+                f"an environment's context_tokens_max is below {longest}: a prompt and a completion must fit"
+            )
         if any(token >= self.vocab_size for token in self.sampling.stop_token_ids):
             raise ValueError("a stop token is not in the vocabulary")
         return self
@@ -198,6 +211,15 @@ class RunSpec(WireModel):
             is_in_order=schedule.selection is Selection.IN_ORDER,
             lag_max=schedule.max_off_policy_steps if schedule.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None,
         )
+
+    def context_tokens_max(self, environment: EnvironmentSpec) -> int:
+        """Prompt and answer of one turn together."""
+        return environment.context_tokens_max or self.limits.prompt_tokens_max + self.sampling.completion_tokens_max
+
+    @property
+    def turns_max(self) -> int:
+        """Of the environment that has the most."""
+        return max(environment.turns_max for environment in self.environments)
 
     @property
     def model_config_digest(self) -> str | None:

@@ -30,6 +30,8 @@ class RejectReason(StrEnum):
     """Another policy, or other spans of policies, than the lease names."""
     WRONG_ASSIGNMENT = "wrong_assignment"
     """Other groups, order or seeds than assigned."""
+    WRONG_CONTEXT = "wrong_context"
+    """A turn's prompt is not what the environment says behind the answers so far."""
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     """A token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"
@@ -61,6 +63,7 @@ _DISHONEST = frozenset(
     {
         RejectReason.WRONG_POLICY,
         RejectReason.WRONG_ASSIGNMENT,
+        RejectReason.WRONG_CONTEXT,
         RejectReason.TOKEN_OUT_OF_RANGE,
         RejectReason.BAD_TERMINATION,
         RejectReason.LOGPROB_MISMATCH,

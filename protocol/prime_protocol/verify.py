@@ -2,6 +2,7 @@
 
     (1) the policy is the lease's, spans as allowed       WRONG_POLICY
     (2) lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
+        turns are as many as allowed, of that length      WRONG_CONTEXT
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
     (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
@@ -25,7 +26,8 @@ from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
-from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.run_spec import CheckPolicy, RunSpec
+from prime_protocol.turns import check_turns, has_assigned_seeds
 from prime_protocol.verdict import RejectReason, Verdict
 
 
@@ -70,9 +72,16 @@ def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
 
 
 def check_assignment(
-    header: RolloutHeader, rollouts: Rollouts, lease: Lease, *, vocab_size: int, newest_policy: int | None = None
+    header: RolloutHeader,
+    rollouts: Rollouts,
+    lease: Lease,
+    *,
+    vocab_size: int,
+    newest_policy: int | None = None,
+    turns: RunSpec | None = None,
 ) -> Verdict:
-    """Checks (1) to (4). `newest_policy`: the newest that a token may be of, where the run lets completions span policies."""
+    """Checks (1) to (4). `newest_policy`: the newest that a token may be of, where the run lets completions span policies.
+    `turns`: the run whose environments say how many turns there may be; without it there is one of each rollout."""
     same_policy = header.policy_version == lease.policy_version and header.policy_digest == lease.policy_digest
     if not same_policy:  # (1)
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
@@ -86,10 +95,14 @@ def check_assignment(
         lease.lease_id,
         lease.step,
     )
-    slots = [group.slot for group in lease.groups for _ in group.seeds]
-    seeds = [seed for group in lease.groups for seed in group.seeds]
-    if not same_lease or rollouts.slots_N.tolist() != slots or rollouts.seeds_N.tolist() != seeds:  # (2)
+    if not same_lease or not has_assigned_seeds(rollouts, lease):  # (2)
         return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "lease, groups, order or seeds are not the assigned ones")
+    if rollouts.turns_N3 is not None:
+        turn_fault = (
+            "the run has no environment of several turns" if turns is None else check_turns(rollouts, lease, turns)
+        )
+        if turn_fault is not None:
+            return Verdict.refuse(RejectReason.WRONG_CONTEXT, turn_fault)
     if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
         return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids are below {vocab_size}")
     fault = _termination_fault(rollouts, lease.sampling)

@@ -53,7 +53,7 @@ def test_a_parquet_file_is_an_environment_once_its_bytes_are_pinned(halves: Path
     )
     pinned = pin_datasets(RunConfig(environments=(spec,))).environments
     assert pinned[0].options["digest"] == digest_of(halves.read_bytes())
-    environment = build_environments(pinned)["halves"]
+    environment = build_environments(pinned, halves.parent)["halves"]
     number = int(environment.prompt(0).removeprefix("Half of ").removesuffix("?"))
     assert environment.score(0, f"That makes {number / 2}", finished=True) == 1.0
     assert environment.score(0, f"That makes {number}", finished=True) == 0.0
@@ -65,7 +65,7 @@ def test_a_file_that_is_no_parquet_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1, or so it says")
     options = {"path": str(path), "digest": digest_of(path.read_bytes())}
     with pytest.raises(LocalError, match="not a Parquet file"):
-        build_environments([EnvironmentSpec(name="a", id="parquet", options=options)])
+        build_environments([EnvironmentSpec(name="a", id="parquet", options=options)], tmp_path)
 
 
 @pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "hf://datasets/openai/gsm8k@main"])

@@ -17,11 +17,12 @@ from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreReques
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.validator.spans import policies_of, prefill_spans
+from prime_node.validator.spans import spans_of as spans_in
 from prime_node.worker.generating import Generated, generate
 from prime_node.worker.leases import bundle_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
-from prime_protocol.rollout import Completion, EngineInfo
+from prime_protocol.rollout import Completion, EngineInfo, Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verdict import RejectReason
@@ -228,6 +229,11 @@ async def nothing_newer(version: int) -> tuple[int, Weights]:
     raise AssertionError
 
 
+def with_spans(rollouts: Rollouts) -> list[Completion]:
+    pairs = zip(rollouts.completions(), spans_in(rollouts), strict=True)
+    return [replace(completion, spans=spans) for completion, spans in pairs]
+
+
 async def verdict_on(
     engine: TransformersEngine,
     run: PinnedRun,
@@ -239,7 +245,7 @@ async def verdict_on(
     environment: Lengths | None = None,
 ) -> Judgement:
     info = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu")
-    parcel = bundle_for(lease, completions, key=WORKER, engine=info, created_at_ms=0)
+    parcel = bundle_for(lease, rollouts_for(lease, completions), key=WORKER, engine=info, created_at_ms=0)
     opened = open_bundle(parcel, lease, run, newest_policy=newest_policy)
     if not isinstance(opened, OpenedBundle):
         return opened
@@ -265,10 +271,10 @@ async def test_what_a_worker_swaps_under_way_a_validator_accepts(
     lease = lease_of(run, run.spec.environments[0].name)
     made = await generated(engine, lease, policies, swap)
     assert made.held == 1
-    assert made.completions is not None
-    assert any(len(completion.spans) == 2 for completion in made.completions)
+    assert made.rollouts is not None
+    assert any(len(spans) == 2 for spans in spans_in(made.rollouts))
     two = {version: policies[version] for version in (0, 1)}
-    judgement = await verdict_on(engine, run, lease, made.completions, two)
+    judgement = await verdict_on(engine, run, lease, with_spans(made.rollouts), two)
     assert judgement.verdict.accepted, judgement
     assert len(judgement.versions) == 3
     assert all(0 <= oldest <= end <= 1 for oldest, end in judgement.versions)
@@ -280,8 +286,9 @@ async def test_spans_are_refused_where_the_run_drains_and_where_they_go_back_or_
     resuming, draining = run_with(swap="abort_and_resume"), run_with()
     name = resuming.spec.environments[0].name
     lease = lease_of(resuming, name)
-    made = (await generated(engine, lease, policies, SwapPolicy.ABORT_AND_RESUME)).completions
-    assert made is not None
+    rollouts = (await generated(engine, lease, policies, SwapPolicy.ABORT_AND_RESUME)).rollouts
+    assert rollouts is not None
+    made = with_spans(rollouts)
     long = next(index for index, completion in enumerate(made) if len(completion.token_ids) > 2)
     num = len(made[long].token_ids)
     bad: list[Spans] = [((0, 1), (2, num - 1)), ((1, 1), (0, num - 1)), ((1, 1), (1, num - 1))]
@@ -301,9 +308,9 @@ async def test_a_lease_that_waited_its_turn_is_begun_on_the_policy_that_is_held(
     lease = lease_of(run, run.spec.environments[0].name)
     await engine.load(policies[1], policy_version=1)
     made = await generate(engine, lease, SwapPolicy.ABORT_AND_RESUME, held=1, wait_newer=nothing_newer)
-    assert made.completions is not None
-    assert all(completion.spans == ((1, len(completion.token_ids)),) for completion in made.completions)
-    judgement = await verdict_on(engine, run, lease, made.completions, policies)
+    assert made.rollouts is not None
+    assert (made.rollouts.spans_S3[:, 1] == 1).all()
+    judgement = await verdict_on(engine, run, lease, with_spans(made.rollouts), policies)
     assert judgement.verdict.accepted
     assert judgement.versions == ((1, 1),) * 3
 
@@ -311,7 +318,7 @@ async def test_a_lease_that_waited_its_turn_is_begun_on_the_policy_that_is_held(
 async def test_abort_and_requeue_hands_the_lease_back(engine: TransformersEngine, policies: dict[int, Weights]) -> None:
     lease = lease_of(run_with(), "any")
     made = await generated(engine, lease, policies, SwapPolicy.ABORT_AND_REQUEUE)
-    assert (made.completions, made.held) == (None, 0)
+    assert (made.rollouts, made.held) == (None, 0)
     assert len(await engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS), "and the engine goes on"
 
 

@@ -18,6 +18,7 @@ from tests.node.worker_world import WORKER, make_run
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.worker.leases import requests_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
@@ -71,8 +72,12 @@ async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
     await made.close()
 
 
+def proving() -> list[GenerateRequest]:
+    return [replace(each, proofs=True) for each in requests_for(LEASE)]
+
+
 async def sampled(engine: TransformersEngine) -> Rollouts:
-    return rollouts_for(LEASE, await engine.generate(requests_for(LEASE, proofs=True), LEASE.sampling))
+    return rollouts_for(LEASE, await engine.generate(proving(), LEASE.sampling))
 
 
 async def judge(engine: TransformersEngine, rollouts: Rollouts, run: PinnedRun = RUN) -> Judgement:
@@ -146,7 +151,7 @@ async def test_proofs_are_there_exactly_where_the_run_asks_for_them(engine: Tran
 
 async def test_a_cancelled_call_keeps_no_rows(engine: TransformersEngine) -> None:
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(engine.generate(requests_for(LEASE, proofs=True), LEASE.sampling), timeout=0.001)
+        await asyncio.wait_for(engine.generate(proving(), LEASE.sampling), timeout=0.001)
     assert (await judge(engine, await sampled(engine))).verdict.accepted
 
 

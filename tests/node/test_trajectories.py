@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.algo.trajectories import Interleaved, Turn, interleave
+from prime_node.algo.trajectories import Interleaved, interleave
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.turns import Turn
 
 
 def turn(prompt: str, answer: str) -> Turn:
-    return Turn(tuple(map(ord, prompt)), tuple(map(ord, answer)), tuple(-0.5 - index for index in range(len(answer))))
+    logprobs = tuple(-0.5 - index for index in range(len(answer)))
+    return Turn(tuple(map(ord, prompt)), Completion(tuple(map(ord, answer)), logprobs, FinishReason.STOP))
 
 
 def text(sample: Interleaved) -> str:
@@ -85,8 +88,8 @@ def test_every_sampled_token_is_trained_once_and_in_its_own_context(moves: list[
             if is_trained
         ]
     sampled = [
-        (one.prompt_token_ids + one.completion_token_ids[:place], token, one.logprobs[place])
+        (one.prompt_token_ids + one.completion.token_ids[:place], token, one.completion.logprobs[place])
         for one in turns
-        for place, token in enumerate(one.completion_token_ids)
+        for place, token in enumerate(one.completion.token_ids)
     ]
     assert sorted(trained) == sorted(sampled)

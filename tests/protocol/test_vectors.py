@@ -37,9 +37,11 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
-from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
+from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, check_turn_rows, decompress, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
+from prime_protocol.turns import episodes_behind, turn_seed
 from prime_protocol.verify import check_assignment
 from prime_protocol.weights import Weights, state_root
 
@@ -142,7 +144,7 @@ def bundle(case: Case, folder: Path) -> Any:
     assert digest_of(data_of(case, folder)) == case["digest"]
     arrays = {name.rpartition("_")[0]: getattr(rollouts, name) for name in Rollouts.__dataclass_fields__}
     proofs = arrays.pop("proofs")
-    return {name: array.tolist() for name, array in arrays.items()} | (
+    return {name: array.tolist() for name, array in arrays.items() if array is not None} | (
         {} if proofs is None else {"proofs": proofs.tobytes().hex()}
     )
 
@@ -228,6 +230,14 @@ def pieces(case: Case, folder: Path) -> Any:
     return [[piece.part, piece.start, piece.end, piece.first_chunk, piece.last_chunk] for piece in cut]
 
 
+def turns(case: Case, folder: Path) -> Any:
+    tensors = unpack_tensors(decompress(bytes.fromhex(case["hex"]), size=case["size"]), _LAYOUT, optional=_OPTIONAL)
+    rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]
+    check_turn_rows(rollouts, case["num_rollouts"])
+    episodes = episodes_behind(rollouts, [tuple(prompt) for prompt in case["prompts"]])
+    return [[[list(t.prompt_token_ids), list(t.completion.token_ids)] for t in episode] for episode in episodes]
+
+
 KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "assignment": assignment,
     "authorization": authorization,
@@ -250,6 +260,8 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "seed": seed,
     "state_root": root_of_rows,
     "timestamp": timestamp,
+    "turn_seed": lambda case, folder: turn_seed(case["seed"], case["turn"]),
+    "turns": turns,
 }
 
 

@@ -5,8 +5,7 @@ before and something new behind it; then both turns are one sample, and what lie
 (thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins. Nothing is rendered
 or tokenised again: every sampled token is trained exactly once, behind exactly the tokens that it was sampled behind.
 
-The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued. No
-environment here has several turns yet, so the trainer does not call it.
+The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued.
 """
 
 from __future__ import annotations
@@ -14,18 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request to the engine and its answer. Example: Turn((1, 2), (3, 4), (-0.1, -0.2))."""
-
-    prompt_token_ids: tuple[int, ...]
-    completion_token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Nats, one for each token of the completion."""
-
-    def __post_init__(self) -> None:
-        assert len(self.logprobs) == len(self.completion_token_ids)
+from prime_protocol.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +34,7 @@ def interleave(turns: Sequence[Turn]) -> list[Interleaved]:
     """The samples of one rollout, in the order of their first turns. A turn without an answer teaches nothing and is left out."""
     samples: list[_Sample] = []
     for index, turn in enumerate(turns):
-        if not turn.completion_token_ids:
+        if not turn.completion.token_ids:
             continue
         sample = next((sample for sample in samples if sample.is_prefix_of(turn.prompt_token_ids)), None)
         if sample is None:
@@ -69,9 +57,9 @@ class _Sample:
 
     def add(self, index: int, turn: Turn) -> None:
         said = turn.prompt_token_ids[len(self.token_ids) :]  # by the environment or by a tool
-        self.token_ids += (*said, *turn.completion_token_ids)
-        self.logprobs += (*(0.0 for _ in said), *turn.logprobs)
-        self.loss_mask += (*(False for _ in said), *(True for _ in turn.logprobs))
+        self.token_ids += (*said, *turn.completion.token_ids)
+        self.logprobs += (*(0.0 for _ in said), *turn.completion.logprobs)
+        self.loss_mask += (*(False for _ in said), *(True for _ in turn.completion.logprobs))
         self.turns.append(index)
 
     def finished(self) -> Interleaved:

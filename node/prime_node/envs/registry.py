@@ -9,9 +9,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
+from prime_node.envs.dialogue import DialogueEnvironment
+from prime_node.envs.partners import PARTNERS
 from prime_node.envs.source import ProblemSource
 from prime_node.envs.split import Frame, Judge, SplitEnvironment
 from prime_node.ports.environment import Environment
+from prime_node.ports.renderer import Renderer
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
@@ -31,18 +34,25 @@ def build_environment(spec: EnvironmentSpec, factories: Mapping[str, Environment
         raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from error
 
 
-def from_source(make: Callable[..., ProblemSource]) -> EnvironmentFactory:
+def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Renderer]) -> EnvironmentFactory:
     """A factory of environments over a source. Options of the split and the frame are taken out; `make` gets the others.
 
-    exact_share, prefix, suffix, answer_tag: see envs/split.py.
+    exact_share, prefix, suffix, answer_tag: see envs/split.py; partner, renderer: of several turns (envs/dialogue.py).
     """
 
     def build(spec: EnvironmentSpec) -> Environment:
         options = dict(spec.options)
         frame = {field.name: str(options.pop(field.name)) for field in fields(Frame) if field.name in options}
         exact_share = float(options.pop("exact_share", 0.5))
-        source = make(**_known(make, options))
-        return SplitEnvironment(Judge(source, Frame(**frame), exact_share), seed=spec.seed)
+        partner, renders = str(options.pop("partner", "")), str(options.pop("renderer", "template"))
+        judge = Judge(make(**_known(make, options)), Frame(**frame), exact_share)
+        if (spec.turns_max > 1) != bool(partner):
+            raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) go together")
+        if not partner:
+            return SplitEnvironment(judge, seed=spec.seed)
+        if partner not in PARTNERS:
+            raise ValueError(f"partner is one of {', '.join(PARTNERS)}, got {partner!r}")
+        return DialogueEnvironment(judge, seed=spec.seed, partner=PARTNERS[partner], renderer=renderer(renders))
 
     return build
 

@@ -9,6 +9,7 @@ of (seed, index, attempt) until one is not held out; evaluation problems by coun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -77,7 +78,10 @@ class Judge:
         return 0.0 if answer is None else self.source.grade(problem, answer)
 
     def reward(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
-        credit = self.credit(problem, completion, finished=finished)
+        return self.worth(self.credit(problem, completion, finished=finished))
+
+    def worth(self, credit: float) -> float:
+        """The reward for so much credit."""
         return self.exact_share * (credit == 1.0) + (1.0 - self.exact_share) * credit
 
 
@@ -85,36 +89,39 @@ class SplitEnvironment:
     """Implements ports.environment.Environment."""
 
     def __init__(self, judge: Judge, *, seed: int) -> None:
-        self._judge = judge
+        self.judge = judge
         self._seed = seed
         # The coordinator asks for a prompt, the validator for the same problem's score eight times.
-        self._problem = lru_cache(CACHED_PROBLEMS)(self._draw_training)
+        self.problem = lru_cache(CACHED_PROBLEMS)(self._draw_training)
 
     def prompt(self, index: int) -> str:
-        return self._judge.frame.ask(self._problem(index).question)
+        return self.judge.frame.ask(self.problem(index).question)
 
     def answer(self, index: int) -> str:
-        return self._judge.frame.write(self._problem(index).answer)
+        return self.judge.frame.write(self.problem(index).answer)
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
-        return self._judge.reward(self._problem(index), completion, finished=finished)
+        return self.judge.reward(self.problem(index), completion, finished=finished)
 
-    def held_out(self, count: int) -> list[HeldOutProblem]:
+    def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """Different questions each. Fewer than `count` where the source has no more."""
+        return self.drawn_held_out(count)
+
+    def drawn_held_out(self, count: int) -> list[HeldOut]:
         found: dict[str, SourceProblem] = {}
         number = last_new = EVALUATION_START
         while len(found) < count and number - last_new < DRAWS_MAX:
-            problem = self._judge.source.draw(number)
+            problem = self.judge.source.draw(number)
             if is_held_out(problem.question) and problem.question not in found:
                 found[problem.question] = problem
                 last_new = number
             number += 1
-        return [HeldOut(self._judge, problem) for problem in found.values()]
+        return [HeldOut(self.judge, problem) for problem in found.values()]
 
     def _draw_training(self, index: int) -> SourceProblem:
         for attempt in range(DRAWS_MAX):
             digest = sha256(f"{self._seed} {index} {attempt}".encode()).digest()
-            problem = self._judge.source.draw(int.from_bytes(digest[:NUMBER_BYTES], "big"))
+            problem = self.judge.source.draw(int.from_bytes(digest[:NUMBER_BYTES], "big"))
             if not is_held_out(problem.question):
                 return problem
         raise ValueError("this source has no training problems: every question that was drawn is held out")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from prime_protocol.rollout import Completion
 
 
 class Environment(Protocol):
@@ -24,8 +27,33 @@ class Environment(Protocol):
         """The reference answer, for supervised training on the task's format."""
         ...
 
-    def held_out(self, count: int) -> list[HeldOutProblem]:
+    def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """The first `count` evaluation problems, by the evaluation's own seed."""
+        ...
+
+
+Ask = Callable[[tuple[int, ...]], Awaitable[Completion | None]]
+"""The model's answer to a prompt; None where the rollout has no turn or no room left, and then it must come to its end."""
+
+
+@runtime_checkable
+class TurnEnvironment(Environment, Protocol):
+    """An environment that answers: a rollout is several requests to the model."""
+
+    async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        """One rollout of training problem `index`; its reward. `prompt_token_ids`: what `prompt` is as the lease renders it.
+
+        Everything that it asks for is a pure function of the answers so far, unless the EnvironmentSpec says otherwise.
+        """
+        ...
+
+
+@runtime_checkable
+class TurnProblem(Protocol):
+    """A held-out problem of a TurnEnvironment."""
+
+    async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        """One rollout; its reward as in training, 1 where it ends exactly right and only there."""
         ...
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, TensorEntry
 from prime_protocol.rollout import Completion
+from prime_protocol.turns import Turn
 from prime_protocol.weights import Weights
 
 
@@ -37,6 +38,8 @@ class Group:
     """The name, in the RunSpec, of what the prompt is a problem of."""
     masked: tuple[bool, ...] = ()
     """Completions that are too old to learn from; empty where none is. They count in the advantages."""
+    turns: tuple[tuple[Turn, ...], ...] = ()
+    """Of each rollout, whose completion is all of its answers then. Empty: each is one answer to the prompt."""
     policies_spanned: tuple[int, ...] = ()
     """From the policy of each completion's first token to that of its last; empty where none spans any."""
 

@@ -26,6 +26,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import Selection
+from prime_protocol.turns import episodes_behind, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
     if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
         raise _fault(entry, "its header names another run, worker, step or policy than the batch")
     members = range(entry.first, entry.first + len(entry.rewards))
-    if (
-        not entry.rewards
-        or members.stop > len(rollouts)
-        or (rollouts.slots_N[members.start : members.stop] != entry.slot).any()
-    ):
+    if not entry.rewards or members.stop > rollouts.num_rollouts or not _are_of_slot(rollouts, members, entry.slot):
         raise _fault(entry, f"completions {members.start} to {members.stop} are not all of this slot")  # (4)
     if not all(isfinite(reward) for reward in entry.rewards):
         raise _fault(entry, "a reward is not finite")
@@ -98,17 +95,26 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
             fault = admission.check_trained(step, version)
             if fault is not None:
                 raise _fault(entry, f"policy {version} is {fault} for step {step}")
+    prompts = [entry.prompt_token_ids] * len(members)
+    of_members = dict(zip(members, episodes_behind(rollouts, prompts, first=members.start), strict=True))
+    episodes = [of_members[index] for index in chosen]
     return Group(
         slot=entry.slot,
         prompt_token_ids=entry.prompt_token_ids,
-        completions=tuple(rollouts.completion(index) for index in chosen),
+        completions=tuple(joined(turns) for turns in episodes),
         rewards=tuple(entry.rewards[index - entry.first] for index in chosen),
         policy_versions=tuple(each.counted_from(schedule.staleness_from) for each in versions),
         worker=entry.worker,
         environment=entry.problem.environment,
         masked=masked(versions, schedule, step=step),
         policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
+        turns=() if rollouts.turns_N3 is None else tuple(map(tuple, episodes)),
     )
+
+
+def _are_of_slot(rollouts: Rollouts, members: range, slot: int) -> bool:
+    numbers = rollouts.rollout_numbers
+    return bool((rollouts.slots_N[(numbers >= members.start) & (numbers < members.stop)] == slot).all())
 
 
 def _fault(entry: BatchGroup, what: str) -> PeerError:

@@ -14,7 +14,7 @@ from prime_protocol.schedule import Schedule, StalenessFrom, StalePolicy
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The policies of one completion. Example: Versions(start=3, oldest=3, end=5)."""
+    """The policies of one rollout. Example: Versions(start=3, oldest=3, end=5)."""
 
     start: int
     """The one that was leased."""
@@ -31,11 +31,11 @@ class Versions:
 
 
 def versions_of(rollouts: Rollouts, *, start: int) -> list[Versions]:
-    """The policies of each completion of a bundle whose lease named `start`."""
-    num = len(rollouts)
+    """The policies of each rollout of a bundle whose lease named `start`."""
+    num = rollouts.num_rollouts
     oldest_N: npt.NDArray[np.int64] = np.full(num, np.iinfo(np.int64).max)
     end_N = np.zeros(num, np.int64)
-    of_S, version_S = rollouts.spans_S3[:, 0], rollouts.spans_S3[:, 1]
+    of_S, version_S = rollouts.rollout_numbers[rollouts.spans_S3[:, 0]], rollouts.spans_S3[:, 1]
     np.minimum.at(oldest_N, of_S, version_S.astype(np.int64))
     end_N[of_S] = version_S  # spans are in order: the last one of each completion stays
     return [Versions(start, oldest, end) for oldest, end in zip(oldest_N.tolist(), end_N.tolist(), strict=True)]

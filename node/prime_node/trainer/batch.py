@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prime_node.algo.advantages import inputs_of
 from prime_node.algo.filters import FilterInputs, flags
+from prime_node.algo.trajectories import interleave
 from prime_node.ports.train_backend import Group, TrainingMode, TrainSample
 from prime_node.trainer.recipe import Recipe
 from prime_protocol import step as step_rule
@@ -35,17 +36,37 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
         advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
         found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
         is_masked = group.masked or (False,) * len(group.completions)
-        for completion, value, flag, masked in zip(group.completions, advantages, found, is_masked, strict=True):
+        for number, (value, flag, masked) in enumerate(zip(advantages, found, is_masked, strict=True)):
             if masked:
                 counts["filtered_stale"] += 1
                 continue
             if flag is not None:
                 counts[_count_name(flag.name, flag.enforce)] += 1
             if flag is None or not flag.enforce:
-                samples.append(
-                    TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, value, mode=mode)
-                )
+                samples += _samples(group, number, advantage=value, mode=mode)
     return Prepared(tuple(samples), {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
+
+
+def _samples(group: Group, number: int, *, advantage: float, mode: TrainingMode) -> list[TrainSample]:
+    """Of one rollout: one, or as many as its turns cannot be told in one."""
+    if not group.turns:
+        completion = group.completions[number]
+        return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, mode=mode)]
+    return [
+        TrainSample(
+            one.prompt_token_ids, one.completion_token_ids, one.logprobs, advantage, mode=mode, loss_mask=one.loss_mask
+        )
+        for one in interleave(group.turns[number])
+    ]
+
+
+def _turns(groups: Sequence[Group]) -> dict[str, float]:
+    """Of rollouts whose environment answers."""
+    episodes = [turns for group in groups for turns in group.turns]
+    if not episodes:
+        return {}
+    numbers = [len(turns) for turns in episodes]
+    return {"turns_mean": sum(numbers) / len(numbers), "turns_max": max(numbers)}
 
 
 def _count_name(name: str, enforce: bool) -> str:
@@ -72,6 +93,7 @@ def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "num_stale_groups": sum(any(step > version for version in group.policy_versions) for group in groups),
         "num_stale_rollouts": sum(lag > 0 for lag in lags),
         **_partial(groups),
+        **_turns(groups),
         **_by_environment(groups),
     }
 

@@ -7,12 +7,14 @@ same problems and the same noise.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.algo.estimates import interval_95, pass_at_k
+from prime_node.envs.episodes import Bounds, Desk, Recorder
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer
+from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.weights import Weights
@@ -72,8 +74,10 @@ class Evaluator:
         seed: int,
         samples: int = 1,
         pass_at: Sequence[int] = (),
+        bounds: Mapping[str, Bounds] | None = None,
     ) -> None:
-        """`sampling` is the run's, the greedy half at temperature 0. `samples` of each problem; `pass_at`: the k of pass@k."""
+        """`sampling` is the run's, the greedy half at temperature 0. `samples` of each problem; `pass_at`: the k of pass@k;
+        `bounds` of the environments that answer."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._questions = questions
@@ -81,6 +85,7 @@ class Evaluator:
         self._seed = seed
         self._samples = samples
         self._pass_at = tuple(pass_at)
+        self._bounds = bounds or {}
 
     async def evaluate(self, weights: Weights, policy_version: int) -> dict[str, float]:
         """`eval_greedy` and `eval_sampled` are shares of exact answers, `eval_reward` is the mean of the sampled ones, and
@@ -125,13 +130,30 @@ class Evaluator:
 
     async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[_Mark]:
         """One mark for each question, over `samples` completions."""
-        requests = [
-            GenerateRequest(question.prompt_token_ids, self._seed * 2**32 + sample * 2**20 + number)
-            for number, question in enumerate(questions)
-            for sample in range(samples)
+        seeds = [
+            [self._seed * 2**32 + sample * 2**20 + number for sample in range(samples)]
+            for number in range(len(questions))
         ]
-        completions = iter(await self._engine.generate(requests, sampling))
-        return [self._mark(question, [next(completions) for _ in range(samples)]) for question in questions]
+        answers = [place for place, question in enumerate(questions) if isinstance(question.problem, TurnProblem)]
+        asked = [place for place in range(len(questions)) if place not in set(answers)]
+        requests = [
+            GenerateRequest(questions[place].prompt_token_ids, seed) for place in asked for seed in seeds[place]
+        ]
+        completions = iter(await self._engine.generate(requests, sampling) if requests else ())
+        marks = {place: self._mark(questions[place], [next(completions) for _ in range(samples)]) for place in asked}
+        desk = Desk(lambda batch: self._engine.generate(batch, sampling))
+        episodes = [self._episode(questions[place], seed, desk) for place in answers for seed in seeds[place]]
+        rewards = iter(await desk.serving(asyncio.gather(*episodes)) if episodes else ())
+        for place in answers:
+            its = tuple(next(rewards) for _ in range(samples))
+            marks[place] = _Mark(tuple(reward == 1.0 for reward in its), its)
+        return [marks[place] for place in range(len(questions))]
+
+    async def _episode(self, question: Question, seed: int, desk: Desk) -> float:
+        """The reward of one rollout of an environment that answers."""
+        assert isinstance(question.problem, TurnProblem)
+        ask = Recorder(seed, self._bounds[question.environment], desk.ask)
+        return await question.problem.play(question.prompt_token_ids, ask)
 
     def _mark(self, question: Question, completions: Sequence[Completion]) -> _Mark:
         texts = [self._tokenizer.decode(list(completion.token_ids)) for completion in completions]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
+from prime_node.envs.episodes import WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.replay.staleness import versions_of
@@ -23,6 +24,7 @@ from prime_protocol.evidence import BundleEvidence
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import Statistics, check_assignment, judge, require_proofs, statistics, summary
 from prime_protocol.weights import Weights
@@ -67,7 +69,13 @@ def open_bundle(
     except PeerError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None
-    verdict = check_assignment(header, rollouts, lease, vocab_size=run.spec.vocab_size, newest_policy=newest)  # (3)
+    vocab_size = run.spec.vocab_size
+    try:
+        verdict = check_assignment(  # (3)
+            header, rollouts, lease, vocab_size=vocab_size, newest_policy=newest, turns=run.spec
+        )
+    except PeerError as error:
+        return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
     return OpenedBundle(header, rollouts, lease) if verdict.accepted else Judgement(verdict)
 
 
@@ -86,7 +94,7 @@ async def judge_bundle(
     verdict = judge(measured, run.spec.checks)  # (5)
     judgement = Judgement(verdict, measured=asdict(measured))
     if verdict.accepted:
-        judgement = reward_bundle(
+        judgement = await reward_bundle(
             bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
         )
     return replace(judgement, evidence=evidence)
@@ -109,7 +117,7 @@ async def weigh_bundle(
     return found, evidence_of(found, calibration, worker=sampled_by, validator=judged_by)
 
 
-def reward_bundle(
+async def reward_bundle(
     bundle: OpenedBundle,
     *,
     run: PinnedRun,
@@ -119,7 +127,10 @@ def reward_bundle(
 ) -> Judgement:
     """(6) alone: what an accepted bundle is worth. `measured`: the numbers that it was accepted by, if it was proven."""
     lease, rollouts, numbers = bundle.lease, bundle.rollouts, measured or {}
-    scored = score_rollouts(lease, rollouts, environments, tokenizer)
+    try:
+        scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=run.spec)
+    except WrongContext as error:
+        return Judgement(Verdict.refuse(RejectReason.WRONG_CONTEXT, str(error)), measured=numbers)
     if not enough_scored(lease, scored.unscored, group_rollouts_min=run.spec.schedule.group_rollouts_min):
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=numbers)
     return Judgement(
@@ -141,10 +152,9 @@ def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:
 
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
     """The bundle's completions with their prompts, in the bundle's order; hidden states are wanted where it commits to them."""
-    prompts = [group.prompt_token_ids for group in bundle.lease.groups for _ in group.seeds]
-    completions = bundle.rollouts.completions()
-    seeds = bundle.rollouts.seeds_N.tolist()
+    turns = [turn for turns in episodes_of(bundle.rollouts, bundle.lease) for turn in turns]
+    seeds, hidden = bundle.rollouts.seeds_N.tolist(), bundle.rollouts.proofs_CB is not None
     return [
-        ScoreRequest(prompt, completion.token_ids, seed, hidden=bundle.rollouts.proofs_CB is not None)
-        for prompt, completion, seed in zip(prompts, completions, seeds, strict=True)
+        ScoreRequest(turn.prompt_token_ids, turn.completion.token_ids, seed, hidden=hidden)
+        for turn, seed in zip(turns, seeds, strict=True)
     ]

@@ -124,7 +124,7 @@ async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Ju
     if not isinstance(opened, OpenedBundle):
         return opened
     if validator.config.unsafe_skip_proofs or not task.audit:
-        return reward_bundle(
+        return await reward_bundle(
             opened, run=validator.run, environments=validator.environments, tokenizer=validator.tokenizer
         )
     versions = policies_of(opened.rollouts)

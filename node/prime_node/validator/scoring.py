@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.envs.episodes import WrongContext, bounds_of, scored
+from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
 from prime_protocol.assignment import Lease
 from prime_protocol.rollout import FinishReason, Rollouts
+from prime_protocol.run_spec import RunSpec
+from prime_protocol.turns import episodes_of
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +30,44 @@ class Scored:
     """The last failure, for the operator."""
 
 
-def score_rollouts(
-    lease: Lease, rollouts: Rollouts, environments: Mapping[str, Environment], tokenizer: Tokenizer
+async def score_rollouts(
+    lease: Lease,
+    rollouts: Rollouts,
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    *,
+    spec: RunSpec,
 ) -> Scored:
+    """Raises WrongContext where a rollout's turns are not what its environment asks for."""
     problems = [group.problem for group in lease.groups for _ in group.seeds]
+    specs, bounds = {one.name: one for one in spec.environments}, bounds_of(spec)
     rewards, unscored, fault = [], [], ""
-    for index, (problem, completion) in enumerate(zip(problems, rollouts.completions(), strict=True)):
-        text = tokenizer.decode(list(completion.token_ids))
-        finished = completion.finish is FinishReason.STOP
+    for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
+        environment, its = environments[problem.environment], specs[problem.environment]
         try:
-            rewards.append(environments[problem.environment].score(problem.index, text, finished=finished))
+            if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
+                play = partial(environment.play, problem.index, _prompt_of(lease, index))
+                reward = await scored(play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings)
+            else:
+                answer = turns[0].completion
+                text = tokenizer.decode(list(answer.token_ids))
+                finished = answer.finish is FinishReason.STOP
+                reward = statistics.median(
+                    environment.score(problem.index, text, finished=finished) for _ in range(its.scorings)
+                )
+            rewards.append(reward)
+        except WrongContext as error:
+            raise WrongContext(f"rollout {index}, environment {problem.environment}: {error}") from None
         except Exception as error:  # an environment's code is not ours: whatever it raises, the validator goes on
             log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
             fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
             rewards.append(0.0)
             unscored.append(index)
     return Scored(tuple(rewards), tuple(unscored), fault)
+
+
+def _prompt_of(lease: Lease, rollout: int) -> tuple[int, ...]:
+    return [group.prompt_token_ids for group in lease.groups for _ in group.seeds][rollout]
 
 
 def enough_scored(lease: Lease, unscored: Sequence[int], *, group_rollouts_min: int | None) -> bool:

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prime_node.ports.engine import Engine, EngineMismatch, SwappingEngine
+from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, SwappingEngine
+from prime_node.worker.episodes import NothingSampled, Sample
 from prime_node.worker.leases import requests_for
 from prime_protocol.assignment import Lease
-from prime_protocol.rollout import Completion
+from prime_protocol.rollout import Completion, Rollouts, rollouts_for
 from prime_protocol.schedule import SwapPolicy
+from prime_protocol.turns import Turn, rollouts_of_turns
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
+
+Play = Callable[[Lease, Sample], Awaitable[list[list[Turn]]]]
+"""episodes.play_lease, with the run's environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """What became of a lease."""
 
-    completions: list[Completion] | None
+    rollouts: Rollouts | None
     """None: it is to be handed back."""
     held: int
     """The policy that the engine holds now; -1 where it must be loaded anew."""
@@ -41,20 +46,22 @@ async def generate(
     held: int,
     proofs: bool = False,
     wait_newer: Callable[[int], Coroutine[Any, Any, tuple[int, Weights]]],
+    play: Play | None = None,
     timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
 ) -> Generated:
-    """The lease's completions. `wait_newer` gives the next policy after a version, and its weights; a swap to it is `timed`.
+    """The lease's rollouts. `wait_newer` gives the next policy after a version, and its weights; a swap to it is `timed`.
 
-    `proofs`: whether completions commit to their hidden states. An engine that cannot swap under way as the run wants drains: a
-    completion may span policies, it need not.
+    `proofs`: whether completions commit to their hidden states. `play`: makes the turns of each rollout with what samples a
+    batch, where the run's environments answer. An engine that cannot swap under way as the run wants drains: a completion may
+    span policies, it need not.
     """
-    begun_on = held
-    generating = asyncio.create_task(engine.generate(requests_for(lease, proofs=proofs), lease.sampling))
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
+    policy = _Held(engine, lease, held, proofs)
+    generating = asyncio.create_task(_rollouts(policy, lease, play))
     newer: asyncio.Task[tuple[int, Weights]] | None = None
     try:
         while swapping is not None or swap is SwapPolicy.ABORT_AND_REQUEUE:
-            newer = asyncio.create_task(wait_newer(held))
+            newer = asyncio.create_task(wait_newer(policy.version))
             both: set[asyncio.Future[Any]] = {generating, newer}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
@@ -62,14 +69,12 @@ async def generate(
             version, weights = newer.result()
             if swapping is None:
                 log.info("policy %d is out: handing the lease back", version)
-                return Generated(None, held)
-            with timed(version):
-                await swapping.update(weights, policy_version=version, swap=swap)
-            held = version
-        completions = await generating
-        if begun_on != lease.policy_version:  # a lease that waited its turn is begun on what the engine holds by then
-            completions = [each if each.spans else _spanning(each, begun_on) for each in completions]
-        return Generated(completions, held)
+                return Generated(None, policy.version)
+            async with policy.border:
+                with timed(version):
+                    await swapping.update(weights, policy_version=version, swap=swap)
+                policy.version = version
+        return Generated(await generating, policy.version)
     except EngineMismatch as error:
         log.error("swap under way: %s; the lease is handed back", error)
         return Generated(None, -1)
@@ -78,6 +83,39 @@ async def generate(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class _Held:
+    """The policy at hand, and batches sampled from it."""
+
+    engine: Engine
+    lease: Lease
+    version: int
+    proofs: bool
+    border: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by a swap, and while a batch begins: a batch knows which policy it began on."""
+
+    async def sample(self, requests: list[GenerateRequest]) -> list[Completion]:
+        async with self.border:
+            begun_on = self.version
+            asked = [replace(request, proofs=self.proofs) for request in requests]
+            sampling = asyncio.ensure_future(self.engine.generate(asked, self.lease.sampling))
+            await asyncio.sleep(0)
+        completions = await sampling
+        if begun_on == self.lease.policy_version:
+            return completions
+        return [each if each.spans else _spanning(each, begun_on) for each in completions]
+
+
+async def _rollouts(policy: _Held, lease: Lease, play: Play | None) -> Rollouts | None:
+    if play is None:
+        return rollouts_for(lease, await policy.sample(requests_for(lease)))
+    try:
+        return rollouts_of_turns(lease, await play(lease, policy.sample))
+    except NothingSampled:
+        log.warning("an environment asked for nothing; the lease is handed back")
+        return None
 
 
 def _spanning(completion: Completion, policy_version: int) -> Completion:

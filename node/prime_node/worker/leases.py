@@ -11,7 +11,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, pack_body, rollouts_for
+from prime_protocol.rollout import EngineInfo, RolloutHeader, Rollouts, pack_body
 from prime_protocol.run_spec import PinnedRun
 
 SHARE_OF_LEASE = 0.4
@@ -50,16 +50,14 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     return lease
 
 
-def requests_for(lease: Lease, *, proofs: bool) -> list[GenerateRequest]:
+def requests_for(lease: Lease) -> list[GenerateRequest]:
     """What the engine is asked, in the lease's order of groups and seeds."""
-    return [GenerateRequest(group.prompt_token_ids, seed, proofs) for group in lease.groups for seed in group.seeds]
+    return [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
 
 
-def bundle_for(
-    lease: Lease, completions: list[Completion], *, key: SigningKey, engine: EngineInfo, created_at_ms: int
-) -> bytes:
+def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: EngineInfo, created_at_ms: int) -> bytes:
     """The signed parcel that answers a lease."""
-    body, decompressed_bytes = pack_body(rollouts_for(lease, completions))
+    body, decompressed_bytes = pack_body(rollouts)
     header = RolloutHeader(
         body_digest=digest_of(body),
         body_bytes=len(body),

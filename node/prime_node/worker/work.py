@@ -15,7 +15,8 @@ from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
 from prime_node.ports.engine import EngineMismatch
 from prime_node.ports.transport import Unreachable
-from prime_node.worker.generating import generate
+from prime_node.worker.episodes import play_lease
+from prime_node.worker.generating import Play, generate
 from prime_node.worker.leases import bundle_for, open_lease
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
@@ -99,17 +100,18 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         held=worker.held,
         proofs=worker.run.spec.checks.proofs,
         wait_newer=functools.partial(_wait_newer, worker),
+        play=_play(worker),
         timed=lambda version: worker.timed("swap", policy_version=version),
     )
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
     with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
         generated = await unless(worker.grace_over.wait(), work)
     worker.held = -1 if generated is None else generated.held
-    completions = None if generated is None else generated.completions
-    if completions is None:
+    rollouts = None if generated is None else generated.rollouts
+    if rollouts is None:
         await hand_back(worker, lease)
         return
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    num_tokens = rollouts.num_tokens
     worker.pace.measured(rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s)
     worker.rollouts_generated += lease.num_rollouts
     if worker.seconds_left(lease) <= 0:
@@ -118,13 +120,20 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
     parcel = await asyncio.to_thread(
         bundle_for,
         lease,
-        completions,
+        rollouts,
         key=worker.key,
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
     )
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     worker.in_hand.discard(lease.lease_id)
+
+
+def _play(worker: Worker) -> Play | None:
+    """How rollouts of several turns are made; None where the run has none."""
+    if not worker.environments:
+        return None
+    return lambda lease, sample: play_lease(lease, worker.run.spec, worker.environments, sample)
 
 
 async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights]:

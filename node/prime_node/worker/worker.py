@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from prime_node.folder_lock import FolderLock
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine
+from prime_node.ports.environment import TurnEnvironment
 from prime_node.ports.transport import WorkerPort
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import Pace
@@ -61,6 +62,8 @@ class Worker:
     """Made before the worker: what is in the folder may be signed by keys that only it knows."""
     folder: Path
     clock: Clock
+    environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
+    """Those that answer, by name."""
     rng: random.Random = field(default_factory=random.Random)
     swarm: Callable[[], str] = lambda: ""
     """What the owner is told about the exchange with other workers."""

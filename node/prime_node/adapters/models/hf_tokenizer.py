@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ class HfTokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises LocalError where the folder's files make no tokenizer."""
-        with _tokenizer_at_fault(folder):
+        with tokenizer_at_fault(folder):
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class HfTokenizer:
         if stop_token_id is None:
             raise ValueError(f"{folder}/tokenizer_config.json: its eos_token is not in tokenizer.json")
         self._stop_token_id: int = stop_token_id
-        head, tail = _template_parts(folder, config)
+        head, tail = _template_parts(folder)
         self._head = self._tokenizer.encode(head, add_special_tokens=False).ids
         self._tail = self._tokenizer.encode(tail, add_special_tokens=False).ids
         # From here on text is only text. A special token written in it becomes the characters of its name.
@@ -66,7 +66,7 @@ class HfTokenizer:
 
 
 @contextlib.contextmanager
-def _tokenizer_at_fault(folder: Path) -> Iterator[None]:
+def tokenizer_at_fault(folder: Path) -> Iterator[None]:
     """Whatever goes wrong inside is laid to the tokenizer's files: the libraries raise anything for what they do not expect."""
     try:
         yield
@@ -78,27 +78,35 @@ def _tokenizer_at_fault(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _template_parts(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
+def _template_parts(folder: Path) -> tuple[str, str]:
     """What comes before and after a problem's text. Without any template: nothing."""
+    rendered = chat_template(folder)([{"role": "user", "content": _MARKER}])
+    if rendered.count(_MARKER) != 1:
+        raise ValueError(f"{folder}: the chat template does not show a user's message exactly once and unchanged")
+    head, _, tail = rendered.partition(_MARKER)
+    return head, tail
+
+
+def chat_template(folder: Path) -> Callable[[Sequence[Mapping[str, Any]]], str]:
+    """Renders messages, with the opening of the next answer. Without any template: their texts behind one another."""
+    config = _read_json(folder / "tokenizer_config.json")
+    begin, end = (_token_text(config.get(name)) or "" for name in ("bos_token", "eos_token"))
     template = _chat_template(folder, config)
     if template is None:
-        return _token_text(config.get("bos_token")) or "", ""
+        return lambda messages: (
+            begin
+            + "".join(f"{message['content']}{end if message['role'] == 'assistant' else ''}" for message in messages)
+        )
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _no_clock
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    rendered = environment.from_string(template).render(
-        messages=[{"role": "user", "content": _MARKER}],
-        add_generation_prompt=True,
-        bos_token=_token_text(config.get("bos_token")) or "",
-        eos_token=_token_text(config.get("eos_token")) or "",
+    compiled = environment.from_string(template)
+    return lambda messages: compiled.render(
+        messages=messages, add_generation_prompt=True, bos_token=begin, eos_token=end
     )
-    if rendered.count(_MARKER) != 1:
-        raise ValueError(f"{folder}: the chat template does not show a user's message exactly once and unchanged")
-    head, _, tail = rendered.partition(_MARKER)
-    return head, tail
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

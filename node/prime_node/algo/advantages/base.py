@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from prime_node.algo.trajectories import interleave
 from prime_node.ports.train_backend import Group
 from prime_protocol.rollout import FinishReason
 
@@ -83,6 +84,7 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 
 
 def inputs_of(group: Group) -> AdvantageInputs:
+    turns = group.turns or [()] * len(group.completions)
     return AdvantageInputs(
         tuple(
             RolloutView(
@@ -91,8 +93,10 @@ def inputs_of(group: Group) -> AdvantageInputs:
                 completion_logprobs=completion.logprobs,
                 prompt_ids=group.prompt_token_ids,
                 is_truncated=completion.finish is FinishReason.LENGTH,
+                num_turns=len(its) or 1,
+                tool_response_len=sum(not trained for sample in interleave(its) for trained in sample.loss_mask),
                 environment=group.environment,
             )
-            for completion, reward in zip(group.completions, group.rewards, strict=True)
+            for completion, reward, its in zip(group.completions, group.rewards, turns, strict=True)
         )
     )

@@ -92,6 +92,8 @@ def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> No
     bound = body_bytes_max(
         num_rollouts=len(lease.slots) * run.spec.rollouts_per_group,
         completion_tokens_max=run.spec.sampling.completion_tokens_max,
+        turns_max=run.spec.turns_max,
+        context_tokens_max=max(map(run.spec.context_tokens_max, run.spec.environments)),
     )
     if header.body_bytes > bound:  # compression makes it smaller, or larger by far less than the bound's slack
         raise LimitExceeded("the lease's body_bytes_max", header.body_bytes, bound)

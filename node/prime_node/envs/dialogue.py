@@ -1,0 +1,74 @@
+"""An environment whose partner answers the model: a SplitEnvironment with several turns.
+
+The partner's words come as a user's message. Prompts are extended behind what was sampled wherever the renderer allows it; where
+it does not (a template strips thinking from earlier answers, say), the conversation is rendered anew, and a new sample begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prime_node.envs.partners import Partner
+from prime_node.envs.source import SourceProblem
+from prime_node.envs.split import HeldOut, Judge, SplitEnvironment
+from prime_node.ports.environment import Ask, HeldOutProblem
+from prime_node.ports.renderer import Message, Renderer
+from prime_protocol.rollout import FinishReason
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Plays one problem."""
+
+    judge: Judge
+    partner: Partner
+    renderer: Renderer
+
+    async def credit(self, problem: SourceProblem, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        """Of the last answer."""
+        messages: list[Message] = [{"role": "user", "content": self.judge.frame.ask(problem.question)}]
+        answers: list[str] = []
+        prompt, finished = prompt_token_ids, False
+        while (completion := await ask(prompt)) is not None:
+            said = self.renderer.parse_response(completion.token_ids)
+            answers.append(said.content)
+            finished = completion.finish is FinishReason.STOP
+            reply = self.partner(problem, answers, self._grade) if finished else None
+            if reply is None:
+                break
+            new: list[Message] = [{"role": "user", "content": reply}]
+            messages += [said.message, *new]
+            bridged = self.renderer.bridge_to_next_turn(prompt, completion.token_ids, new)
+            prompt = tuple(bridged if bridged is not None else self.renderer.render_ids(messages))
+        return self.judge.credit(problem, answers[-1], finished=finished) if answers else 0.0
+
+    def _grade(self, problem: SourceProblem, answer: str) -> float:
+        return self.judge.credit(problem, answer, finished=True)
+
+
+class DialogueEnvironment(SplitEnvironment):
+    """Implements ports.environment.TurnEnvironment."""
+
+    def __init__(self, judge: Judge, *, seed: int, partner: Partner, renderer: Renderer) -> None:
+        super().__init__(judge, seed=seed)
+        self._conversation = Conversation(judge, partner, renderer)
+
+    async def play(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        credit = await self._conversation.credit(self.problem(index), prompt_token_ids, ask)
+        return self.judge.worth(credit)
+
+    def held_out(self, count: int) -> Sequence[HeldOutProblem]:
+        return [HeldOutDialogue(self.judge, found.problem, self._conversation) for found in self.drawn_held_out(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutDialogue(HeldOut):
+    """Implements ports.environment.TurnProblem."""
+
+    conversation: Conversation
+
+    async def play(self, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        return self.judge.worth(await self.conversation.credit(self.problem, prompt_token_ids, ask))

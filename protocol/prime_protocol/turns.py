@@ -1,0 +1,158 @@
+"""Rollouts of several turns: what the model was asked at each, and what it said.
+
+An environment that answers (a game, a tool, another agent) makes a rollout of several requests to the engine. Each is recorded by
+itself, so nothing is rendered or tokenised twice: in such a bundle a completion is one turn's answer, and two more tensors say to
+which rollout it belongs and behind which tokens it was sampled.
+
+    turns    int32 [N, 3]  (rollout, kept, new) of each completion: its prompt is the first `kept` tokens of what its rollout said
+                           last, and after them `new` tokens of `context`
+    context  int32 [P]     what is new in the prompts, one after another; left out where it is empty
+
+What a rollout "said last" is the prompt and the answer of its turn before; at its first turn it is the prompt of the lease. So a
+turn that goes on costs what the environment said, and one that begins anew (thinking was stripped, another agent was asked) costs
+its prompt. The answer of turn t is sampled with `turn_seed(assigned seed, t)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+from blake3 import blake3
+
+from prime_protocol.assignment import Lease
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.noise import SEED_MAX
+from prime_protocol.rollout import Completion, Rollouts, recorded
+from prime_protocol.run_spec import EnvironmentSpec, RunSpec
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the engine and its answer."""
+
+    prompt_token_ids: TokenIds
+    completion: Completion
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The randomness of a rollout's turn, counted from 0: turn 0 has the assigned seed itself."""
+    if turn == 0:
+        return seed
+    digest = blake3(f"prime-node turn {seed} {turn}".encode()).digest(length=8)
+    return int.from_bytes(digest, "big") & SEED_MAX
+
+
+def rollouts_of_turns(lease: Lease, episodes: Sequence[Sequence[Turn]]) -> Rollouts:
+    """What an honest worker uploads: the turns of each rollout, in the lease's order of groups and seeds."""
+    rows: list[tuple[int, int, int]] = []
+    context: list[int] = []
+    said = _prompts_of_lease(lease)
+    for number, turns in enumerate(episodes):
+        before = next(said)
+        for turn in turns:
+            pairs = zip(before, turn.prompt_token_ids, strict=False)
+            kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            new = turn.prompt_token_ids[kept:]
+            rows.append((number, kept, len(new)))
+            context += new
+            before = turn.prompt_token_ids + turn.completion.token_ids
+    slots = [group.slot for group in lease.groups for _ in group.seeds]
+    seeds = [seed for group in lease.groups for seed in group.seeds]
+    numbered = [(number, place) for number, turns in enumerate(episodes) for place in range(len(turns))]
+    return replace(
+        recorded(lease, [turn.completion for turns in episodes for turn in turns]),
+        slots_N=np.array([slots[number] for number, _ in numbered], np.int64),
+        seeds_N=np.array([turn_seed(seeds[number], place) for number, place in numbered], np.int64),
+        turns_N3=np.array(rows, np.int32),
+        context_P=np.array(context, np.int32) if context else None,
+    )
+
+
+def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
+    """The turns of each rollout of a lease, their prompts spelled out. Raises PeerError where one keeps more than was said."""
+    prompts = list(_prompts_of_lease(lease))
+    if len(prompts) != rollouts.num_rollouts:
+        raise PeerError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts, the lease asks for {len(prompts)}")
+    return list(episodes_behind(rollouts, prompts))
+
+
+def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: int = 0) -> Iterator[list[Turn]]:
+    """The same of the rollouts from number `first` on, behind these prompts of their leases."""
+    if rollouts.turns_N3 is None:
+        for number, prompt in enumerate(prompts, start=first):
+            yield [Turn(prompt, rollouts.completion(number))]
+        return
+    completions, context, place = rollouts.completions(), rollouts.context, 0
+    episodes: dict[int, list[Turn]] = {number: [] for number in range(first, first + len(prompts))}
+    for completion, (number, kept, new) in zip(completions, rollouts.turns_N3.tolist(), strict=True):
+        said = tuple(context[place : place + new])
+        place += new
+        if number not in episodes:
+            continue
+        turns = episodes[number]
+        before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else prompts[number - first]
+        if kept > len(before):
+            raise PeerError(ErrorCode.MALFORMED, f"a turn of rollout {number} keeps {kept} of {len(before)} tokens")
+        turns.append(Turn(before[:kept] + said, completion))
+    yield from episodes.values()
+
+
+def joined(turns: Sequence[Turn]) -> Completion:
+    """All that was sampled, as if it had been one answer."""
+    if len(turns) == 1:
+        return turns[0].completion
+    return Completion(
+        tuple(token for turn in turns for token in turn.completion.token_ids),
+        tuple(logprob for turn in turns for logprob in turn.completion.logprobs),
+        turns[-1].completion.finish,
+    )
+
+
+def has_assigned_seeds(rollouts: Rollouts, lease: Lease) -> bool:
+    """Whether slots and seeds are the lease's, in its order, for every turn."""
+    slots = [group.slot for group in lease.groups for _ in group.seeds]
+    seeds = [seed for group in lease.groups for seed in group.seeds]
+    if rollouts.num_rollouts != len(slots):
+        return False
+    numbers = rollouts.rollout_numbers.tolist()
+    places = [0] * len(numbers)
+    for index in range(1, len(numbers)):
+        places[index] = places[index - 1] + 1 if numbers[index] == numbers[index - 1] else 0
+    wanted = [turn_seed(seeds[number], place) for number, place in zip(numbers, places, strict=True)]
+    same_slots = rollouts.slots_N.tolist() == [slots[number] for number in numbers]
+    return same_slots and bool(rollouts.seeds_N.tolist() == wanted)
+
+
+def check_turns(rollouts: Rollouts, lease: Lease, spec: RunSpec) -> str | None:
+    """Why a bundle's turns are not what the lease's environments allow, or None. Raises PeerError where they cannot be read."""
+    environments = {environment.name: environment for environment in spec.environments}
+    problems = [group.problem for group in lease.groups for _ in group.seeds]
+    for problem, prompt, turns in zip(problems, _prompts_of_lease(lease), episodes_of(rollouts, lease), strict=True):
+        fault = _fault(turns, prompt, environments[problem.environment], spec)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault(turns: Sequence[Turn], prompt: TokenIds, environment: EnvironmentSpec, spec: RunSpec) -> str | None:
+    if len(turns) > environment.turns_max:
+        return f"{len(turns)} turns, environment {environment.name} has {environment.turns_max}"
+    if environment.turns_max == 1 and turns[0].prompt_token_ids != prompt:
+        return "another prompt than the lease's"
+    for turn in turns:
+        length = len(turn.prompt_token_ids)
+        bound = spec.context_tokens_max(environment) - spec.sampling.completion_tokens_max
+        if not 1 <= length <= bound:
+            return f"a prompt of {length} tokens; environment {environment.name} has 1 to {bound}"
+        if max(turn.prompt_token_ids) >= spec.vocab_size:
+            return "a token of a prompt is outside of the vocabulary"
+    return None
+
+
+def _prompts_of_lease(lease: Lease) -> Iterator[TokenIds]:
+    return (group.prompt_token_ids for group in lease.groups for _ in group.seeds)

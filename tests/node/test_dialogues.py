@@ -1,0 +1,346 @@
+"""Rollouts of several turns, from the worker to the trainer: played, bundled, judged, played again, and trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.node.worker_world import COORDINATOR, WORKER, make_run
+
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.algo.advantages import inputs_of
+from prime_node.cli.wire_environments import build_environments
+from prime_node.envs.episodes import Bounds, Recorder, WrongContext, bounds_of, replayed, scored
+from prime_node.envs.partners import calculate
+from prime_node.ports.engine import GenerateRequest
+from prime_node.ports.environment import Ask, TurnEnvironment
+from prime_node.replay.bundles import groups_of, open_batch, open_bundle
+from prime_node.trainer.batch import prepare
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.recipe import Recipe
+from prime_node.validator import judge
+from prime_node.worker.episodes import NothingSampled, play_lease
+from prime_node.worker.generating import generate
+from prime_node.worker.leases import bundle_for
+from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason, Rollouts
+from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
+from prime_protocol.schedule import SwapPolicy
+from prime_protocol.turns import Turn, rollouts_of_turns, turn_seed
+from prime_protocol.verdict import RejectReason
+
+WORDS = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 4}
+ENVIRONMENTS = (
+    EnvironmentSpec(name="again", id="reasoning_gym", options={**WORDS, "partner": "retry"}, turns_max=3),
+    EnvironmentSpec(name="words", id="reasoning_gym", options={**WORDS}),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    for name, data in model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(model: Path) -> PinnedRun:
+    stop = HfTokenizer(model).stop_token_id
+    sampling = Sampling(completion_tokens_max=24, stop_token_ids=(stop, *range(97, 117)))  # it stops early and often
+    return make_run(vocab_size=264, environments=ENVIRONMENTS, sampling=sampling, groups_per_step=2)
+
+
+@pytest.fixture
+async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
+    made = TransformersEngine(model)
+    await made.load(initial_weights(model, 0), policy_version=0)
+    yield made
+    await made.close()
+
+
+def worlds_of(run: PinnedRun, model: Path) -> dict[str, TurnEnvironment]:
+    made = build_environments(run.spec.environments, model)
+    return {name: world for name, world in made.items() if isinstance(world, TurnEnvironment)}
+
+
+def lease_of(run: PinnedRun, model: Path) -> Lease:
+    tokenizer, worlds = HfTokenizer(model), build_environments(run.spec.environments, model)
+    groups = tuple(
+        GroupAssignment(
+            slot=slot,
+            problem=Problem(environment=name, index=slot),
+            prompt_token_ids=tuple(tokenizer.encode_prompt(worlds[name].prompt(slot))),
+            seeds=tuple(range(100 * slot, 100 * slot + 4)),
+        )
+        for slot, name in enumerate(("again", "words"))
+    )
+    return Lease(
+        run=run.digest,
+        lease_id=digest_of(b"lease"),
+        worker=WORKER.key_id,
+        step=0,
+        policy_version=0,
+        policy_digest=digest_of(b"policy 0"),
+        groups=groups,
+        sampling=run.spec.sampling,
+        issued_at_ms=0,
+        expires_at_ms=10**12,
+    )
+
+
+async def never(version: int) -> tuple[int, dict[str, object]]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def made_by_a_worker(engine: TransformersEngine, run: PinnedRun, model: Path, lease: Lease) -> Rollouts:
+    worlds = worlds_of(run, model)
+    generated = await generate(
+        engine,
+        lease,
+        SwapPolicy.DRAIN,
+        held=0,
+        wait_newer=never,  # type: ignore[arg-type]
+        play=lambda lease, sample: play_lease(lease, run.spec, worlds, sample),
+    )
+    assert generated.rollouts is not None
+    return generated.rollouts
+
+
+async def judged(
+    engine: TransformersEngine, run: PinnedRun, model: Path, lease: Lease, rollouts: Rollouts
+) -> tuple[judge.Judgement, bytes]:
+    info = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu")
+    parcel = bundle_for(lease, rollouts, key=WORKER, engine=info, created_at_ms=0)
+    opened = judge.open_bundle(parcel, lease, run)
+    if not isinstance(opened, judge.OpenedBundle):
+        return opened, parcel
+    worlds = build_environments(run.spec.environments, model)
+    return await judge.judge_bundle(opened, engine, run=run, environments=worlds, tokenizer=HfTokenizer(model)), parcel
+
+
+async def test_what_is_said_between_two_answers_travels_is_checked_and_is_not_trained(
+    engine: TransformersEngine, run: PinnedRun, model: Path
+) -> None:
+    lease = lease_of(run, model)
+    rollouts = await made_by_a_worker(engine, run, model, lease)
+    assert rollouts.num_rollouts == 8
+    turns = np.bincount(rollouts.rollout_numbers)
+    assert turns[:4].max() == 3, "it tried again"
+    assert (turns[4:] == 1).all(), "the other environment has one turn"
+    judgement, parcel = await judged(engine, run, model, lease, rollouts)
+    assert judgement.verdict.accepted, judgement
+    assert judgement.measured["seed_flips_share"] == 0.0
+    assert len(judgement.rewards) == 8
+
+    batch = TrainBatch(
+        run=run.digest,
+        step=0,
+        groups=tuple(
+            BatchGroup(
+                slot=group.slot,
+                worker=WORKER.key_id,
+                bundle=digest_of(parcel),
+                first=4 * place,
+                policy_version=0,
+                problem=group.problem,
+                prompt_token_ids=group.prompt_token_ids,
+                rewards=judgement.rewards[4 * place : 4 * place + 4],
+            )
+            for place, group in enumerate(lease.groups)
+        ),
+    )
+    opened = open_batch(seal(batch, PayloadType.BATCH, COORDINATOR), run, step=0)
+    bundle = open_bundle(parcel, digest=digest_of(parcel), worker=WORKER.key_id, run=run)
+    first, second = groups_of(opened, {digest_of(parcel): bundle}, run)
+    views = inputs_of(first).rollouts
+    assert [view.num_turns for view in views] == turns[:4].tolist()
+    said = HfTokenizer(model).encode("No. Try again.")
+    assert all((view.tool_response_len > len(said)) == (view.num_turns > 1) for view in views)
+    assert [view.num_turns for view in inputs_of(second).rollouts] == [1] * 4
+
+    config = TrainerConfig(filters=())
+    recipe = Recipe.of(config, max_steps=1, completion_tokens_max=24, vocab_size=264)
+    prepared = prepare([first, second], recipe, step=0)
+    assert len(prepared.samples) == 8, "the tiny model's template is extended, so each rollout is one sample"
+    assert sum(sample.num_trained for sample in prepared.samples) == rollouts.num_tokens
+    assert prepared.metrics["turns_max"] == 3
+    long = prepared.samples[int(turns.argmax())]
+    assert bytes(said).decode() in bytes(token for token in long.completion_token_ids if token < 256).decode(
+        errors="replace"
+    )
+
+
+def spoil(change: Callable[[list[Turn]], list[Turn]]) -> Callable[[list[list[Turn]]], list[list[Turn]]]:
+    return lambda episodes: [change(turns) if len(turns) == 3 else turns for turns in episodes]
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        spoil(lambda turns: turns[:-1]),  # it gave up early
+        spoil(lambda turns: [*turns[:-1], replace(turns[-1], prompt_token_ids=(*turns[-1].prompt_token_ids[:-1], 1))]),
+        spoil(lambda turns: [turns[0], *turns[:-1]]),  # it asked twice, and keeps the better one
+    ],
+)
+async def test_turns_that_the_environment_does_not_ask_for_are_refused(
+    engine: TransformersEngine,
+    run: PinnedRun,
+    model: Path,
+    tamper: Callable[[list[list[Turn]]], list[list[Turn]]],
+) -> None:
+    lease = lease_of(run, model)
+    honest: list[list[Turn]] = await play_lease(
+        lease, run.spec, worlds_of(run, model), lambda requests: engine.generate(requests, lease.sampling)
+    )
+    rollouts = rollouts_of_turns(lease, tamper(honest))
+    parcel = bundle_for(lease, rollouts, key=WORKER, engine=engine.info, created_at_ms=0)
+    opened = judge.open_bundle(parcel, lease, run)
+    assert isinstance(opened, judge.OpenedBundle)
+    worlds = build_environments(run.spec.environments, model)
+    judgement = await judge.reward_bundle(opened, run=run, environments=worlds, tokenizer=HfTokenizer(model))
+    assert judgement.verdict.reason is RejectReason.WRONG_CONTEXT
+
+
+async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: PinnedRun, model: Path) -> None:
+    class Silent:
+        async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+            raise ZeroDivisionError("not today")
+
+    async def sample(requests: list[GenerateRequest]) -> list[Completion]:
+        return [Completion((1,), (-0.5,), FinishReason.STOP) for _ in requests]
+
+    with pytest.raises(NothingSampled):
+        await play_lease(lease_of(run, model), run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
+
+
+# Episodes by themselves
+
+
+def answer(*tokens: int) -> Completion:
+    return Completion(tokens, (-0.5,) * len(tokens), FinishReason.STOP)
+
+
+async def test_every_turn_has_its_seed_and_the_bounds_end_an_episode() -> None:
+    asked: list[GenerateRequest] = []
+
+    async def engine(request: GenerateRequest) -> Completion:
+        asked.append(request)
+        return answer(1)
+
+    recorder = Recorder(7, Bounds(turns_max=3, prompt_tokens_max=4), engine)
+    assert await recorder((1, 2, 3, 4, 5)) is None, "too long"
+    assert [await recorder((number,)) for number in range(4)] == [answer(1)] * 3 + [None]
+    assert [request.seed for request in asked] == [turn_seed(7, number) for number in range(3)]
+    assert [turn.prompt_token_ids for turn in recorder.turns] == [(0,), (1,), (2,)]
+
+
+async def asks_twice(ask: Ask) -> float:
+    """Two agents at once; the reward is what they say together."""
+    answers = await asyncio.gather(ask((1,)), ask((2,)))
+    return float(sum(one.token_ids[0] for one in answers if one is not None))
+
+
+BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4)
+
+
+async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None:
+    turns = [Turn((2,), answer(20)), Turn((1,), answer(1))]
+    assert await replayed(asks_twice, turns, BOUNDS, exact=True) == 21.0
+    with pytest.raises(WrongContext, match="1 turns are recorded"):
+        await replayed(asks_twice, [*turns, turns[0]], BOUNDS, exact=True)
+    with pytest.raises(WrongContext, match="not recorded"):
+        await replayed(asks_twice, turns[:1], BOUNDS, exact=True)
+
+
+async def test_where_the_environment_may_say_something_else_answers_count_in_their_order() -> None:
+    turns = [Turn((7,), answer(5)), Turn((8,), answer(6))]
+    assert await replayed(asks_twice, turns, BOUNDS, exact=False) == 11.0
+
+
+async def test_a_judge_that_is_not_sure_is_asked_several_times() -> None:
+    opinions = iter([0.0, 1.0, 0.9])
+
+    async def play(ask: Ask) -> float:
+        await ask((1,))
+        return next(opinions)
+
+    assert await scored(play, [Turn((1,), answer(1))], BOUNDS, exact=True, scorings=3) == 0.9
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("12+7", 19), ("2 * (3 + 4)", 14), ("-3 - -4", 1), ("2*-3", -6), ("((5))", 5)]
+)
+def test_the_calculator_calculates(expression: str, value: int) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["", "1+", "(1", "1)", "2**3", "__import__", "1 2", "(" * 60 + "1", "*1"])
+def test_the_calculator_refuses_what_it_does_not_understand(expression: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (each has its own words)
+        calculate(expression)
+
+
+async def test_a_calculator_is_a_turn_and_the_last_answer_is_scored(model: Path) -> None:
+    spec = EnvironmentSpec(
+        name="sums", id="reasoning_gym", options={"task": "chain_sum", "partner": "calculator"}, turns_max=2
+    )
+    world = build_environments([spec], model)["sums"]
+    assert isinstance(world, TurnEnvironment)
+    tokenizer = HfTokenizer(model)
+    prompts: list[str] = []
+    said = iter(["calc 12+7", world.answer(0)])
+
+    async def ask(prompt: tuple[int, ...]) -> Completion:
+        prompts.append(tokenizer.decode(list(prompt)))
+        return answer(*tokenizer.encode(next(said)), tokenizer.stop_token_id)
+
+    assert await world.play(0, tuple(tokenizer.encode_prompt(world.prompt(0))), ask) == 1.0
+    assert prompts[1].endswith("19")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"turns_max": 2}, "go together"),
+        ({"options": {**WORDS, "partner": "retry"}}, "go together"),
+        ({"turns_max": 2, "options": {**WORDS, "partner": "parrot"}}, "calculator, retry"),
+    ],
+)
+def test_partners_and_turns_are_described_together(model: Path, changes: dict[str, object], why: str) -> None:
+    from prime_protocol.errors import LocalError
+
+    spec = EnvironmentSpec.model_validate({"name": "a", "id": "reasoning_gym", "options": WORDS, **changes})
+    with pytest.raises(LocalError, match=why):
+        build_environments([spec], model)
+
+
+async def test_held_out_problems_are_played_too(engine: TransformersEngine, run: PinnedRun, model: Path) -> None:
+    tokenizer, weights = HfTokenizer(model), initial_weights(model, 0)
+    questions = held_out(build_environments(run.spec.environments, model), tokenizer, evaluation=3, stopping=1)
+    sizes: list[int] = []
+
+    class Counted(TransformersEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            sizes.append(len(requests))
+            return await super().generate(requests, sampling)
+
+    evaluator = Evaluator(
+        Counted(model), tokenizer, questions, run.spec.sampling, seed=1, samples=2, bounds=bounds_of(run.spec)
+    )
+    marks = await evaluator.evaluate(weights, 0)
+    assert marks == await evaluator.evaluate(weights, 0)
+    assert {"eval_sampled/again", "eval_sampled/words"} <= marks.keys()
+    assert len(sizes) > 2 * 4, "further turns were asked for"
+    await evaluator.close()

@@ -1,0 +1,136 @@
+"""Renderers: the package's own for a model family, and one over any chat template. Both keep what was sampled as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.template_renderer import TemplateRenderer
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.algo.trajectories import interleave
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.turns import Turn
+
+pytest.importorskip("renderers")
+
+SPECIAL = [
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with the special tokens of Qwen3."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL]
+    made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    made.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(words)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def sampled(folder: Path, text: str) -> Completion:
+    """What a model of this tokenizer says, special tokens and all."""
+    ids = tuple(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+    return Completion(ids, (-0.5,) * len(ids), FinishReason.STOP)
+
+
+def test_qwen3_goes_on_behind_a_tool_and_begins_anew_where_thinking_is_stripped(qwen3: Path) -> None:
+    from prime_node.adapters.models.package_renderer import PackageRenderer
+
+    renderer = PackageRenderer(qwen3, name="auto")
+    assert renderer.name == "qwen3"
+    question = {"role": "user", "content": "How many are 2 and 2?"}
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    first = sampled(qwen3, f"<think>\nlet me count\n</think>\n\n{call}<|im_end|>")
+    prompt = tuple(renderer.render_ids([question]))
+    parsed = renderer.parse_response(first.token_ids)
+    assert parsed.reasoning.strip() == "let me count"
+    assert parsed.tool_calls[0]["function"]["name"] == "add"
+
+    answer = {"role": "tool", "content": "4"}
+    bridged = renderer.bridge_to_next_turn(prompt, first.token_ids, [answer])
+    assert bridged is not None
+    assert tuple(bridged[: len(prompt) + len(first.token_ids)]) == prompt + first.token_ids
+    second = sampled(qwen3, "<think>\nfour\n</think>\n\n4<|im_end|>")
+
+    more = {"role": "user", "content": "And 3 and 3?"}
+    assert renderer.bridge_to_next_turn(tuple(bridged), second.token_ids, [more]) is None
+    said = [question, parsed.message, answer, renderer.parse_response(second.token_ids).message, more]
+    anew = tuple(renderer.render_ids(said))
+    assert "let me count" not in HfTokenizer(qwen3).decode(list(anew))
+    third = sampled(qwen3, "<think>\nsix\n</think>\n\n6<|im_end|>")
+
+    samples = interleave([Turn(prompt, first), Turn(tuple(bridged), second), Turn(anew, third)])
+    assert [sample.turns for sample in samples] == [(0, 1), (2,)]
+    tokens = samples[0].prompt_token_ids + samples[0].completion_token_ids
+    assert tokens == tuple(bridged) + second.token_ids
+    assert sum(samples[0].loss_mask) == len(first.token_ids) + len(second.token_ids)
+
+
+def test_an_unknown_family_says_that_a_renderer_must_be_named(tiny: Path, tmp_path: Path) -> None:
+    from prime_node.adapters.models.package_renderer import PackageRenderer
+
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_bytes()) | {"model_type": "llama4_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no renderer is known"):
+        PackageRenderer(tmp_path)
+    with pytest.raises(ValueError, match="no renderer 'qwen9'"):
+        PackageRenderer(tiny, name="qwen9")
+
+
+@pytest.mark.parametrize("folder", ["tiny", "qwen3"])
+def test_a_templates_prompt_is_the_leases_and_its_bridge_is_the_conversation(
+    folder: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    renderer, tokenizer = TemplateRenderer(path), HfTokenizer(path)
+    messages = [{"role": "user", "content": "spell sun <|im_end|>"}]
+    prompt = renderer.render_ids(messages)
+    assert prompt == tokenizer.encode_prompt("spell sun <|im_end|>")
+    answer = [*tokenizer.encode("nus"), tokenizer.stop_token_id]
+    new = [{"role": "user", "content": "No. Try again."}]
+    bridged = renderer.bridge_to_next_turn(prompt, answer, new)
+    whole = renderer.render_ids([*messages, {"role": "assistant", "content": "nus"}, *new])
+    assert bridged == whole
+    unfinished = renderer.bridge_to_next_turn(prompt, answer[:-1], new)
+    assert unfinished == whole, "an answer that was cut off is closed"
+    assert renderer.parse_response(answer).content == "nus"
+
+
+def test_a_template_that_hides_earlier_answers_has_no_bridge(qwen3: Path, tmp_path: Path) -> None:
+    for file in qwen3.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_bytes())
+    config["chat_template"] = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert TemplateRenderer(tmp_path).bridge_to_next_turn([1], [2], [{"role": "user", "content": "a"}]) is None
