@@ -51,6 +51,7 @@ from vectors_folder import (
     fields,
     flipped,
 )
+from vectors_invite import invites
 from vectors_ledger import ledger
 from vectors_peers import peers
 from vectors_proofs import proofs, proven, tensors_of
@@ -484,6 +485,7 @@ def main() -> None:
     messages(folder, run, lease, bundles(folder, run, lease))
     ledger(folder, run)
     turns(folder, lease)
+    invites(folder, run)
 
 
 if __name__ == "__main__":

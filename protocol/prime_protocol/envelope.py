@@ -42,6 +42,7 @@ class PayloadType(StrEnum):
     BATCH = "application/vnd.prime.batch+json"
     KEY_RING = "application/vnd.prime.key-ring+json"
     TIMESTAMP = "application/vnd.prime.timestamp+json"
+    INVITE = "application/vnd.prime.invite+json"
     LEDGER_HEAD = "application/vnd.prime.ledger-head+json"
     BAN = "application/vnd.prime.ban+json"
     PEER_LIST = "application/vnd.prime.peer-list+json"

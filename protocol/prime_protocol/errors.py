@@ -47,6 +47,8 @@ class ErrorCode(StrEnum):
     """The key never joined this run, or left it. Join again."""
     BANNED = "banned"
     """The key is banned from this run; the detail names the evidence."""
+    NOT_INVITED = "not_invited"
+    """The run's operator takes listed or invited keys, and this is none. Ask him."""
     EXPIRED = "expired"
     """The time stamp of a request, or of a statement of the newest policy, is too old or too far ahead. Check the clock."""
     REPLAYED = "replayed"
@@ -89,6 +91,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.REVOKED: 403,
     ErrorCode.UNKNOWN_WORKER: 403,
     ErrorCode.BANNED: 403,
+    ErrorCode.NOT_INVITED: 403,
     ErrorCode.EXPIRED: 401,
     ErrorCode.REPLAYED: 409,
     ErrorCode.LEASE_UNKNOWN: 404,

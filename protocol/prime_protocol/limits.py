@@ -46,6 +46,8 @@ STATISTICS_MAX = 12
 """Statistics of one bundle that evidence is made of."""
 CALIBRATION_PAIRS_MAX = 64
 """Pairs of engines in one calibration."""
+INVITE_CHARS_MAX = 4 * 2**10
+"""An invitation as text."""
 SURETY_BUNDLES_MAX = 1_024
 """Bundles of one worker whose tokens are not credited yet."""
 LEDGER_LINE_BYTES_MAX = 8 * 2**10

@@ -22,6 +22,7 @@ from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import KeyId
+from prime_protocol.invite import InviteText
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import EnvelopeText, Multiaddr
 from prime_protocol.rollout import EngineInfo
@@ -44,6 +45,16 @@ Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
 Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MAX)]
 
 
+class Hardware(WireModel):
+    """What a worker says about its machine. For the operator; what it is leased follows from what was measured."""
+
+    device: Name
+    """The GPU's name, or the processor's architecture."""
+    cores: Count
+    memory_bytes: Count
+    """Of the GPU where there is one, else of the machine."""
+
+
 class JoinRequest(WireModel):
     """A worker asks to take part. Joining again with the same key is allowed and starts a new session."""
 
@@ -55,6 +66,10 @@ class JoinRequest(WireModel):
     engine: EngineInfo
     rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """Completions that this worker samples at once with profit."""
+    invite: InviteText = Field(default="", exclude_if=_is_default)
+    """An invitation, where the run asks new keys for one."""
+    hardware: Hardware | None = Field(default=None, exclude_if=_is_default)
+    """What the machine is, as it says itself."""
 
 
 class WorkerState(StrEnum):
@@ -240,6 +255,8 @@ class JoinReply(WireModel):
     """Newest published policy."""
     server_time_ms: Count
     """So that a worker with a wrong clock learns by how much."""
+    notice: Text = Field(default="", exclude_if=_is_default)
+    """For the contributor: what his machine lacks, and what follows from it."""
 
 
 class HeartbeatReply(WireModel):

@@ -41,9 +41,9 @@ class Run:
         self.effects += effects
         return effects
 
-    def join(self, *workers: str) -> None:
+    def join(self, *workers: str, network: str = "") -> None:
         for worker in workers:
-            self.do(ev.WorkerJoined(worker, worker, "1", "engine", 64))
+            self.do(ev.WorkerJoined(worker, worker, "1", "engine", 64, network))
 
     def publish(self) -> None:
         version = self.state.head + 1

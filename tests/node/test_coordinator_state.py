@@ -358,6 +358,7 @@ class AnyRun(RuleBasedStateMachine):
                 slow_factor=slow_factor,
                 audit_share_min=0.5 if surety else 1.0,
                 surety_bundles=surety,
+                newcomer_bundles=2,
             )
         )
         self.verdicts: dict[str, bool] = {}
@@ -370,11 +371,11 @@ class AnyRun(RuleBasedStateMachine):
     def state(self) -> State:
         return self.run_.state
 
-    @rule(name=st.sampled_from("abcd"))
-    def join(self, name: str) -> None:
+    @rule(name=st.sampled_from("abcd"), network=st.sampled_from(["", "x", "y"]))
+    def join(self, name: str, network: str) -> None:
         worker = self.state.workers.get(name)
         if worker is None or worker.banned is None:
-            self.run_.join(name)
+            self.run_.join(name, network=network)
 
     @rule(name=st.sampled_from("abcd"), lost=st.booleans())
     def go(self, name: str, lost: bool) -> None:

@@ -28,6 +28,7 @@ from prime_protocol.envelope import (
 )
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import PublicKey, SigningKey
+from prime_protocol.invite import open_invite
 from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
@@ -110,6 +111,10 @@ def timestamp(case: Case, folder: Path) -> Any:
     stamp = open_timestamp(open_envelope(data_of(case, folder)), run)
     check_fresh(stamp, case["now_ms"])
     return fields(stamp)
+
+
+def invite(case: Case, folder: Path) -> Any:
+    return fields(open_invite(case["text"], _run_of(case, folder), now_ms=case["now_ms"]))
 
 
 def ledger(case: Case, folder: Path) -> Any:
@@ -246,6 +251,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "proof": proof,
     "checkpoint": checkpoint,
     "envelope": envelope,
+    "invite": invite,
     "join_link": join_link,
     "json": json_text,
     "key_id": key_id,

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import platform
+
 import torch
+
+from prime_protocol.messages import Hardware
 
 
 def has_gpu() -> bool:
     """True where torch can use a CUDA device."""
     return bool(torch.cuda.is_available())
+
+
+def hardware() -> Hardware:
+    """What a worker tells its operator."""
+    cores = os.cpu_count() or 1
+    if has_gpu():
+        found = torch.cuda.get_device_properties(0)
+        return Hardware(device=found.name[:200], cores=cores, memory_bytes=int(found.total_memory))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(device=platform.machine() or "unknown", cores=cores, memory_bytes=memory_bytes)

@@ -126,6 +126,7 @@ async def _join(
                         engine=engine,
                         follower=follower,
                         trust=trust,
+                        hardware=wire.hardware(),
                         swarm=(lambda: "") if peer is None else peer.describe,
                         folder=folder,
                         clock=wire.clock(),

@@ -18,6 +18,7 @@ from prime_node.cli import (
     keys,
     ledger,
     new,
+    operate,
     seed,
     trainer,
     up,
@@ -42,6 +43,7 @@ for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validat
 app.add_typer(keys.keys, name="keys")
 app.add_typer(ledger.ledger, name="ledger")
 app.add_typer(evidence.evidence, name="evidence")
+app.add_typer(operate.operate, name="operate")
 
 
 @app.command()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.messages import Hardware
     from prime_protocol.weights import Weights
 
 
@@ -266,6 +267,12 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> Scorer:
     made = _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
     return wire_adapters.merging_scorer(made, run, settings.base_model)
+
+
+def hardware() -> Hardware:
+    from prime_node.adapters.hardware import hardware as found
+
+    return found()
 
 
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:

@@ -7,6 +7,7 @@ policy has other seeds for the same problem.
     problem of slot        environment by weight, index, from blake3(key, "problem", run, slot, draw)
     seeds of a group       blake3(key, "seeds", run, policy digest, environment, index, slot), 8 bytes a completion
                            of its extendable output, in order, the top bit cleared
+    name of a network      blake3(key, "network", run, prefix)
     audit of a bundle      blake3(key, "audit", run, bundle digest)
 """
 
@@ -106,6 +107,10 @@ class Assigner:
     def audit_draw(self, bundle: str) -> float:
         """A number in [0, 1) for an uploaded bundle that nobody can foresee: it is audited where this is below its share."""
         return int.from_bytes(self._hash("audit", bundle, num_bytes=8), "big") / 2**64
+
+    def network_name(self, network: str) -> str:
+        """A name for a network that tells nobody which one it is."""
+        return self._hash("network", network, num_bytes=16).hex()
 
     def _render(self, slot: int, first_draw: int) -> tuple[Problem, tuple[int, ...]]:
         longest = self._run.spec.limits.prompt_tokens_max

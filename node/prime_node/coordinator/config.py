@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+from functools import cached_property
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prime_node.config import Settings, SettingsConfigDict
 from prime_node.coordinator.state.curriculum import Pool
+from prime_protocol.identity import KeyId
 from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
 
 
@@ -77,6 +80,24 @@ class CoordinatorConfig(Settings):
     them. A worker that was away longer begins from there. None keeps all, so that the whole chain can be verified."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which problems are asked."""
+    trusted_networks: tuple[str, ...] = (
+        "127.0.0.0/8",
+        "::1/128",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "fc00::/7",
+    )
+    """Networks whose newcomers are not limited together: by default this machine and private addresses. Behind a reverse proxy
+    every worker seems to come from the proxy: leave its address out, or let the proxy limit each address."""
+    workers_per_network_max: int = Field(default=64, ge=1)
+    """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, but for trusted ones."""
+    allowed_workers: tuple[KeyId, ...] = ()
+    """Keys that may join; empty: any may."""
+    invites_needed: bool = False
+    """New keys need an invitation; `prime-node operate invite` makes one."""
+    software_min: str = Field(default="", pattern=r"^(\d{1,6}(\.\d{1,6}){0,3})?$")
+    """Workers with an older prime-node are told to upgrade; empty: none is."""
     requests_per_second: float = Field(default=50.0, gt=0.0)
     """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
     faults_per_second: float = Field(default=5.0, gt=0.0)
@@ -102,3 +123,15 @@ class CoordinatorConfig(Settings):
     0.0.0.0."""
     grace_seconds: float = Field(default=5.0, ge=0.0)
     """How long requests under way may take to finish when the coordinator stops."""
+
+    @field_validator("trusted_networks")
+    @classmethod
+    def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ipaddress.ip_network(network)  # raises ValueError with what is wrong
+        return networks
+
+    @cached_property
+    def trusted(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+        """trusted_networks, parsed."""
+        return tuple(ipaddress.ip_network(network) for network in self.trusted_networks)

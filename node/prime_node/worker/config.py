@@ -17,6 +17,8 @@ class WorkerConfig(Settings):
 
     name: str = Field(default="worker", min_length=1, max_length=limits.NAME_CHARS_MAX)
     """What you call this machine. The operator sees it; it proves nothing."""
+    invite: str = Field(default="", max_length=limits.INVITE_CHARS_MAX)
+    """The invitation that the run's operator has sent you, where the run takes invited keys only."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     """Inference engine. auto: vLLM where there is a GPU, else transformers, which starts in seconds."""
     threads: int = Field(default=1, ge=1)

@@ -145,5 +145,7 @@ class Session:
                 abs(self._clock_behind_ms) / 1_000,
                 direction,
             )
+        if reply.notice:
+            log.warning("the coordinator says: %s", reply.notice)
         self.step, self.head = reply.step, reply.head
         self._joins += 1

@@ -27,7 +27,7 @@ from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import JoinRequest, WorkerState
+from prime_protocol.messages import Hardware, JoinRequest, WorkerState
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class Worker:
     environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
     """Those that answer, by name."""
     rng: random.Random = field(default_factory=random.Random)
+    hardware: Hardware | None = None
+    """What the operator is told about this machine."""
     swarm: Callable[[], str] = lambda: ""
     """What the owner is told about the exchange with other workers."""
     say: Callable[[str], None] = log.info
@@ -100,6 +102,8 @@ class Worker:
             software=f"prime-node {__version__}",
             engine=self.engine.info,
             rollouts_max=self.config.rollouts_max,
+            invite=self.config.invite,
+            hardware=self.hardware,
         )
         self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=self.rng)
 

@@ -1,4 +1,4 @@
-"""What workers ask for beside uploading: join, heartbeat, lease, hand back, leave, receipts."""
+"""What workers ask for beside joining and uploading: heartbeat, lease, hand back, leave, receipts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
 from prime_protocol.messages import (
     HeartbeatReply,
     HeartbeatRequest,
-    JoinReply,
-    JoinRequest,
     LeaseRequest,
     LeaveRequest,
     NotYet,
@@ -33,26 +31,6 @@ ENVIRONMENT_RETRY_S = 5.0
 """After an environment failed: it may be a service that comes back."""
 RETRY_S = 0.2
 """How soon to ask again where waiting here would not help, a new policy being needed first."""
-
-
-async def join(core: Core, signer: str, request: JoinRequest) -> JoinReply:
-    """Take part, or begin anew with the same key."""
-    state = core.state
-    worker = state.workers.get(signer)
-    if state.num_active >= state.rules.workers_max and not (worker and worker.active):
-        raise PeerError(ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=60.0)
-    engine = request.engine
-    core.decide(
-        ev.WorkerJoined(
-            worker=signer,
-            name=request.name,
-            software=request.software,
-            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}",
-            rollouts_max=request.rollouts_max,
-        )
-    )
-    core.presence.heard(signer, core.clock.monotonic_s())
-    return JoinReply(step=state.current_step, head=state.head, server_time_ms=core.clock.now_ms())
 
 
 async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:

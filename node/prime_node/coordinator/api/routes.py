@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.coordinator.api import (
+    admission,
     finding,
     intake,
     judging,
@@ -49,7 +50,6 @@ Answer = BaseModel | Envelope | bytes | None
 Action = Callable[[Core, str, Any], Awaitable[Answer]]
 
 _ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
-    ("join", Caller.ANYONE, messages.JoinRequest, leasing.join),
     ("heartbeat", Caller.WORKER, messages.HeartbeatRequest, leasing.heartbeat),
     ("lease", Caller.WORKER, messages.LeaseRequest, leasing.lease),
     ("return_lease", Caller.WORKER, messages.ReturnLeaseRequest, leasing.return_lease),
@@ -83,18 +83,14 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         await publisher.publish(gate, request.body, address=request.remote)
         return _respond(None)
 
+    def admitted(request: Request, kind: type[Any]) -> tuple[str, Any]:
+        return _admitted(core, gate, request, kind, Caller.ANYONE)
+
+    async def join(request: Request) -> Response:
+        return _respond(await admission.join(core, *admitted(request, messages.JoinRequest), address=request.remote))
+
     async def find_peers(request: Request) -> Response:
-        signer, message = gate.admit(
-            request.body,
-            kind=messages.PeersRequest,
-            caller=Caller.ANYONE,
-            state=core.state,
-            address=request.remote,
-            now_ms=core.clock.now_ms(),
-            now_s=core.clock.monotonic_s(),
-        )
-        assert isinstance(message, messages.PeersRequest)
-        return _respond(await finding.find(core, signer, message, address=request.remote))
+        return _respond(await finding.find(core, *admitted(request, messages.PeersRequest), address=request.remote))
 
     posts = [
         (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
@@ -105,6 +101,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
         ("/v1/keys", take_keys, 2 * limits.KEY_RING_BYTES_MAX),
+        ("/v1/join", join, limits.REQUEST_BYTES_MAX),
         ("/v1/peers", find_peers, limits.REQUEST_BYTES_MAX),
     ]
     gets = _public(core)
@@ -116,18 +113,21 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
 
 def _signed(core: Core, gate: Gate, kind: type[Any], caller: Caller, handler: Action) -> Handler:
     async def handle(request: Request) -> Response:
-        signer, message = gate.admit(
-            request.body,
-            kind=kind,
-            caller=caller,
-            state=core.state,
-            address=request.remote,
-            now_ms=core.clock.now_ms(),
-            now_s=core.clock.monotonic_s(),
-        )
-        return _respond(await handler(core, signer, message))
+        return _respond(await handler(core, *_admitted(core, gate, request, kind, caller)))
 
     return handle
+
+
+def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller: Caller) -> tuple[str, Any]:
+    return gate.admit(
+        request.body,
+        kind=kind,
+        caller=caller,
+        state=core.state,
+        address=request.remote,
+        now_ms=core.clock.now_ms(),
+        now_s=core.clock.monotonic_s(),
+    )
 
 
 def _guarded(core: Core, path: str, handler: Handler) -> Handler:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.state import audits
+from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
@@ -114,6 +114,9 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "name": worker.name,
         "software": worker.software,
         "engine": worker.engine,
+        "hardware": worker.hardware,
+        "newcomer": newcomers.is_newcomer(core.state.rules, worker),
+        "rollout_ms": round(worker.rollout_ms, 1),
         "active": worker.active,
         "state": seen.state if seen and worker.active else "away",
         "policy_version": seen.policy_version if seen else -1,

@@ -14,7 +14,7 @@ Leases that end without a bundle count too: whoever leaves indices out may be ch
 
 from __future__ import annotations
 
-from prime_node.coordinator.state import slots
+from prime_node.coordinator.state import newcomers, slots
 from prime_node.coordinator.state.records import LEASE_NEWS, Effect, PendingBundle, Settled, State, Surety, Worker
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -34,6 +34,7 @@ def share(rules: Rules, worker: Worker) -> float:
 def credit(state: State, worker: Worker, pending: PendingBundle, num_tokens: int) -> tuple[int, str]:
     """The tokens that an accepted bundle's receipt credits, and what to say about it."""
     worker.streak += pending.audited
+    newcomers.recount(state, worker.network)
     bundles_max = state.rules.surety_bundles
     if bundles_max == 0:
         return num_tokens, ""
@@ -42,15 +43,17 @@ def credit(state: State, worker: Worker, pending: PendingBundle, num_tokens: int
     return credited, f"its own {num_tokens} tokens are credited when {bundles_max} more bundles are accepted"
 
 
-def abandoned(worker: Worker) -> None:
+def abandoned(state: State, worker: Worker) -> None:
     """A lease ended without a bundle."""
     worker.abandoned += 1
     worker.streak = max(0, worker.streak - ABANDONED_COSTS)
+    newcomers.recount(state, worker.network)
 
 
 def found_out(state: State, worker: Worker) -> list[Effect]:
     """A bundle of the worker's could only be dishonest: what stood on trust alone is taken back."""
     worker.streak = 0
+    newcomers.recount(state, worker.network)
     taken_back, worker.surety = worker.surety, []
     effects: list[Effect] = []
     reopened = False

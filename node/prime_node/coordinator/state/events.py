@@ -26,6 +26,10 @@ class WorkerJoined:
     software: str
     engine: str
     rollouts_max: int
+    network: str = ""
+    """Where from, as a keyed hash; empty: a network that the operator trusts."""
+    invite: str = ""
+    hardware: str = ""
     type: Literal["worker_joined"] = "worker_joined"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prime_node.broadcast.follow.paths import search
+from prime_node.coordinator.state.newcomers import is_newcomer
 from prime_node.coordinator.state.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_for
 
@@ -92,6 +93,12 @@ def _check_admitted(state: State, slot: int, policy_version: int) -> None:
 
 
 def _check_workers(state: State) -> None:
+    assert state.crowd == sum(known.crowd for known in state.networks.values()), "a crowd miscounted"
+    for network, known in state.networks.items():
+        members = [state.workers[name] for name in known.workers]
+        assert all(worker.network == network for worker in members), "a worker of another network"
+        present = sum(worker.active and is_newcomer(state.rules, worker) for worker in members)
+        assert known.crowd == max(0, present - 1), f"network {network}: {present} newcomers"
     assert state.num_active == sum(worker.active for worker in state.workers.values())
     assert sum(len(worker.leases) for worker in state.workers.values()) == len(state.leases)
     assert sum(len(worker.pending) for worker in state.workers.values()) == len(state.bundles)

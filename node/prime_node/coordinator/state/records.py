@@ -162,6 +162,12 @@ class Worker:
     """How long one rollout takes it, a mean that forgets; 0 before the first bundle."""
     arrived_at_ms: int = 0
     """When its last bundle came."""
+    network: str = ""
+    """Where it joined from (newcomers.py); empty: from a network that the operator trusts."""
+    hardware: str = ""
+    """What it says about its machine."""
+    invite: str = ""
+    """The invitation that it came with."""
     streak: int = 0
     """Audits passed in a row (audits.py)."""
     abandoned: int = 0
@@ -186,6 +192,15 @@ class Worker:
     @property
     def has_history(self) -> bool:
         return bool(self.accepted or self.refused or self.strikes or self.banned or self.pending or self.ended)
+
+
+@dataclass(slots=True)
+class Network:
+    """Keys that joined from one network."""
+
+    workers: list[str] = field(default_factory=list)
+    crowd: int = 0
+    """Its newcomers that take part, but for one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +232,10 @@ class State:
     """Accepted groups that no batch has taken."""
     workers: dict[str, Worker] = field(default_factory=dict)
     num_active: int = 0
+    networks: dict[str, Network] = field(default_factory=dict)
+    """By the names that workers have them under."""
+    crowd: int = 0
+    """Workers that take part and do not count where a step is shared out: all newcomers of a network count as one."""
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
     """Open leases in the order in which they were granted, which is that of their expiry."""
     num_leases: int = 0

@@ -47,7 +47,7 @@ class Rules:
 
     audit_share_min: float = 1.0
     """Of a worker's bundles at least this share is audited (audits.py); 1: all of them."""
-    newcomer_bundles: int = 1
+    newcomer_bundles: int = 16
     """So many audits are passed before fewer are made."""
     surety_bundles: int = 0
     """Accepted bundles of a worker that are not credited yet, at most."""

@@ -7,6 +7,8 @@ so it is the next to be leased, by whoever holds a policy that is fresh enough. 
 Fair share: while others take part, one worker holds at most ceil(R / workers) slots of one step at once. Who is faster comes
 back sooner and gets more; who is alone gets everything.
 
+Newcomers: what keys may do that have not passed their audits is shared by all of one network (newcomers.py).
+
 Wasted leases: from the second lease in a row on that a worker let lapse or handed back, it holds one group at most and waits
 between leases, longer each time, so that others take first what it gave back. An accepted bundle makes it like any other.
 Joining again or leaving is no way around: a lease that ends without a bundle counts however it ends.
@@ -24,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
+from prime_node.coordinator.state import newcomers
 from prime_node.coordinator.state.batching import choose_batch
 from prime_node.coordinator.state.records import LeaseRecord, State, Worker
 from prime_node.coordinator.state.slots import lowest_open
@@ -76,6 +79,12 @@ def choose_slots(
         return Refusal(f"{waiting} of your bundles wait for a validator", is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
     count_max = 1 if worker.is_wasteful else max(1, groups_max)
+    budget = newcomers.budget(state, worker)
+    if budget is not None:
+        if budget.leases == 0:
+            reason = "newcomers of your network hold as many leases as one newcomer may; more once bundles are accepted"
+            return Refusal(reason, is_worth_waiting=True)
+        count_max = min(count_max, budget.groups)
     found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
     if found is None and rules.leases_per_slot_max > 1:
         found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
@@ -170,7 +179,7 @@ def _make_wait(worker: Worker, now_ms: int) -> Refusal | None:
 
 def fair_share(state: State) -> int:
     """Slots of one step that one worker may hold at once."""
-    return -(-state.rules.groups_per_step // max(1, state.num_active))
+    return -(-state.rules.groups_per_step // max(1, state.num_active - state.crowd))
 
 
 def slots_held(state: State, worker: Worker, number: int) -> int:

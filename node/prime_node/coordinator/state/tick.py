@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import audits, batches, slots, suspicion
+from prime_node.coordinator.state import audits, batches, newcomers, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import (
     BATCH_NEWS,
@@ -64,10 +64,12 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
     effects = _lapse_leases(state, worker, at_ms)
     state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
     worker.name, worker.software, worker.engine = event.name, event.software, event.engine
-    worker.rollouts_max, worker.joined_at_ms = event.rollouts_max, at_ms
+    worker.rollouts_max, worker.hardware, worker.joined_at_ms = event.rollouts_max, event.hardware, at_ms
     state.num_active += not worker.active
     worker.active = True
     state.workers[event.worker] = worker
+    worker.invite = event.invite or worker.invite
+    newcomers.enter(state, worker, event.network)
     return effects
 
 
@@ -297,7 +299,7 @@ def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[E
     if state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head:
         return slots.let_go(state, lease)
     worker.wasted += 1
-    audits.abandoned(worker)
+    audits.abandoned(state, worker)
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
@@ -344,7 +346,9 @@ def _deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:
     effects = _lapse_leases(state, worker, at_ms)
     state.num_active -= worker.active
     worker.active = False
+    newcomers.recount(state, worker.network)
     if not worker.has_history:
+        newcomers.leave(state, worker)
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
         _forget_one_worker(state)
@@ -354,6 +358,7 @@ def _deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:
 def _forget_one_worker(state: State) -> None:
     for key, worker in state.workers.items():
         if not worker.active and not worker.banned and not worker.pending:
+            newcomers.leave(state, worker)
             del state.workers[key]
             return
 

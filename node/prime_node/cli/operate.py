@@ -1,0 +1,107 @@
+"""`prime-node operate`: what the operator of a run does to those who take part."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from pydantic import ValidationError
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import load_key
+from prime_node.ports.transport import Unreachable
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.invite import Invite, invite_text
+from prime_protocol.messages import AdminRequest
+
+operate = typer.Typer(
+    help="Ban and forgive workers, invite new ones, let a run drain: with the run directory's root or coordinator key.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+DAY_MS = 86_400_000
+
+Run = Annotated[Path, typer.Argument(help="Run directory.")]
+WorkerId = Annotated[str, typer.Argument(help="The worker's key id, as /v1/status and receipts show it.")]
+
+
+@operate.command()
+def ban(
+    run: Run,
+    worker: WorkerId,
+    reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
+) -> None:
+    """Ban a key: its leases end, and what waits for a verdict is refused."""
+    _ask(run, "ban", worker, reason)
+    print(f"banned {worker}")
+
+
+@operate.command()
+def unban(run: Run, worker: WorkerId) -> None:
+    """Forgive a banned key. It may join again, as a newcomer, without strikes and evidence against it."""
+    _ask(run, "unban", worker)
+    print(f"forgave {worker}")
+
+
+@operate.command()
+def drain(run: Run) -> None:
+    """Give out no new work and take in what is out. Workers finish and leave."""
+    _ask(run, "drain")
+    print("draining: no new work is given out")
+
+
+@operate.command()
+def invite(
+    run: Run,
+    keys: Annotated[int, typer.Option("--keys", min=1, help="So many keys may come with it.")] = 1,
+    days: Annotated[float, typer.Option("--days", min=0.001, help="For so long new keys may come.")] = 7.0,
+) -> None:
+    """Print an invitation, for runs with coordinator.invites_needed. Needs no network.
+
+    Its user sets it as worker.invite: prime-node join LINK --set worker.invite=...
+    """
+    run_dir = RunDir(run)
+    invitation = Invite(
+        run=run_dir.load_run().digest,
+        invite=secrets.token_hex(16),
+        keys_max=keys,
+        expires_at_ms=time.time_ns() // 1_000_000 + round(days * DAY_MS),
+    )
+    print(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
+
+
+def _key(run_dir: RunDir) -> SigningKey:
+    for role in ("coordinator", "root"):
+        if run_dir.key(role).exists():
+            return load_key(run_dir.key(role))
+    raise LocalError(
+        f"{run_dir.path} holds neither keys/coordinator.key nor keys/root.key: run this where one of them is"
+    )
+
+
+def _ask(run: Path, action: Literal["ban", "unban", "drain"], worker: str | None = None, reason: str = "") -> None:
+    from prime_node.cli import wire
+
+    run_dir = RunDir(run)
+    run_dir.load_run()
+    link, key = run_dir.join_link(), _key(run_dir)
+    try:
+        request = AdminRequest(action=action, worker=worker, reason=reason)
+    except ValidationError as error:
+        raise typer.BadParameter(error.errors(include_url=False)[0]["msg"]) from None
+
+    async def ask() -> None:
+        async with wire.client(link, key) as client:
+            await client.admin(request)
+
+    try:
+        asyncio.run(ask())
+    except Unreachable as error:
+        raise LocalError(f"the coordinator at {link.url} does not answer: {error}") from None

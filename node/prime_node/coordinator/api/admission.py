@@ -1,0 +1,131 @@
+"""Who may join. The checks of a join request, after those that every signed request passes (requests.py):
+
+    (1) the software is not older than the operator takes      VERSION_UNSUPPORTED
+    (2) the key is on the operator's list, if there is one     NOT_INVITED
+    (3) a new key has an invitation, where one is asked for    NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
+    (4) there is room in the run, and for its network          UNAVAILABLE, TOO_MANY_REQUESTS
+    (5) no other key of its network was banned lately          TOO_MANY_REQUESTS
+
+What it may do then grows with what it has done (state/newcomers.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import newcomers
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.invite import open_invite
+from prime_protocol.messages import Hardware, JoinReply, JoinRequest
+
+PREFIX_BITS = {4: 24, 6: 48}
+"""What one owner of addresses usually has, by the version of IP."""
+ROOM_RETRY_S = 60.0
+
+
+async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
+    """Take part, or begin anew with the same key. Raises PeerError."""
+    state, config = core.state, core.config
+    worker = state.workers.get(signer)
+    is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
+    _check_software(request.software, config.software_min)  # (1)
+    if config.allowed_workers and signer not in config.allowed_workers:  # (2)
+        raise PeerError(ErrorCode.NOT_INVITED, f"this run takes keys that its operator has listed; tell him {signer}")
+    invite = "" if worker is None else worker.invite
+    if config.invites_needed and not (is_known or invite):
+        invite = _redeem(core, request)  # (3)
+    network = network_of(core, address)
+    if not is_active:
+        if state.num_active >= state.rules.workers_max:  # (4)
+            raise PeerError(
+                ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=ROOM_RETRY_S
+            )
+        if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
+            raise PeerError(
+                ErrorCode.TOO_MANY_REQUESTS, "your network has as many workers as it may", retry_after_s=ROOM_RETRY_S
+            )
+    if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, core.clock.now_ms())):  # (5)
+        raise PeerError(
+            ErrorCode.TOO_MANY_REQUESTS,
+            "another key of your network was banned; new ones wait",
+            retry_after_s=min(pause_ms / 1_000, limits.RETRY_AFTER_S_MAX),
+        )
+    engine = request.engine
+    core.decide(
+        ev.WorkerJoined(
+            worker=signer,
+            name=request.name,
+            software=request.software,
+            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}",
+            rollouts_max=request.rollouts_max,
+            network=network,
+            invite=invite,
+            hardware=_described(request.hardware),
+        )
+    )
+    core.presence.heard(signer, core.clock.monotonic_s())
+    return JoinReply(
+        step=state.current_step,
+        head=state.head,
+        server_time_ms=core.clock.now_ms(),
+        notice=_notice(core, request),
+    )
+
+
+def network_of(core: Core, address: str) -> str:
+    """A name for the network of an address, which only this coordinator can make; empty for one that the operator trusts."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return core.assigner.network_name("unknown")
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if any(found in network for network in core.config.trusted):
+        return ""
+    prefix = ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False)
+    return core.assigner.network_name(str(prefix))
+
+
+def _notice(core: Core, request: JoinRequest) -> str:
+    calibration, engine = core.run.spec.checks.calibration, request.engine.calibration_class
+    if calibration is None or any(pair.worker == engine for pair in calibration.pairs):
+        return ""
+    return f"this run's calibration does not know {engine}: each of your bundles is checked in full, and takes longer to count"
+
+
+def _described(hardware: Hardware | None) -> str:
+    if hardware is None:
+        return ""
+    return f"{hardware.device}, {hardware.cores} cores, {hardware.memory_bytes / 2**30:.0f} GiB"
+
+
+def _redeem(core: Core, request: JoinRequest) -> str:
+    if not request.invite:
+        raise PeerError(
+            ErrorCode.NOT_INVITED,
+            "this run takes invited keys; ask its operator and set worker.invite to what he sends",
+        )
+    invite = open_invite(request.invite, core.run, now_ms=core.clock.now_ms())
+    used = sum(worker.invite == invite.invite for worker in core.state.workers.values())
+    if used >= invite.keys_max:
+        raise PeerError(ErrorCode.NOT_INVITED, f"this invitation was used by {used} keys, all that it is for")
+    return invite.invite
+
+
+def _check_software(software: str, least: str) -> None:
+    """`software` is a name and a version, as workers of ours send it; those of others are not compared."""
+    ours, wanted = _version(software), _version(f"prime-node {least}") if least else None
+    if ours is not None and wanted is not None and ours < wanted:
+        raise PeerError(
+            ErrorCode.VERSION_UNSUPPORTED,
+            f"this run needs prime-node {least} or newer, and you have {software}: pip install --upgrade prime-node",
+        )
+
+
+def _version(software: str) -> tuple[int, ...] | None:
+    found = re.fullmatch(r"prime-node (\d{1,6}(?:\.\d{1,6}){0,3}).*", software)
+    return None if found is None else tuple(int(part) for part in found[1].split("."))

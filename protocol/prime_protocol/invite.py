@@ -1,0 +1,61 @@
+"""Invitations: the run's word that somebody may bring some keys. Where a coordinator asks for them, a new key needs one to join.
+
+A bearer token, signed by the root or by a coordinator: whoever has it may use it, for as many keys as it says. It names nobody,
+so it can be made before its user has a key. SPEC.md, section 23.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from prime_protocol import limits
+from prime_protocol.assignment import Count
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.key_ring import Role
+from prime_protocol.run_spec import PinnedRun
+
+InviteText = Annotated[str, StringConstraints(max_length=limits.INVITE_CHARS_MAX)]
+"""An invitation's envelope in URL-safe base64, as it is passed on."""
+
+
+class Invite(WireModel):
+    """An invitation (envelope type INVITE)."""
+
+    run: Digest
+    invite: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    """16 random bytes: its name."""
+    keys_max: int = Field(ge=1, le=limits.COUNT_MAX)
+    """So many keys may come with it."""
+    expires_at_ms: Count
+    """New keys may come until then."""
+
+
+def invite_text(envelope: Envelope) -> str:
+    return base64.urlsafe_b64encode(envelope.to_bytes()).decode()
+
+
+def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
+    """Raises PeerError.
+
+    (1) size and framing; (2) a root or coordinator key of today signed it; (3) schema; (4) this run; (5) it has not expired.
+    """
+    if len(text) > limits.INVITE_CHARS_MAX:  # (1)
+        raise LimitExceeded("INVITE_CHARS_MAX", len(text), limits.INVITE_CHARS_MAX)
+    try:
+        envelope = open_envelope(base64.b64decode(text.encode(), altchars=b"-_", validate=True))
+    except (ValueError, binascii.Error):
+        raise PeerError(ErrorCode.MALFORMED, "an invitation is base64; copy it whole") from None
+    keys = run.keys.current
+    payload = envelope.verify(PayloadType.INVITE, trusted=keys.of(Role.ROOT) + keys.of(Role.COORDINATOR))  # (2)
+    invite = parse_json(payload, Invite)  # (3)
+    if invite.run != run.digest:  # (4)
+        raise PeerError(ErrorCode.WRONG_RUN, f"an invitation to run {invite.run[:12]}, not to {run.digest[:12]}")
+    if invite.expires_at_ms < now_ms:  # (5)
+        raise PeerError(ErrorCode.EXPIRED, "this invitation has expired; ask the operator for another one")
+    return invite

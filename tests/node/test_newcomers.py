@@ -1,0 +1,187 @@
+"""A key costs nothing: a thousand of them gain no more than one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    ENGINE,
+    ROOT,
+    TRAINER,
+    World,
+    make_run,
+    memory_parts,
+    running,
+)
+from tests.node.scheduler_world import RULES, Run
+
+from prime_node.coordinator.api.admission import network_of
+from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.state import invariants, newcomers
+from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.coordinator.state.scheduler import Refusal, fair_share
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
+from prime_protocol.invite import Invite, invite_text
+from prime_protocol.messages import AdminRequest, Hardware, JoinRequest
+from prime_protocol.verdict import RejectReason
+
+LIMITED = {"trusted_networks": ()}
+CROWDED = dataclasses.replace(RULES, groups_per_step=64, workers_max=2_000, max_steps=50, newcomer_bundles=8)
+THOUSAND = [f"key {number}" for number in range(1_000)]
+
+
+def world_of(keys: list[str]) -> Run:
+    """An honest worker that is known, and some keys of one other network."""
+    run = Run(CROWDED)
+    run.join("honest")
+    run.publish()
+    run.join(*keys, network="theirs")
+    return run
+
+
+def play(run: Run, keys: list[str], judge: Callable[[Run, str], object], rounds: int) -> tuple[int, int]:
+    """Each round every key takes what it is given, uploads, and is judged. The most groups held at once, and all that were."""
+    most = judged = 0
+    for _ in range(rounds):
+        leases = []
+        for key in keys:
+            worker = run.state.workers.get(key)
+            if worker is None or not worker.active:
+                continue
+            while isinstance(lease := run.lease(key, run.state.head), LeaseRecord):
+                leases.append(lease)
+        most = max(most, sum(len(lease.slots) for lease in leases))
+        for lease in leases:
+            judged += len(lease.slots)
+            judge(run, run.upload(lease))
+        invariants.check(run.state)
+    return most, judged
+
+
+def test_a_thousand_keys_that_cheat_get_no_more_than_one() -> None:
+    def refuse(run: Run, bundle: str) -> None:
+        run.refuse(bundle, RejectReason.SEED_MISMATCH)
+
+    most, judged = play(world_of(THOUSAND), THOUSAND, refuse, rounds=3)
+    assert (most, judged) == (1, 3), "one group at a time, as one newcomer would"
+
+
+def test_a_thousand_keys_that_work_get_what_one_would_get_for_the_same_work() -> None:
+    def accept(run: Run, bundle: str) -> None:
+        run.accept(bundle)
+
+    rounds = 3  # nobody has passed all his audits yet
+    thousand = play(world_of(THOUSAND), THOUSAND, accept, rounds=rounds)
+    one = play(world_of(["key 0"]), ["key 0"], accept, rounds=rounds)
+    assert thousand == one
+
+
+def test_a_thousand_idle_keys_leave_the_others_their_share() -> None:
+    run = world_of(THOUSAND)
+    assert run.state.num_active == 1_001
+    assert fair_share(run.state) == 32, "they count as one"
+    run.join(*(f"elsewhere {number}" for number in range(2)), network="another")
+    assert fair_share(run.state) == 22
+
+
+def test_who_has_passed_his_audits_stands_for_himself() -> None:
+    run = world_of(["anna", "ben"])
+    while run.state.workers["anna"].streak < CROWDED.newcomer_bundles:
+        run.accept(run.upload(run.granted("anna", 0, rollouts_max=2)))
+    assert newcomers.budget(run.state, run.state.workers["anna"]) is None
+    assert newcomers.budget(run.state, run.state.workers["ben"]) == newcomers.Budget(leases=1, groups=1)
+    run.granted("ben", 0)
+    refusal = run.lease("ben", 0)
+    assert isinstance(refusal, Refusal)
+    assert "newcomers of your network" in refusal.reason
+    invariants.check(run.state)
+
+
+def test_new_keys_of_a_network_wait_longer_after_each_ban() -> None:
+    run = world_of(["anna", "ben"])
+    pauses = []
+    for name in ("anna", "ben"):
+        for _ in range(CROWDED.strikes_max):
+            run.refuse(run.upload(run.granted(name, 0)), RejectReason.LOGPROB_MISMATCH)
+        pauses.append(newcomers.pause_ms(run.state, "theirs", run.now_ms))
+    assert pauses == [60_000, 120_000]
+    assert newcomers.pause_ms(run.state, "theirs", run.now_ms + 120_000) == 0
+    assert newcomers.pause_ms(run.state, "another", run.now_ms) == 0
+
+
+def request(**changes: object) -> JoinRequest:
+    fields: dict[str, object] = {"name": "node", "software": "prime-node 0.1.0", "engine": ENGINE, "rollouts_max": 8}
+    return JoinRequest.model_validate(fields | changes)
+
+
+async def turned_away(world: World, key: SigningKey, code: ErrorCode, **changes: object) -> PeerError:
+    with pytest.raises(PeerError) as caught:
+        await world.client(key).join(request(**changes))
+    assert caught.value.code is code, caught.value
+    return caught.value
+
+
+def invitation(world: World, key: SigningKey = COORDINATOR, **changes: object) -> str:
+    fields: dict[str, object] = {"run": world.run.digest, "invite": "ab" * 16, "keys_max": 1, "expires_at_ms": 2**50}
+    return invite_text(seal(Invite.model_validate(fields | changes), PayloadType.INVITE, key))
+
+
+async def test_an_invitation_lets_in_as_many_keys_as_it_says() -> None:
+    async with running(memory_parts(make_run(), invites_needed=True)) as world:
+        await turned_away(world, ANNA, ErrorCode.NOT_INVITED)
+        await turned_away(world, ANNA, ErrorCode.MALFORMED, invite="let me in")
+        await turned_away(world, ANNA, ErrorCode.BAD_SIGNATURE, invite=invitation(world, TRAINER))
+        await turned_away(world, ANNA, ErrorCode.WRONG_RUN, invite=invitation(world, run="00" * 32))
+        await turned_away(world, ANNA, ErrorCode.EXPIRED, invite=invitation(world, expires_at_ms=1))
+        await world.client(ANNA).join(request(invite=invitation(world)))
+        await world.client(ANNA).join(request())  # it is known from now on
+        await turned_away(world, BEN, ErrorCode.NOT_INVITED, invite=invitation(world))
+        await world.client(BEN).join(request(invite=invitation(world, ROOT, invite="cd" * 16)))
+
+
+async def test_a_list_of_keys_keeps_all_others_out() -> None:
+    async with running(memory_parts(make_run(), allowed_workers=[ANNA.key_id])) as world:
+        await world.client(ANNA).join(request())
+        refusal = await turned_away(world, BEN, ErrorCode.NOT_INVITED)
+        assert BEN.key_id in refusal.detail
+
+
+async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compared() -> None:
+    async with running(memory_parts(make_run(), software_min="0.10")) as world:
+        refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")
+        assert "pip install --upgrade prime-node" in refusal.detail
+        await world.client(ANNA).join(request(software="prime-node 0.10.0.dev1"))
+        await world.client(BEN).join(request(software="another client 0.1"))
+
+
+async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() -> None:
+    async with running(memory_parts(make_run(), workers_per_network_max=1, **LIMITED)) as world:
+        await world.client(ANNA).join(request(hardware=Hardware(device="x86_64", cores=8, memory_bytes=2**34)))
+        await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
+        await world.client(ANNA).join(request())
+        (told,) = (await world.status())["workers"]
+        assert (told["newcomer"], told["hardware"]) == (True, "")
+        await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id))
+        refusal = await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
+        assert refusal.retry_after_s == pytest.approx(60, abs=2)
+
+
+async def test_networks_are_told_apart_by_prefixes_and_trusted_ones_have_no_name() -> None:
+    core = await open_core(memory_parts(make_run()))
+
+    def name(address: str) -> str:
+        return network_of(core, address)
+
+    assert name("203.0.113.5") == name("203.0.113.200") == name("::ffff:203.0.113.9")
+    assert name("2001:db8:1::1") == name("2001:db8:1:9::2")
+    assert name("203.0.114.5") != name("203.0.113.5")
+    assert [name(address) for address in ("127.0.0.1", "::1", "192.168.3.4", "fd00::1%eth0")] == [""] * 4
+    assert name("") == name("somewhere") != "", "what cannot be told is one network"
+    assert "203.0" not in name("203.0.113.5")
