@@ -17,6 +17,7 @@ def test_blocks_change_nothing_but_rounding(
 ) -> None:
     """Against float64. Several predictions may be read from one row, and some rows from none."""
     monkeypatch.setattr(chosen_logprobs, "BLOCK_LOGITS", block)
+    monkeypatch.setattr(chosen_logprobs, "WHOLE_LOGITS", block)
     torch.manual_seed(1)
     hidden, head, bias = torch.randn(9, 16), torch.randn(50, 16) * 0.3, torch.randn(50)
     rows, targets = torch.tensor([0, 0, 3, 8, 5, 3, 0]), torch.tensor([1, 1, 49, 0, 7, 8, 2])

@@ -1,11 +1,13 @@
-"""Log-probabilities of chosen tokens, and entropies, without all logits at once: a block of rows at a time, computed again in
-the backward pass.
+"""Log-probabilities of chosen tokens, and entropies, without all logits at once: a part of the vocabulary at a time, computed
+again in the backward pass.
 
 With a vocabulary of 151,936 the logits of 1,024 tokens take 0.6 GB in float32, and log_softmax with its gradient three times
-that. Here one block lives at a time, and only the rows' normalisers are kept (FACTS: 1.27 times the time, 0.17 of the memory).
-Where all logits fit into one block, plain log_softmax is faster and is used.
+that. Here one block of them lives at a time, and of the rows only their normalisers are kept. Blocks go along the vocabulary,
+over all rows: each part of the head is read once a pass and its gradient written once, where blocks of rows would go through all
+of both for each block. The normaliser is summed as softmax is "online" (arXiv 1805.02867). Where all logits fit into one block,
+plain log_softmax is faster and is used.
 
-Letters: H hidden size, N predictions, S rows that they are read from, V vocabulary.
+Letters: B columns of a block, H hidden size, N predictions, S rows that they are read from, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_LOGITS = 2**24
-"""Logits of one block; 64 MiB in float32."""
+WHOLE_LOGITS = 2**24
+"""So many logits are computed at once, 64 MiB in float32; more of them in blocks."""
+BLOCK_LOGITS = 2**21
+"""Logits of one block. Smaller ones stay in the caches between what is done with them."""
 
 
 def chosen_logprobs(
     hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, row_N: Tensor, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies, without a gradient."""
-    if hidden_SH.shape[0] * head_VH.shape[0] <= BLOCK_LOGITS:
+    if hidden_SH.shape[0] * head_VH.shape[0] <= WHOLE_LOGITS:
         return of_logits(torch.nn.functional.linear(hidden_SH, head_VH, bias_V).float() / temperature, row_N, target_N)
     apply: Any = _ChosenLogprobs.apply
     chosen_N, entropy_S = apply(hidden_SH, head_VH, bias_V, row_N, target_N, temperature)
@@ -49,18 +53,26 @@ class _ChosenLogprobs(torch.autograd.Function):
         target_N: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        normaliser_S = torch.empty(hidden_SH.shape[0], dtype=torch.float32, device=hidden_SH.device)
-        entropy_S = torch.empty_like(normaliser_S)
+        """Over the blocks so far: m the largest logit, Z = sum of e^(z - m), D = sum of e^(z - m) (z - m); another m' makes of
+        them c Z and c (D + (m - m') Z), with c = e^(m - m'). At the end the normaliser is m + log Z, the entropy log Z - D / Z.
+        """
+        largest_S = torch.full(hidden_SH.shape[:1], -torch.inf, device=hidden_SH.device)
+        sum_S, below_S = torch.zeros_like(largest_S), torch.zeros_like(largest_S)
         chosen_N = torch.empty(row_N.shape[0], dtype=torch.float32, device=hidden_SH.device)
-        for rows, picks in _blocks(hidden_SH.shape[0], head_VH.shape[0], row_N):
-            logits_BV = _logits(hidden_SH[rows], head_VH, bias_V, temperature)
-            chosen_N[picks] = logits_BV[row_N[picks] - rows.start, target_N[picks]]
-            # One exp and one more block: Z = sum of e^(z - max), log Z' = max + log Z, H = log Z' - sum of e^(z - max) * z / Z.
-            largest_B = logits_BV.amax(-1)
-            powers_BV = (logits_BV - largest_B[:, None]).exp_()
-            sum_B = powers_BV.sum(-1)
-            normaliser_S[rows] = largest_B + sum_B.log()
-            entropy_S[rows] = normaliser_S[rows] - powers_BV.mul_(logits_BV).sum(-1) / sum_B
+        for columns, picks in _blocks(len(hidden_SH), len(head_VH), target_N):
+            logits_SB = _logits(hidden_SH, head_VH, bias_V, columns, temperature)
+            chosen_N[picks] = logits_SB[row_N[picks], target_N[picks] - columns.start]
+            raised_S = torch.maximum(largest_S, logits_SB.amax(-1))
+            fallen_S = (largest_S - raised_S).clamp_(
+                min=torch.finfo(torch.float32).min
+            )  # not infinite: 0 times it is 0
+            share_S = fallen_S.exp()
+            powers_SB = logits_SB.sub_(raised_S[:, None]).exp()
+            below_S = share_S * (below_S + fallen_S * sum_S) + logits_SB.mul_(powers_SB).sum(-1)
+            sum_S = share_S * sum_S + powers_SB.sum(-1)
+            largest_S = raised_S
+        normaliser_S = largest_S + sum_S.log()
+        entropy_S = sum_S.log() - below_S / sum_S
         ctx.save_for_backward(hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy_S)
@@ -70,35 +82,36 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """d/dlogit_v = sum over the row's picks of g * ([v is the target] - softmax_v)."""
         hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S = ctx.saved_tensors
-        gradient_N = gradients[0].float()
-        summed_S = torch.zeros_like(normaliser_S).index_add_(0, row_N, gradient_N)
-        hidden_gradient_SH = torch.empty_like(hidden_SH)
-        head_gradient_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
-        bias_gradient_V = None if bias_V is None else torch.zeros(bias_V.shape, device=head_VH.device)
-        for rows, picks in _blocks(hidden_SH.shape[0], head_VH.shape[0], row_N):
-            logits_BV = _logits(hidden_SH[rows], head_VH, bias_V, ctx.temperature)
-            slope_BV = logits_BV.sub_(normaliser_S[rows, None]).exp_().mul_(-summed_S[rows, None])
-            slope_BV.index_put_((row_N[picks] - rows.start, target_N[picks]), gradient_N[picks], accumulate=True)
-            slope_BV.div_(ctx.temperature)
+        gradient_N = gradients[0].float() / ctx.temperature
+        summed_S = torch.zeros_like(normaliser_S).index_add_(0, row_N, -gradient_N)
+        hidden_gradient_SH = torch.zeros(hidden_SH.shape, dtype=torch.float32, device=hidden_SH.device)
+        head_gradient_VH = torch.empty_like(head_VH)
+        bias_gradient_V = None if bias_V is None else torch.empty_like(bias_V)
+        rows_SH = hidden_SH.to(head_VH.dtype)
+        for columns, picks in _blocks(len(hidden_SH), len(head_VH), target_N):
+            logits_SB = _logits(hidden_SH, head_VH, bias_V, columns, ctx.temperature)
+            slope_SB = logits_SB.sub_(normaliser_S[:, None]).exp_().mul_(summed_S[:, None])
+            slope_SB.index_put_((row_N[picks], target_N[picks] - columns.start), gradient_N[picks], accumulate=True)
             if bias_gradient_V is not None:
-                bias_gradient_V += slope_BV.sum(0)
-            rounded_BV = slope_BV.to(head_VH.dtype)
-            hidden_gradient_SH[rows] = rounded_BV @ head_VH
-            if head_VH.dtype == torch.float32:  # in place: the product alone is as large as the head
-                head_gradient_VH.addmm_(rounded_BV.t(), hidden_SH[rows])
+                bias_gradient_V[columns] = slope_SB.sum(0)
+            rounded_SB = slope_SB.to(head_VH.dtype)
+            torch.mm(rounded_SB.t(), rows_SH, out=head_gradient_VH[columns])
+            if head_VH.dtype == torch.float32:
+                hidden_gradient_SH.addmm_(rounded_SB, head_VH[columns])
             else:
-                head_gradient_VH += rounded_BV.t() @ hidden_SH[rows].to(head_VH.dtype)
-        bias_gradient = None if bias_gradient_V is None or bias_V is None else bias_gradient_V.to(bias_V.dtype)
-        return hidden_gradient_SH, head_gradient_VH.to(head_VH.dtype), bias_gradient, None, None, None
+                hidden_gradient_SH += rounded_SB @ head_VH[columns]
+        return hidden_gradient_SH.to(hidden_SH.dtype), head_gradient_VH, bias_gradient_V, None, None, None
 
 
-def _logits(hidden_BH: Tensor, head_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    return torch.nn.functional.linear(hidden_BH, head_VH, bias_V).float().div_(temperature)
+def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: slice, temperature: float) -> Tensor:
+    bias_B = None if bias_V is None else bias_V[columns]
+    logits_SB = torch.nn.functional.linear(hidden_SH, head_VH[columns], bias_B).float()
+    return logits_SB if temperature == 1.0 else logits_SB.div_(temperature)
 
 
-def _blocks(num_rows: int, vocab_size: int, row_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a block, and which predictions are read from them."""
-    size = max(1, BLOCK_LOGITS // vocab_size)
-    for start in range(0, num_rows, size):
-        rows = slice(start, min(start + size, num_rows))
-        yield rows, ((row_N >= rows.start) & (row_N < rows.stop)).nonzero()[:, 0]
+def _blocks(num_rows: int, vocab_size: int, target_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Columns of a block, and which predictions are of one of them."""
+    size = max(1, BLOCK_LOGITS // num_rows)
+    for start in range(0, vocab_size, size):
+        columns = slice(start, min(start + size, vocab_size))
+        yield columns, ((target_N >= columns.start) & (target_N < columns.stop)).nonzero()[:, 0]
