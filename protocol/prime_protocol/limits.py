@@ -54,6 +54,8 @@ LEDGER_LINE_BYTES_MAX = 8 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
 LEDGER_LINES_MAX = 512
 """Lines of the ledger in one answer; the next request goes on behind them."""
+FINGERPRINTS_MAX = 4_096
+"""Fingerprints of one bundle."""
 TENSOR_RANK_MAX = 8
 """Dimensions of one tensor."""
 REQUEST_BYTES_MAX = 512 * 2**10

@@ -42,6 +42,7 @@ Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
 """A policy version, or -1 before the first."""
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{24}$", max_length=24)]
 Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MAX)]
 
 
@@ -161,6 +162,8 @@ class CheckResultRequest(WireModel):
     evidence: BundleEvidence | None = Field(default=None, exclude_if=lambda value: value is None)
     """What its tokens say against the worker, of accepted and of refused bundles; null where no forward pass was made, or the
     run has no calibration."""
+    fingerprints: tuple[tuple[Count, Fingerprint], ...] = _optional(max_length=limits.FINGERPRINTS_MAX)
+    """Of an accepted bundle: a slot, and a window of a completion for it that nobody says twice by chance (copies.py)."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:

@@ -42,6 +42,8 @@ class RejectReason(StrEnum):
     """The tokens are not the ones that the assigned seeds choose."""
     PROOF_MISMATCH = "proof_mismatch"
     """The hidden states that it commits to are not those of the claimed policy."""
+    COPIED = "copied"
+    """It holds what another completion said before, and what nobody says twice by chance."""
     STATISTICAL = "statistical"
     """Nothing in this bundle decides by itself, but with the worker's earlier ones the evidence has reached the run's limit."""
     MALFORMED = "malformed"
@@ -69,6 +71,7 @@ _DISHONEST = frozenset(
         RejectReason.LOGPROB_MISMATCH,
         RejectReason.SEED_MISMATCH,
         RejectReason.PROOF_MISMATCH,
+        RejectReason.COPIED,
         RejectReason.STATISTICAL,
         RejectReason.MALFORMED,
     }

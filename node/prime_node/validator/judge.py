@@ -1,7 +1,8 @@
 """From a bundle's bytes to a verdict with rewards. No I/O but the scorer's forward pass.
 
 The order is the one of SPEC.md, "Checks": (1) framing and signature, (2) body, (3) the assignment, (4) a forward pass of
-exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here from the tokens. The first that fails decides.
+exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here from the tokens, (7) copies within the bundle.
+The first that fails decides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prime_node.validator.scoring import enough_scored, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of
+from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
 from prime_protocol.evidence import BundleEvidence
@@ -44,6 +46,8 @@ class Judgement:
     unscored: tuple[int, ...] = ()
     evidence: BundleEvidence | None = None
     """What its tokens say against the worker."""
+    fingerprints: tuple[tuple[int, str], ...] = ()
+    """Of an accepted bundle: slots, and what is said in them that nobody says twice by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ async def judge_bundle(
     tokenizer: Tokenizer,
     policies: Mapping[int, Weights] | None = None,
 ) -> Judgement:
-    """(4) to (6). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
+    """(4) to (7). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
     found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
     verdict = judge(measured, run.spec.checks)  # (5)
@@ -125,7 +129,10 @@ async def reward_bundle(
     tokenizer: Tokenizer,
     measured: Mapping[str, float] | None = None,
 ) -> Judgement:
-    """(6) alone: what an accepted bundle is worth. `measured`: the numbers that it was accepted by, if it was proven."""
+    """(6) and (7): what an accepted bundle is worth, and what its completions must not share.
+
+    `measured`: the numbers that it was accepted by, if it was proven.
+    """
     lease, rollouts, numbers = bundle.lease, bundle.rollouts, measured or {}
     try:
         scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=run.spec)
@@ -133,11 +140,16 @@ async def reward_bundle(
         return Judgement(Verdict.refuse(RejectReason.WRONG_CONTEXT, str(error)), measured=numbers)
     if not enough_scored(lease, scored.unscored, group_rollouts_min=run.spec.schedule.group_rollouts_min):
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=numbers)
+    marks = fingerprints(rollouts, lease.sampling)
+    if is_repetitive(marks):  # (7)
+        detail = "two of its completions hold the same text, which nobody says twice by chance"
+        return Judgement(Verdict.refuse(RejectReason.COPIED, detail), measured=numbers)
     return Judgement(
         Verdict.accept(),
         rollouts.num_tokens,
         scored.rewards,
         numbers,
+        fingerprints=tuple((int(rollouts.slots_N[index]), mark) for index, mark in marks),
         versions=() if policies_of(rollouts) == [lease.policy_version] else _versions_of_groups(bundle),
         unscored=scored.unscored,
     )

@@ -113,6 +113,7 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
             versions=judgement.versions,
             unscored=judgement.unscored,
             evidence=judgement.evidence,
+            fingerprints=judgement.fingerprints,
         )
         send = functools.partial(validator.coordinator.check_result, result)
         await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")

@@ -48,6 +48,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         )
     if request.versions and len(request.versions) != len(pending.lease.slots):
         raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
+    if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
+        raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot that is not the lease's")
     core.decide(
         ev.VerdictGiven(
             bundle=request.bundle,
@@ -59,6 +61,7 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             versions=request.versions,
             unscored=request.unscored,
             evidence=request.evidence,
+            fingerprints=request.fingerprints,
         )
     )
     if verdict.accepted:

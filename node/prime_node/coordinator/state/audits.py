@@ -15,7 +15,16 @@ Leases that end without a bundle count too: whoever leaves indices out may be ch
 from __future__ import annotations
 
 from prime_node.coordinator.state import newcomers, slots
-from prime_node.coordinator.state.records import LEASE_NEWS, Effect, PendingBundle, Settled, State, Surety, Worker
+from prime_node.coordinator.state.records import (
+    LEASE_NEWS,
+    Effect,
+    LeaseRecord,
+    PendingBundle,
+    Settled,
+    State,
+    Surety,
+    Worker,
+)
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -59,16 +68,22 @@ def found_out(state: State, worker: Worker) -> list[Effect]:
     reopened = False
     for one in taken_back:
         if not one.audited:
-            settled, reopened_here = _take_back(state, worker, one)
+            settled, reopened_here = take_back(state, worker, one.lease, RejectReason.UNPROVEN, TAKEN_BACK)
             effects.append(settled)
             reopened |= reopened_here
     return [*effects, LEASE_NEWS] if reopened else effects
 
 
-def _take_back(state: State, worker: Worker, one: Surety) -> tuple[Settled, bool]:
-    """Its groups that no batch has taken are open again. Returns the bundle's new receipt, and whether there were any."""
-    lease, bundle = one.lease, one.lease.bundle
+def take_back(
+    state: State, worker: Worker, lease: LeaseRecord, reason: RejectReason, detail: str
+) -> tuple[Settled, bool]:
+    """An accepted bundle is refused after all: its groups that no batch has taken are open again.
+
+    Returns the bundle's new receipt, and whether there were any.
+    """
+    bundle, num_rollouts = lease.bundle, len(lease.slots) * state.rules.rollouts_per_group
     assert bundle is not None
+    worker.surety = [one for one in worker.surety if one.lease.bundle != bundle]
     step = state.steps.get(lease.step)
     dropped = [
         slot
@@ -81,10 +96,9 @@ def _take_back(state: State, worker: Worker, one: Surety) -> tuple[Settled, bool
     for slot in dropped:
         slots.drop(state, slot)
     for known in (lease, worker.ended.get(lease.lease_id, lease)):  # two records after a restart
-        known.reason, known.detail = RejectReason.UNPROVEN, TAKEN_BACK
-    worker.accepted -= one.num_rollouts
-    state.accepted -= one.num_rollouts
+        known.reason, known.detail = reason, detail
+    worker.accepted -= num_rollouts
+    state.accepted -= num_rollouts
     for counts in (worker.refused, state.refused):
-        counts[RejectReason.UNPROVEN] = counts.get(RejectReason.UNPROVEN, 0) + one.num_rollouts
-    refused = (BundleStatus.REFUSED, RejectReason.UNPROVEN, TAKEN_BACK)
-    return Settled(bundle, lease, one.num_rollouts, 0, *refused), bool(dropped)
+        counts[reason] = counts.get(reason, 0) + num_rollouts
+    return Settled(bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail), bool(dropped)

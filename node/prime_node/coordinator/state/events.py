@@ -142,6 +142,8 @@ class VerdictGiven:
     """Completions of an accepted bundle that could not be scored; their rewards are 0."""
     evidence: BundleEvidence | None = None
     """What its tokens say against the worker, where a forward pass was made."""
+    fingerprints: tuple[tuple[int, str], ...] = ()
+    """Of an accepted bundle: slots, and what was said in them (copies.py)."""
     type: Literal["verdict_given"] = "verdict_given"
 
 

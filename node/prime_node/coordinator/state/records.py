@@ -214,6 +214,16 @@ class Publication:
 
 
 @dataclass(slots=True)
+class Original:
+    """Who said something first."""
+
+    bundle: str
+    worker: str
+    slot: int
+    arrived_at_ms: int
+
+
+@dataclass(slots=True)
 class State:
     """Everything that survives a restart. `State(rules)` is the first one."""
 
@@ -244,6 +254,8 @@ class State:
     """In the order in which they came."""
     evidence: list[str] = field(default_factory=list)
     """Bundles that a ban rests on."""
+    originals: dict[str, Original] = field(default_factory=dict)
+    """By fingerprint, in the order in which they were judged (copies.py)."""
     published: dict[int, Publication] = field(default_factory=dict)
     """Policies whose bytes are kept."""
     draining: bool = False

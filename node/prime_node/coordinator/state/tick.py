@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import audits, batches, newcomers, slots, suspicion
+from prime_node.coordinator.state import audits, batches, copies, newcomers, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import (
     BATCH_NEWS,
@@ -32,6 +32,7 @@ from prime_node.coordinator.state.records import (
     Effect,
     LeaseEnd,
     LeaseRecord,
+    Original,
     PendingBundle,
     Settled,
     State,
@@ -178,21 +179,47 @@ def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Eff
     state.unverifiable_detail = event.detail if unverifiable else ""
     weighed = suspicion.weigh(state.rules, worker, event.evidence)
     reason, detail = event.reason, event.detail
-    if reason is None and suspicion.is_proven(state.rules, weighed):
+    if reason is None and (original := copies.found_earlier(state, pending, event.fingerprints)) is not None:
+        reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} said the same before"
+    if (reason is None or not reason.is_dishonest) and suspicion.is_proven(state.rules, weighed):
         reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
     if reason is None:
-        return _accept(state, pending, event, weighed)
+        later = copies.found_later(state, pending, event.fingerprints)
+        copies.remember(state, pending, event.fingerprints)
+        effects = _accept(state, pending, event, weighed)
+        return effects + [effect for one in later for effect in _accepted_copy(state, one, at_ms)]
     effects = _refuse(state, pending, reason, detail, weighed)
-    worker.strikes += reason.is_dishonest
-    ban = suspicion.ban_after(state, worker, event.bundle, reason, weighed, at_ms)
     if reason.is_dishonest:
-        effects += audits.found_out(state, worker)
-        unaudited = [bundle for bundle in worker.pending.values() if not state.bundles[bundle].audited]
-        for bundle in unaudited:
-            effects += _refuse(state, state.bundles[bundle], RejectReason.UNPROVEN, audits.TAKEN_BACK)
-    if ban is None:
-        return effects
-    return [effect for effect in effects if effect != BundleForgotten(event.bundle)] + _ban(state, worker, ban)
+        effects += _found_out(state, worker, event.bundle, reason, weighed, at_ms)
+    return [effect for effect in effects if not _is_kept(state, effect)]
+
+
+def _is_kept(state: State, effect: Effect) -> bool:
+    return isinstance(effect, BundleForgotten) and effect.bundle in state.evidence
+
+
+def _found_out(
+    state: State, worker: Worker, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
+) -> list[Effect]:
+    """What follows for a worker from a bundle that could only be dishonest, whose receipt says so."""
+    worker.strikes += 1
+    effects = audits.found_out(state, worker)
+    for unaudited in [each for each in worker.pending.values() if not state.bundles[each].audited]:
+        effects += _refuse(state, state.bundles[unaudited], RejectReason.UNPROVEN, audits.TAKEN_BACK)
+    ban = suspicion.ban_after(state, worker, bundle, reason, weighed, at_ms)
+    return effects if ban is None else effects + _ban(state, worker, ban)
+
+
+def _accepted_copy(state: State, copy: Original, at_ms: int) -> list[Effect]:
+    """A bundle that was judged and accepted before the original was. Its groups are taken back as far as they are untrained."""
+    worker = state.workers.get(copy.worker)
+    lease = None if worker is None else next((one for one in worker.ended.values() if one.bundle == copy.bundle), None)
+    if worker is None or worker.banned is not None or lease is None or lease.reason is not None:
+        return []
+    suspicion.forgive(worker)  # its numbered receipts have a gap from now on: one of them is replaced
+    settled, reopened = audits.take_back(state, worker, lease, RejectReason.COPIED, copies.SAID_BEFORE)
+    effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
+    return effects + _found_out(state, worker, copy.bundle, RejectReason.COPIED, None, at_ms)
 
 
 _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {

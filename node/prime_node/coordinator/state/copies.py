@@ -1,0 +1,41 @@
+"""Who said it first: an index of fingerprints (prime_protocol/copies.py) of accepted bundles, in the order in which they came.
+
+A copy is the fault of the later one by the coordinator's clock, whichever is judged first. The index is part of the state, so it
+survives restarts; it holds the last FINGERPRINTS_KEPT_MAX fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prime_node.coordinator.state.records import Original, PendingBundle, State
+
+FINGERPRINTS_KEPT_MAX = 32_768
+SAID_BEFORE = "a bundle that came before it, but was judged later, said the same"
+
+
+def found_earlier(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> Original | None:
+    """An accepted bundle that came before this one, for another slot, and holds the same."""
+    return next((one for one in _alike(state, pending, marks) if one.arrived_at_ms <= pending.arrived_at_ms), None)
+
+
+def found_later(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
+    """Accepted bundles that came after this one and hold the same: they were judged first. Each once."""
+    later = {one.bundle: one for one in _alike(state, pending, marks) if one.arrived_at_ms > pending.arrived_at_ms}
+    return list(later.values())
+
+
+def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> None:
+    """An accepted bundle's fingerprints. An original stays the original."""
+    for slot, mark in marks:
+        known = state.originals.get(mark)
+        if known is None or known.arrived_at_ms > pending.arrived_at_ms:
+            state.originals[mark] = Original(pending.bundle, pending.lease.worker, slot, pending.arrived_at_ms)
+    while len(state.originals) > FINGERPRINTS_KEPT_MAX:
+        del state.originals[next(iter(state.originals))]
+
+
+def _alike(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
+    """The same seeds give the same text, so bundles for the same slot are no copies of one another."""
+    known = ((state.originals.get(mark), slot) for slot, mark in marks)
+    return [one for one, slot in known if one is not None and one.slot != slot and one.bundle != pending.bundle]
