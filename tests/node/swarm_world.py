@@ -144,7 +144,7 @@ class Swarm:
         settings = WorkerConfig(swarm=LOCAL.model_copy(update=swarm), poll_seconds=0.05)
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
-        following = wire_swarm.worker_follower(run, key, client, folder, settings)
+        following = wire_swarm.swarm_follower(run, key, client, folder, settings)
         follower, _, peer = await self.stack.enter_async_context(following)
         assert peer is not None
         task = asyncio.create_task(follower.follow())

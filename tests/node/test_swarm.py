@@ -6,11 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.node.coordinator_world import CONFIG_JSON, make_run, memory_parts
 from tests.node.swarm_world import ANNA, BEN, CORA, WORKERS, from_peers, linked, swarm, until
 
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.swarm.topology import TopologyRules, parents
 from prime_node.cli import wire
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.weights import root_of
 
@@ -55,6 +58,20 @@ async def test_the_coordinator_gives_little_when_peers_can_give(tmp_path: Path) 
             await follower.wait_newer(-1)
         needed = len(made.workers) * published.manifest.encodings[0].sent_bytes
         assert made.chunks.num_bytes < needed / 3
+
+
+async def test_a_coordinator_that_gives_no_chunks_gives_model_files_and_words(tmp_path: Path) -> None:
+    config = memory_parts(make_run(), serve_chunks=False).config
+    async with swarm(tmp_path, ANNA, config=config) as made:
+        await linked(made)
+        published = await made.publish()
+        follower, _ = made.workers[0]
+        assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
+        assert made.world.url not in follower.received
+        client = made.clients[ANNA.key_id]
+        assert await client.blob(digest_of(CONFIG_JSON)) == CONFIG_JSON
+        with pytest.raises(PeerError, match="gives no chunks"):
+            await client.blob(published.manifest.encodings[0].parts[0].digest)
 
 
 async def test_a_poisoned_peer_is_blamed_and_left_and_the_others_complete(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from prime_node import __version__
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
 from prime_node.cli.place import parse_link
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ async def _fetch(
             run = await fetch_run(client, link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             model = await wire.model_folder(client, run, folder / "model")
-            following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
+            following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)
             async with following as (follower, _, peer):
                 if peer is not None:
                     await asyncio.sleep(PEERS_S)
@@ -115,4 +115,12 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
             if attempt == ATTEMPTS_MAX:
                 raise LocalError(f"policy {wanted}: {error}; what has come is kept: run it again") from None
             log.warning("policy %d: %s; trying again", wanted, error)
+        except PeerError as error:
+            # Where the coordinator gives no bytes, a peer to whom we are not linked yet may have them.
+            if error.code is not ErrorCode.NOT_FOUND or attempt == ATTEMPTS_MAX:
+                raise
+            await asyncio.sleep(PEERS_S)
+            if policy_version is None:
+                await follower.heads.look()
+                wanted = follower.heads.newest
     raise AssertionError("the loop returns or raises")

@@ -116,7 +116,7 @@ async def _join(
             run, engine, environments = ready
             timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
             try:
-                following = wire_swarm.worker_follower(run, key, client, folder, settings, on_progress=on_progress)
+                following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)
                 async with following as (follower, trust, peer):
                     worker = Worker(
                         run=run,

@@ -122,7 +122,7 @@ class Session:
             return
         # On one machine there is no NAT to get through: libp2p would cost every process a second and buy nothing.
         await self._start(TRAINER, "--set", f"trainer.swarm.host={host}", "--set", "trainer.swarm.p2p=off")
-        await self._start(VALIDATOR)
+        await self._start(VALIDATOR, "--set", "validator.swarm.p2p=off")
         for number, name in enumerate(self._workers, start=1):
             arguments = [
                 str(self._link),

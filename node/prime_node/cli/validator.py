@@ -21,7 +21,7 @@ GRACE_S = 8.0
 
 async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     from prime_node.broadcast.follow.pinned import fetch_run
-    from prime_node.cli import wire
+    from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.loop import Validator
@@ -31,41 +31,45 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
-        async def set_up() -> tuple[PinnedRun, Trust, Scorer]:
+        async def set_up() -> tuple[PinnedRun, Scorer]:
             """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             await wire.model_folder(client, run, model)
-            trust = await wire.trust(run, [(client.url, client)], place.folder)
-            return run, trust, await asyncio.to_thread(wire.scorer, settings, model, run)
+            return run, await asyncio.to_thread(wire.scorer, settings, model, run)
 
         ready = await unless(stop.wait(), set_up())
         if ready is None:
             return 0
-        run, trust, scorer = ready
+        run, scorer = ready
         kept = max(settings.policies_kept, run.spec.async_level + 2)
-        follower = wire.follower(run, client, place.folder, poll_s=settings.poll_seconds, policies_kept=kept)
-        following = asyncio.create_task(_follow(trust, follower))
-        following.add_done_callback(lambda _: stop.set())  # a full disk ends it; its error is raised below, not lost
+        following = wire_swarm.swarm_follower(
+            run, place.key, client, place.folder, settings.model_copy(update={"policies_kept": kept})
+        )
         try:
-            await run_validator(
-                Validator(
-                    run=run,
-                    config=settings,
-                    coordinator=client,
-                    scorer=scorer,
-                    environments=wire.environments(run.spec, model),
-                    tokenizer=wire.tokenizer(model),
-                    policy=follower.weights,
-                    policy_versions=follower.versions,
-                    clock=wire.clock(),
-                ),
-                stop,
-            )
+            async with following as (follower, trust, _):
+                task = asyncio.create_task(_follow(trust, follower))
+                task.add_done_callback(lambda _: stop.set())  # a full disk ends it; its error is raised below, not lost
+                try:
+                    await run_validator(
+                        Validator(
+                            run=run,
+                            config=settings,
+                            coordinator=client,
+                            scorer=scorer,
+                            environments=wire.environments(run.spec, model),
+                            tokenizer=wire.tokenizer(model),
+                            policy=follower.weights,
+                            policy_versions=follower.versions,
+                            clock=wire.clock(),
+                        ),
+                        stop,
+                    )
+                finally:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
         finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
             await scorer.close()
     return 0
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.audit.audit import AuditReport
-    from prime_node.broadcast.follow.follower import Follower
     from prime_node.broadcast.follow.trust import Trust
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.observe import Recorder
@@ -185,13 +184,6 @@ async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folde
     made = Trust(run, sources, folder / "trust", clock=clock())
     await made.refresh()
     return made
-
-
-def follower(run: PinnedRun, client: HttpClient, folder: Path, *, poll_s: float, policies_kept: int) -> Follower:
-    from prime_node.broadcast.follow.follower import Follower
-
-    sources = [(client.url, client)]
-    return Follower(run, sources, folder / "checkpoints", clock=clock(), poll_s=poll_s, policies_kept=policies_kept)
 
 
 def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[SigningKey]:

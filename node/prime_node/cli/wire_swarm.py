@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prime_node.cli.wire import clock, missing_extra, trust
 from prime_protocol.errors import LocalError
@@ -31,6 +31,24 @@ if TYPE_CHECKING:
     from prime_node.ports.peers import PeerNetwork
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
+
+
+class FollowerSettings(Protocol):
+    """What a worker's and a validator's settings say of how policies come."""
+
+    @property
+    def mirrors(self) -> tuple[str, ...]: ...
+    @property
+    def swarm(self) -> SwarmConfig: ...
+    @property
+    def poll_seconds(self) -> float: ...
+    @property
+    def policies_kept(self) -> int: ...
+    @property
+    def pieces_bytes_max(self) -> int: ...
+    @property
+    def parts_bytes_max(self) -> int: ...
+
 
 SEED_BYTES_MAX = 256 * 2**30
 """Disk that the trainer's own copy of its newest policies may take."""
@@ -156,16 +174,16 @@ def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNe
 
 
 @contextlib.asynccontextmanager
-async def worker_follower(
+async def swarm_follower(
     run: PinnedRun,
     key: SigningKey,
     client: HttpClient,
     folder: Path,
-    settings: WorkerConfig,
+    settings: FollowerSettings,
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
-    """Follows the coordinator, the mirrors that the contributor names, and other peers. The model files are in `folder`/model."""
+    """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model."""
     from prime_node.broadcast.follow.follower import Follower
     from prime_protocol.codec.api import warm_up
 
@@ -251,7 +269,7 @@ async def mirror(
 
 
 async def _sources(
-    stack: contextlib.AsyncExitStack, run: PinnedRun, client: HttpClient, settings: WorkerConfig
+    stack: contextlib.AsyncExitStack, run: PinnedRun, client: HttpClient, settings: FollowerSettings
 ) -> list[tuple[str, HttpClient]]:
     """The coordinator, and the mirrors that the contributor names."""
     from prime_node.adapters.web.http_client import HttpClient

@@ -115,6 +115,9 @@ class CoordinatorConfig(Settings):
     """Send them to this project of Weights & Biases too, which keeps its own settings in WANDB_* variables."""
     timeline_bytes_max: int = Field(default=2**26, ge=2**16)
     """Of timeline.jsonl, which `prime-node trace` draws from; a full one is kept beside the one that follows it."""
+    serve_chunks: bool = True
+    """Give the bytes of checkpoints over HTTP. Without it the coordinator gives words and model files alone, and policies come
+    from peers, the trainer's seeder and mirrors: for a thin uplink, or where a CDN gives the bytes."""
     p2p_listen: tuple[str, ...] = ()
     """Multiaddrs of a libp2p host of the coordinator's own, for example ["/ip4/0.0.0.0/tcp/8401"]: workers meet there, and it
     relays for those behind NATs. Empty: no such host, and peers talk over HTTP alone. Needs the extra p2p."""

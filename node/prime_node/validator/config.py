@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
 
 
@@ -24,6 +25,14 @@ class ValidatorConfig(Settings):
     """Bundles fetched ahead of the one being judged."""
     policies_kept: int = Field(default=4, ge=1)
     """Policies held in memory; async_level + 1 is enough for all that can be asked."""
+    mirrors: tuple[str, ...] = ()
+    """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
+    swarm: SwarmConfig = SwarmConfig(private=True)
+    """How policies are fetched from workers and seeders. A validator serves nobody unless it is told to."""
+    pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for pieces of a checkpoint on their way."""
+    parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
+    """Disk that downloaded parts may take."""
     poll_seconds: float = Field(default=0.5, gt=0.0)
     """How often to look for a new policy."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)

@@ -152,7 +152,8 @@ class Download:
                 self._parents = None if self.clock.monotonic_s() >= self._tree_until_s else self._parents
                 await self.pool.rest()
             elif not self._picker.is_done and not self._news.is_set():
-                self._check_somebody_has(missing)
+                if rounds or not self.pool.peers:  # a peer may be about to say that it has them
+                    self._check_somebody_has(missing)
                 if rounds >= ROUNDS_MAX:
                     raise Unreachable(f"no source gives pieces of encoding {self._name[:12]}")
                 rounds += 1

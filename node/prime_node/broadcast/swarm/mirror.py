@@ -1,4 +1,4 @@
-"""Keeps every encoding of the newest policies without decoding any: bandwidth and a disk lent to a run, without a GPU.
+"""Keeps every encoding of the newest policies, and the ways to them, without decoding any: bandwidth and a disk lent to a run.
 
 Who waits for whom: `follow` waits for a new head and downloads it as a follower does, from all sources at once, verified chunk by
 chunk; peers fetch from it meanwhile. A source that is away costs time, never the task; a fault of this machine ends it.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
+from prime_node.broadcast.follow.ways import Step, Ways
 from prime_node.broadcast.swarm.download import Download
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -23,7 +24,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import LocalError, PeerError
-from prime_protocol.manifest import Encoding, Manifest
+from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Mirror:
         try:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self.heads = Heads(run, self.pool, folder)
+            self._ways = Ways(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"folder {folder}: {error}") from None
         self.shelf = Shelf(self.parts, self.holdings)
@@ -78,15 +80,35 @@ class Mirror:
                 await self._clock.sleep(PAUSE_S)
 
     async def take(self, policy_version: int) -> None:
-        """Every encoding of a policy; those that are short come first. Raises PeerError, Unreachable or LocalError."""
+        """The way to a policy from nothing, where there is one, and every encoding of its own. Raises PeerError, Unreachable or
+        LocalError."""
         signed = await self.heads.manifest(policy_version)
         try:
+            await self._take_way(signed)
             for encoding in sorted(signed.manifest.encodings, key=lambda one: one.sent_bytes):
                 await self._download(signed.manifest, encoding)
             self.shelf.put(signed)
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error}; free some space and start again") from None
         log.info("policy %d is here, %d encodings", policy_version, len(signed.manifest.encodings))
+
+    async def _take_way(self, signed: SignedManifest) -> None:
+        """What a newcomer needs before the policy's own encodings, as far as somebody still has it."""
+        gone: set[tuple[int, int | None]] = set()
+        try:
+            while missing := [step for step in await self._way(signed, gone) if not self.shelf.has(*step.name)]:
+                try:
+                    await self._download(missing[0].signed.manifest, missing[0].encoding)
+                except PeerError:
+                    gone.add(missing[0].name)
+                else:
+                    self.shelf.add(missing[0].signed, missing[0].encoding)
+        except PeerError as error:
+            log.info("policy %d: newcomers cannot begin here: %s", signed.manifest.policy_version, error)
+
+    async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[Step]:
+        """The steps before the policy's own."""
+        return (await self._ways.find(signed, held=(), closed=gone))[:-1]
 
     async def _download(self, manifest: Manifest, encoding: Encoding) -> None:
         packed = await asyncio.to_thread(self.parts.read, encoding.index)

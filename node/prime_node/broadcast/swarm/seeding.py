@@ -89,7 +89,9 @@ class Seeding:
         return await self._port.manifest(policy_version)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        return await self._port.blob(digest, start=start, end=end)
+        size = self._parts.size(digest)
+        here = None if size is None else await asyncio.to_thread(self._parts.get, digest, start, end or size)
+        return await self._port.blob(digest, start=start, end=end) if here is None else here
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
         return await self._port.batch(request)

@@ -170,11 +170,11 @@ class SourcePool:
     async def fetch_blob(self, entry: PartEntry) -> bytes:
         """A small blob's bytes with the right digest, from whoever gives them; peers that announce it come first.
 
-        Raises PeerError(NOT_FOUND) where every source that is there for good says that it has none, Unreachable after ROUNDS_MAX
-        rounds.
+        Raises PeerError(NOT_FOUND) where every source that is there for good says that it has none, and no peer says meanwhile
+        that it has; Unreachable after ROUNDS_MAX rounds.
         """
         partial = bytearray()
-        for _ in range(ROUNDS_MAX):
+        for is_asked_twice in range(ROUNDS_MAX):
             absent = set()
             for named in self.having(entry.digest):
                 named.fetching += 1
@@ -194,7 +194,7 @@ class SourcePool:
                     return bytes(partial)
                 finally:
                     named.fetching -= 1
-            if absent.issuperset(named.name for named in self.lasting):
+            if absent.issuperset(named.name for named in self.lasting) and (is_asked_twice or not self.peers):
                 raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
         raise Unreachable(f"no source gives blob {entry.digest[:12]}")

@@ -226,6 +226,10 @@ def _number(text: str) -> int:
 async def _blob(core: Core, request: Request) -> Response:
     """A public blob or a range of it. Uploaded bundles are kept elsewhere and cannot be reached here."""
     digest = request.params["digest"]
+    if not core.config.serve_chunks and all(file.digest != digest for file in core.run.spec.model_files):
+        raise PeerError(
+            ErrorCode.NOT_FOUND, "this coordinator gives no chunks: ask peers, the trainer's seeder or a mirror"
+        )
     try:
         size = await core.public.size(digest)
     except KeyError:

@@ -79,7 +79,7 @@ async def receive(node: SimpleNamespace) -> None:
         client = await stack.enter_async_context(
             HttpClient(url, run=RUN.digest, clock=SystemClock(), key=key, bounds=RUN.spec.limits)
         )
-        following = wire_swarm.worker_follower(RUN, key, client, folder, settings, on_progress=on_progress)
+        following = wire_swarm.swarm_follower(RUN, key, client, folder, settings, on_progress=on_progress)
         follower, _, peer = await stack.enter_async_context(following)
         assert peer is not None
         if node.poisoned:
