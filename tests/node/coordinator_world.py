@@ -235,9 +235,13 @@ class World:
 
     async def judge(self, *, reason: RejectReason | None = None) -> CheckTask:
         """Take a bundle and give a verdict."""
-        task = await self.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
-        assert isinstance(task, CheckTask), task
+        task = await self.take_task(VALIDATOR)
         await self.give_verdict(task, reason=reason)
+        return task
+
+    async def take_task(self, validator: SigningKey) -> CheckTask:
+        task = await self.client(validator).check(CheckRequest(policy_versions=(), wait_s=5.0))
+        assert isinstance(task, CheckTask), task
         return task
 
     async def give_verdict(self, task: CheckTask, *, reason: RejectReason | None = None) -> None:

@@ -12,7 +12,6 @@ from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseRecord, Settled, Worker
-from prime_protocol.messages import CheckRequest, CheckTask
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -140,8 +139,7 @@ async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_cr
         await world.join(ANNA)
         for _ in range(24):
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
-            task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
-            assert isinstance(task, CheckTask)
+            task = await world.take_task(VALIDATOR)
             audited.append(task.audit)
             await world.give_verdict(task)
         report = await audit_ledger(world.client(ANNA), spec)

@@ -1,0 +1,71 @@
+"""`prime-node operate`: the operator's hand on a running coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, COORDINATOR, HEARTBEAT, World, make_run, memory_parts, running
+from tests.node.test_keys_cli import write_key
+from typer.testing import CliRunner
+
+from prime_node.cli.main import app
+from prime_node.cli.run_dir import RunDir
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.invite import open_invite
+
+
+def run_dir_of(world: World, folder: Path) -> RunDir:
+    place = RunDir(folder / "run")
+    write_key(place.key("coordinator"), COORDINATOR)
+    place.run_spec.write_bytes(world.run.envelope.to_bytes())
+    place.join_link_file.write_text(f"{world.url}/#{world.run.digest}\n")
+    return place
+
+
+async def operate(*arguments: object) -> str:
+    """The command's output, in a thread of its own. Raises what it raises."""
+    words = ["operate", *map(str, arguments)]
+    result = await asyncio.to_thread(CliRunner().invoke, app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+async def test_a_worker_is_banned_and_forgiven_and_the_run_drained(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        place = run_dir_of(world, tmp_path)
+        await operate("ban", place.path, ANNA.key_id, "--reason", "noise in the cellar")
+        with pytest.raises(PeerError, match="noise in the cellar") as caught:
+            await world.client(ANNA).heartbeat(HEARTBEAT)
+        assert caught.value.code is ErrorCode.BANNED
+        await operate("unban", place.path, ANNA.key_id)
+        await world.join(ANNA)
+        assert "no new work" in await operate("drain", place.path)
+        assert (await world.client(ANNA).heartbeat(HEARTBEAT)).draining
+        with pytest.raises(PeerError) as unknown:
+            await operate("ban", place.path, COORDINATOR.key_id)
+        assert unknown.value.code is ErrorCode.UNKNOWN_WORKER
+    with pytest.raises(LocalError, match="does not answer"):
+        await operate("drain", place.path)
+
+
+async def test_an_invitation_is_printed_as_one_word_that_joins(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run(), invites_needed=True)) as world:
+        text = (await operate("invite", run_dir_of(world, tmp_path).path, "--keys", 2, "--days", 1)).strip()
+        now_ms = world.parts.clock.now_ms()
+        invite = open_invite(text, world.run, now_ms=now_ms)
+        assert (invite.keys_max, round((invite.expires_at_ms - now_ms) / 3_600_000)) == (2, 24)
+
+
+async def test_what_is_no_key_id_and_a_folder_without_keys_are_told_plainly(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        place = run_dir_of(world, tmp_path)
+        words = ["operate", "ban", str(place.path), "anna"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert result.exit_code == 2
+        place.key("coordinator").unlink()
+        with pytest.raises(LocalError, match="neither keys"):
+            await operate("invite", place.path)

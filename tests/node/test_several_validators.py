@@ -1,0 +1,146 @@
+"""Several validators share the work of one run, and one of them may die over a bundle at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from tests.node.coordinator_world import (
+    ANNA,
+    COORDINATOR,
+    ENGINE,
+    ROOT,
+    TRAINER,
+    VALIDATOR,
+    Bytes,
+    Letters,
+    World,
+    make_parcel,
+    make_policy,
+    make_run,
+    memory_parts,
+    running,
+)
+
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_node.ports.engine import ScoreRequest
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.loop import Validator
+from prime_node.validator.loop import run as run_validator
+from prime_protocol.assignment import Sampling
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
+from prime_protocol.messages import CheckResultRequest
+from prime_protocol.verdict import Verdict
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
+
+SECOND = SigningKey(bytes([99]) * 32)
+RUN = make_run(
+    keys=RoleKeys(
+        root=(ROOT.key_id,),
+        coordinator=(COORDINATOR.key_id,),
+        trainer=(TRAINER.key_id,),
+        validator=(VALIDATOR.key_id, SECOND.key_id),
+    )
+)
+
+
+class Scorer:
+    """Implements ports.engine.Scorer: finds what make_parcel claims, once it may."""
+
+    def __init__(self) -> None:
+        self.info = ENGINE
+        self.may_score = asyncio.Event()
+        self.began = asyncio.Event()
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None: ...
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        self.began.set()
+        await self.may_score.wait()
+        claimed = np.array([-0.1, -0.2, -0.3] * len(requests), np.float32)
+        return Prefill(claimed, np.zeros_like(claimed))
+
+    async def close(self) -> None: ...
+
+
+def validator_of(world: World, key: SigningKey, scorer: Scorer) -> Validator:
+    async def policy(version: int) -> Weights:
+        return make_policy(version)
+
+    return Validator(
+        run=world.run,
+        config=ValidatorConfig.load({"validator": {"wait_seconds": 0.2, "prefetch": 1}}),
+        coordinator=world.client(key),
+        scorer=scorer,  # type: ignore[arg-type]
+        environments={"letters": Letters()},
+        tokenizer=Bytes(),
+        policy=policy,
+        policy_versions=lambda: (0,),
+        clock=world.parts.clock,
+    )
+
+
+async def upload(world: World, count: int) -> None:
+    await world.publish()
+    await world.join(ANNA)
+    for _ in range(count):
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+
+
+async def test_what_a_dead_validator_held_is_judged_by_another_one() -> None:
+    async with running(memory_parts(RUN, check_seconds=0.5)) as world:
+        await upload(world, 6)
+        first, second, stop = Scorer(), Scorer(), asyncio.Event()
+        dying = asyncio.create_task(run_validator(validator_of(world, VALIDATOR, first), asyncio.Event()))
+        await first.began.wait()  # in the middle of a check, and more is fetched
+        second.may_score.set()
+        living = validator_of(world, SECOND, second)
+        judging = asyncio.create_task(run_validator(living, stop))
+        dying.cancel()
+        await world.until_status("pending_bundles", 0)
+        stop.set()
+        await asyncio.gather(dying, judging, return_exceptions=True)
+        report = await audit_ledger(world.client(ANNA), world.run)
+    assert living.verdicts == {"accepted": 6}, "the dead one's too, and none of them twice"
+    assert (report.faults, report.num_entries, report.accounts[ANNA.key_id].rollouts) == ([], 6, 12)
+
+
+async def test_two_validators_at_once_judge_each_bundle_once() -> None:
+    async with running(memory_parts(RUN)) as world:
+        await upload(world, 8)
+        stop = asyncio.Event()
+        scorers = [Scorer(), Scorer()]
+        validators = [
+            validator_of(world, key, scorer) for key, scorer in zip((VALIDATOR, SECOND), scorers, strict=True)
+        ]
+        tasks = [asyncio.create_task(run_validator(validator, stop)) for validator in validators]
+        for scorer in scorers:  # both are in the middle of one before either goes on
+            await scorer.began.wait()
+        for scorer in scorers:
+            scorer.may_score.set()
+        await world.until_status("pending_bundles", 0)
+        stop.set()
+        await asyncio.gather(*tasks)
+        report = await audit_ledger(world.client(ANNA), world.run)
+    counts = [validator.verdicts["accepted"] for validator in validators]
+    assert sum(counts) == 8
+    assert min(counts) >= 1
+    assert (report.num_entries, report.accounts[ANNA.key_id].rollouts) == (8, 16)
+
+
+async def test_a_verdict_that_comes_after_another_validator_s_changes_nothing() -> None:
+    async with running(memory_parts(RUN, check_seconds=0.1)) as world:
+        await upload(world, 1)
+        late = await world.take_task(VALIDATOR)
+        soon = await world.take_task(SECOND)  # once the first one's time was up
+        assert soon.bundle == late.bundle
+        await world.give_verdict(soon)
+        rewards = (0.0,) * late.lease.num_rollouts
+        await world.client(VALIDATOR).check_result(
+            CheckResultRequest(bundle=late.bundle, verdict=Verdict.accept(), rewards=rewards, num_tokens=999)
+        )
+        report = await audit_ledger(world.client(ANNA), world.run)
+    assert (report.num_entries, report.accounts[ANNA.key_id].tokens) == (1, 2)
