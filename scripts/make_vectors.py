@@ -54,7 +54,7 @@ from vectors_folder import (
 from vectors_invite import invites
 from vectors_ledger import ledger
 from vectors_peers import peers
-from vectors_proofs import proofs, proven, tensors_of
+from vectors_proofs import choices, proofs, proven, tensors_of
 from vectors_trust import trust
 from vectors_turns import turns
 
@@ -477,6 +477,7 @@ def main() -> None:
     json_texts(folder)
     envelopes(folder)
     noise(folder)
+    choices(folder)
     proofs(folder)
     run = runs(folder)
     trust(folder, run)

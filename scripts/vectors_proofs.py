@@ -1,4 +1,4 @@
-"""Golden vectors of hidden-state proofs. See make_vectors.py."""
+"""Golden vectors of hidden-state proofs and of choices among some of the tokens. See make_vectors.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.noise import gumbel_noise
+from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, Rollouts, rollouts_for
 from vectors_folder import Case, Folder
@@ -46,3 +48,24 @@ def tensors_of(rollouts: Rollouts) -> Any:
     arrays = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__dataclass_fields__}
     lists = {name: array.tolist() for name, array in arrays.items() if name != "proofs" and array is not None}
     return lists if rollouts.proofs_CB is None else lists | {"proofs": rollouts.proofs_CB.tobytes().hex()}
+
+
+def choices(folder: Folder) -> None:
+    logits = np.round(np.random.default_rng(5).normal(0, 2, (2, 12)), 1)  # some are equal
+    logits[1, 3:6] = logits[1].max()
+    seeds, positions = [7, 2**40], [0, 11]
+    noise = gumbel_noise(seeds, positions, 12)
+    cases = []
+    for filters in ({}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.05}):
+        sampling = Sampling(completion_tokens_max=1, stop_token_ids=(), **filters)
+        slack = slack_of(logits, sampling)
+        all_tokens = np.arange(12)
+        told = {
+            "slack": [[None if np.isinf(x) else float(x) for x in row] for row in slack],
+            "tokens": choice_of(logits, noise, sampling).tolist(),
+            "margins_of_first": margins_of(logits[[0] * 12], noise[[0] * 12], all_tokens, sampling).tolist(),
+        }
+        name = ", ".join(f"{name} {value}" for name, value in filters.items()) or "no filters"
+        case = {"name": name, "logits": logits.tolist(), "seeds": seeds, "positions": positions, "filters": filters}
+        cases.append(case | {"expect": told})
+    folder.cases("choice", cases)

@@ -36,6 +36,18 @@ class Sampling(WireModel):
     """A completion ends here if no stop token came, the stop token included."""
     stop_token_ids: tuple[TokenId, ...] = Field(max_length=64)
     """A completion ends with the first of these; it is part of the completion."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, exclude_if=lambda top_p: top_p == 1.0)
+    """Tokens may be chosen where those more probable have less mass than this together. 1 lets all."""
+    top_k: int = Field(default=0, ge=0, le=2**24, exclude_if=lambda top_k: not top_k)
+    """Tokens may be chosen where fewer than this many are more probable. 0 lets all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda min_p: not min_p)
+    """Tokens may be chosen that have at least this share of the most probable one's probability. 0 lets all."""
+
+    @property
+    def filters(self) -> tuple[float, int, float] | None:
+        """(top_p, top_k, min_p), or None where every token may be chosen. Greedy choice is never filtered."""
+        found = (self.top_p, self.top_k, self.min_p)
+        return None if self.temperature == 0.0 or found == (1.0, 0, 0.0) else found
 
 
 class Problem(WireModel):

@@ -110,6 +110,10 @@ class CheckPolicy(WireModel):
     """Nats. For any single token; the largest honest one seen is 0.01 (fp32) to 0.24 (bf16)."""
     seed_flips_share_max: float = Field(default=0.03, ge=0.0, le=1.0)
     """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
+    seed_margin_max: float = Field(default=2.0, gt=0.0, exclude_if=lambda value: value == 2.0)
+    """Nats. By how much any token's score may be below the one that the seed chooses; the largest honest one seen is 0.24."""
+    stop_margin_max: float = Field(default=0.5, gt=0.0, exclude_if=lambda value: value == 0.5)
+    """Nats. The same where a completion ends with a stop token that the seed does not choose, or goes on where it chooses one."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)

@@ -35,7 +35,7 @@ class RejectReason(StrEnum):
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     """A token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"
-    """It goes on after a stop token, stops without one, or ends before its limit."""
+    """It goes on after a stop token, stops without one, ends before its limit, or the seed chooses otherwise at its end."""
     LOGPROB_MISMATCH = "logprob_mismatch"
     """The claimed logprobs are not those of the claimed policy."""
     SEED_MISMATCH = "seed_mismatch"

@@ -6,7 +6,7 @@
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
     (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
-    (6) tokens are the ones that the seeds choose         SEED_MISMATCH
+    (6) tokens are the ones that the seeds choose         SEED_MISMATCH, at a completion's end BAD_TERMINATION
     (7) hidden states are those that it commits to        PROOF_MISMATCH
 
 (1) to (4) need only the lease. (5) to (7) need a forward pass of the claimed policy over prompt and completion, by someone
@@ -40,6 +40,8 @@ class Prefill:
     """[T] best noisy score minus the chosen token's: 0 where the token is the one that the seed chooses, else above 0."""
     hidden_TD: Bits | None = None
     """[T, D] bf16: the last hidden state that each token was chosen from. None where it was not asked for."""
+    stop_margins_T: npt.NDArray[np.float32] | None = None
+    """[T] of a stop token its margin; of another token, by how much a stop token was the better choice, or 0."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Those that are there, by the names of their fields; of each, the first dimension is T."""
@@ -60,6 +62,8 @@ class Measured:
     seed_flips_share: float
     proof_error_mean: float = 0.0
     proof_error_max: float = 0.0
+    seed_margin_max: float = 0.0
+    stop_margin_max: float = 0.0
 
 
 def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
@@ -117,6 +121,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     margin [T]: by how much another token's noisy score is above the chosen one's
     flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
+    stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
     proof [C]: mean distance of each hidden-state proof, where the bundle carries them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
@@ -126,6 +131,8 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
         errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
         found["proof"] = errors.distance_mean_C.astype(np.float32)
+    if prefill.stop_margins_T is not None:
+        found["stop"] = prefill.stop_margins_T
     return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
 
 
@@ -136,13 +143,15 @@ def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
 
 def summary(found: Statistics) -> Measured:
     """The same, of statistics that are at hand."""
-    proof = found.get("proof", np.zeros(1, np.float32))
+    proof, stop = (found.get(name, np.zeros(1, np.float32)) for name in ("proof", "stop"))
     return Measured(
         logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),
         logprob_error_max=float(found["logprob"].max()),
         seed_flips_share=float(found["flip"].mean(dtype=np.float64)),
         proof_error_mean=float(proof.mean(dtype=np.float64)),
         proof_error_max=float(proof.max()),
+        seed_margin_max=float(found["margin"].max()),
+        stop_margin_max=float(stop.max()),
     )
 
 
@@ -158,6 +167,12 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
         return Verdict.refuse(
             RejectReason.SEED_MISMATCH, f"{flips:.2%} of the tokens are not the ones that the seeds choose"
         )
+    if measured.stop_margin_max > policy.stop_margin_max:  # (6)
+        return Verdict.refuse(
+            RejectReason.BAD_TERMINATION, "a completion ends, or goes on, where the seed chooses otherwise"
+        )
+    if measured.seed_margin_max > policy.seed_margin_max:  # (6)
+        return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from being the one that the seed chooses")
     mean, largest = measured.proof_error_mean, measured.proof_error_max
     if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
         return Verdict.refuse(

@@ -166,6 +166,22 @@ async def test_seeds_choose_the_tokens_and_logprobs_are_those_of_the_policy_at_t
     assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 8, "min_p": 0.02}])
+async def test_tokens_are_chosen_among_those_that_the_filters_let(
+    engine: Engine, scorer: TransformersEngine, policies: list[Weights], filters: dict[str, float]
+) -> None:
+    sampling = SAMPLING.model_copy(update=filters)
+    await engine.load(policies[0], policy_version=0)
+    completions = await engine.generate(requests(), sampling)
+    plain = await engine.generate(requests(), SAMPLING)
+    found, unlike = [await judged(scorer, policies[0], requests(), c, sampling) for c in (completions, plain)]
+    assert (found.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+    assert found.stop_margins_T is not None
+    assert found.stop_margins_T.max() <= found.margins_T.max() < 0.05
+    assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX, "of the whole vocabulary"
+    assert (unlike.margins_T > 0.1).mean() > 0.02
+
+
 async def test_the_same_seeds_give_the_same_tokens_and_other_seeds_give_others(
     engine: Engine, policies: list[Weights]
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prime_protocol import messages, verdict
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
@@ -34,6 +34,7 @@ from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
 from prime_protocol.messages import BlobHeader
 from prime_protocol.noise import gumbel_noise
+from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
@@ -154,6 +155,18 @@ def bundle(case: Case, folder: Path) -> Any:
     )
 
 
+def choice(case: Case, folder: Path) -> Any:
+    logits = np.array(case["logits"])
+    sampling = Sampling(completion_tokens_max=1, stop_token_ids=(), **case["filters"])
+    noise = gumbel_noise(case["seeds"], case["positions"], logits.shape[1])
+    every = np.arange(logits.shape[1])
+    return {
+        "slack": [[None if np.isinf(x) else float(x) for x in row] for row in slack_of(logits, sampling)],
+        "tokens": choice_of(logits, noise, sampling).tolist(),
+        "margins_of_first": margins_of(logits[[0] * len(every)], noise[[0] * len(every)], every, sampling).tolist(),
+    }
+
+
 def proof(case: Case, folder: Path) -> Any:
     places = np.arange(sum(case["lengths"]) * case["width"])
     if "pattern" in case:
@@ -249,6 +262,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "blob": blob,
     "bundle": bundle,
     "proof": proof,
+    "choice": choice,
     "checkpoint": checkpoint,
     "envelope": envelope,
     "invite": invite,

@@ -86,6 +86,12 @@ class RunConfig(Settings):
     """Completions of one prompt."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Choose among the most probable tokens that have this share of the probability. 1: among all."""
+    top_k: int = Field(default=0, ge=0)
+    """Choose among so many of the most probable tokens. 0: among all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Choose among tokens with this share of the most probable one's probability. 0: among all."""
     completion_tokens_max: int = Field(default=1_024, ge=1)
     """Length limit of a completion, the stop token included."""
     lease_seconds: float = Field(default=600.0, gt=0.0)
@@ -162,6 +168,9 @@ def build_run_spec(
             environments=config.environments,
             sampling=Sampling(
                 temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
                 completion_tokens_max=config.completion_tokens_max,
                 stop_token_ids=stop_token_ids,
             ),

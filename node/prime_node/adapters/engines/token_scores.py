@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prime_node.adapters.engines.hidden_rows import bf16_bits
 from prime_node.adapters.engines.torch_noise import gumbel_noise
+from prime_node.adapters.engines.torch_nucleus import slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
@@ -31,13 +32,40 @@ class TokenScores:
     scaled_NV: Tensor
     """Logits at the sampling temperature."""
     noisy_NV: Tensor
-    """The same with the seeds' noise: the largest is the token."""
+    """The same with the seeds' noise: the largest is the token, of those that may be chosen."""
+    slack_NV: Tensor | None = None
+    """prime_protocol.nucleus: tokens below 0 may not be chosen. None: all may."""
+
+    def choice(self) -> Tensor:
+        if self.slack_NV is None:
+            return self.noisy_NV.argmax(dim=1)
+        return self.noisy_NV.masked_fill(self.slack_NV < 0, float("-inf")).argmax(dim=1)
 
     def logprobs(self, tokens_N: Tensor) -> Tensor:
-        return self.scaled_NV.gather(1, tokens_N[:, None])[:, 0] - self.scaled_NV.logsumexp(dim=1)
+        return _chosen(self.scaled_NV, tokens_N) - self.scaled_NV.logsumexp(dim=1)
 
     def margins(self, tokens_N: Tensor) -> Tensor:
-        return self.noisy_NV.amax(dim=1) - self.noisy_NV.gather(1, tokens_N[:, None])[:, 0]
+        """See prime_protocol.nucleus."""
+        chosen_N = _chosen(self.noisy_NV, tokens_N)
+        if self.slack_NV is None:
+            return self.noisy_NV.amax(dim=1) - chosen_N
+        better_N = torch.minimum(self.noisy_NV - chosen_N[:, None], self.slack_NV).amax(dim=1)
+        return torch.maximum(better_N, -_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
+
+    def stop_margins(self, tokens_N: Tensor, stop_token_ids: Sequence[int]) -> Tensor:
+        """A stop token's margin; of others, by how much a stop token would have been the better choice."""
+        if not stop_token_ids:
+            return torch.zeros_like(self.scaled_NV[:, 0])
+        stops_S = torch.tensor(stop_token_ids, device=tokens_N.device)
+        better_NS = self.noisy_NV[:, stops_S] - _chosen(self.noisy_NV, tokens_N)[:, None]
+        if self.slack_NV is not None:
+            better_NS = torch.minimum(better_NS, self.slack_NV[:, stops_S])
+        is_stop_N = torch.isin(tokens_N, stops_S)
+        return torch.where(is_stop_N, self.margins(tokens_N), better_NS.amax(dim=1).clamp_(min=0))
+
+
+def _chosen(values_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    return values_NV.gather(1, tokens_N[:, None])[:, 0]
 
 
 class Judged(NamedTuple):
@@ -45,6 +73,7 @@ class Judged(NamedTuple):
 
     logprobs_T: Tensor
     margins_T: Tensor
+    stop_margins_T: Tensor
     hidden_TD: Tensor | None
 
     def split(self, lengths: list[int]) -> list[Judged]:
@@ -67,10 +96,12 @@ def judge_tokens(
     for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
         part = slice(start, start + block)
         scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
-        parts.append((scores.logprobs(tokens_T[part]).cpu(), scores.margins(tokens_T[part]).cpu()))
-    logprobs, margins = zip(*parts, strict=True)
+        chosen = tokens_T[part]
+        stops = scores.stop_margins(chosen, sampling.stop_token_ids)
+        parts.append((scores.logprobs(chosen).cpu(), scores.margins(chosen).cpu(), stops.cpu()))
     hidden = hidden_TD.to(torch.bfloat16, copy=True).cpu() if keep_hidden else None
-    return Judged(torch.cat(logprobs), torch.cat(margins), hidden)
+    logprobs, margins, stop_margins = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Judged(logprobs, margins, stop_margins, hidden)
 
 
 def prefill_of(parts: Iterable[Judged]) -> Prefill:
@@ -78,17 +109,20 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
     if not columns:
         return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
-    logprobs, margins, hidden = (torch.cat(column) if column else None for column in columns)
-    assert logprobs is not None
-    assert margins is not None
-    return Prefill(logprobs.numpy(), margins.numpy(), None if hidden is None else bf16_bits(hidden))
+    *numbers, hidden = columns
+    logprobs_T, margins_T, stop_margins_T = (torch.cat(column).numpy() for column in numbers)
+    hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
+    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T)
 
 
 def score_tokens(logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sampling) -> TokenScores:
     if sampling.temperature == 0.0:
         return TokenScores(logits_NV, logits_NV)
     scaled_NV = logits_NV / sampling.temperature
-    return TokenScores(scaled_NV, scaled_NV + gumbel_noise(seeds, positions, logits_NV.shape[1], logits_NV.device))
+    noisy_NV = scaled_NV + gumbel_noise(seeds, positions, logits_NV.shape[1], logits_NV.device)
+    return TokenScores(
+        scaled_NV, noisy_NV, None if sampling.filters is None else slack_of(scaled_NV, *sampling.filters)
+    )
 
 
 @dataclass

@@ -176,7 +176,7 @@ class TransformersEngine:
                 kept.add([None if draft.stopped else id(draft) for draft in active], repeat(position), hidden_BH)
             logits_BV = self._model.logits(hidden_BH)
             scores = score_tokens(logits_BV, [draft.seed for draft in active], [position] * len(active), sampling)
-            chosen_B = scores.noisy_NV.argmax(dim=1)
+            chosen_B = scores.choice()
             for draft, token, nats in zip(active, chosen_B.tolist(), scores.logprobs(chosen_B).tolist(), strict=True):
                 draft.append(token, nats, self._version)
             unfinished = [row for row, draft in enumerate(active) if not draft.stopped]

@@ -35,6 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_node.adapters.engines.vllm_seeded_sampler import OWNER_SETTING, SeededSampler
 from prime_node.adapters.engines.vllm_worker_extension import (
+    FILTERS_ARGUMENT,
     OFFSET_ARGUMENT,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
@@ -91,6 +92,8 @@ class _Draft:
         arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
         if self.sampling.temperature:
             arguments[SEED_ARGUMENT] = self.request.seed
+        if self.sampling.filters is not None:
+            arguments[FILTERS_ARGUMENT] = self.sampling.filters
         if self.request.proofs:
             arguments[PROOFS_ARGUMENT] = self.name
         params = SamplingParams(

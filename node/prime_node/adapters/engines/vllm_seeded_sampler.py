@@ -1,8 +1,9 @@
 """Runs inside vLLM: chooses each token by the assigned seed.
 
-vLLM is asked for greedy sampling (temperature 0), and this processor adds the noise of prime_protocol.noise to the
-logits first; the largest noisy logit is the token. The reported logprob is taken before any processor runs, so it is free
-of the noise. The run's temperature has been applied by then: see vllm_worker_extension.
+vLLM is asked for greedy sampling (temperature 0; it then forgets its own top-p and top-k). This processor takes out what top-p,
+top-k and min-p do not let, then adds the noise of prime_protocol.noise; the largest noisy logit is the token. The reported
+logprob is taken before any processor runs, so it is free of both. The run's temperature has been applied by then: see
+vllm_worker_extension.
 
 vLLM makes one processor for each engine, early. So this is also where the engine learns whose process it must not outlive.
 """
@@ -17,7 +18,8 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from prime_node.adapters.engines.torch_noise import gumbel_noise
-from prime_node.adapters.engines.vllm_worker_extension import OFFSET_ARGUMENT, SEED_ARGUMENT, die_with
+from prime_node.adapters.engines.torch_nucleus import slack_of
+from prime_node.adapters.engines.vllm_worker_extension import FILTERS_ARGUMENT, OFFSET_ARGUMENT, SEED_ARGUMENT, die_with
 
 OWNER_SETTING = "prime_owner_pid"
 """Key of vLLM's additional_config: the process that started the engine."""
@@ -28,6 +30,7 @@ class _Seeded:
     """One request of the batch."""
 
     seed: int
+    filters: tuple[float, int, float] | None
     offset: int
     output_token_ids: list[int]
     """vLLM's own list of what it has sampled so far; it grows."""
@@ -57,10 +60,11 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
             self._rows.pop(row, None)
         for row, params, _prompt, output_token_ids in batch_update.added:
             self._rows.pop(row, None)
-            seed = (params.extra_args or {}).get(SEED_ARGUMENT)
-            if seed is not None:
-                offset = (params.extra_args or {}).get(OFFSET_ARGUMENT, 0)
-                self._rows[row] = _Seeded(seed, offset, output_token_ids)
+            asked = params.extra_args or {}
+            if SEED_ARGUMENT in asked:
+                filters = tuple(asked[FILTERS_ARGUMENT]) if FILTERS_ARGUMENT in asked else None
+                offset = asked.get(OFFSET_ARGUMENT, 0)
+                self._rows[row] = _Seeded(asked[SEED_ARGUMENT], filters, offset, output_token_ids)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -75,5 +79,11 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         seeds = [self._rows[row].seed for row in rows]
         positions = [self._rows[row].offset + len(self._rows[row].output_token_ids) for row in rows]
         noise = gumbel_noise(seeds, positions, logits.shape[1], logits.device)
+        for filters in {self._rows[row].filters for row in rows}:
+            if filters is None:
+                continue
+            alike = torch.tensor([row for row in rows if self._rows[row].filters == filters], device=logits.device)
+            scores = logits[alike]
+            logits[alike] = scores.masked_fill_(slack_of(scores, *filters) < 0, float("-inf"))
         logits[torch.tensor(rows, device=logits.device)] += noise
         return logits

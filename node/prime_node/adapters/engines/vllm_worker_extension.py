@@ -19,6 +19,8 @@ SEED_ARGUMENT = "prime_seed"
 """Key of SamplingParams.extra_args. Requests without it get plain greedy decoding."""
 OFFSET_ARGUMENT = "prime_offset"
 """The same: tokens of the completion that are in the prompt, because it goes on where it was cut."""
+FILTERS_ARGUMENT = "prime_filters"
+"""The same: (top_p, top_k, min_p) where not every token may be chosen."""
 PROOFS_ARGUMENT = "prime_proofs"
 """The same: the completion's name, if it is to commit to its hidden states. It stays when the completion goes on elsewhere."""
 

@@ -1,0 +1,56 @@
+"""prime_protocol.nucleus on any device: the tokens that top-k, top-p and min-p let, without sorting the whole vocabulary.
+
+Letters: N positions, V vocabulary, K the largest logits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from prime_protocol.nucleus import OUTSIDE_MIN
+
+LARGEST = 256
+"""So many are looked at first; eight times as many where they do not reach far enough."""
+HAIR = 1e-6
+
+
+def slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """Slack [N, V] of all tokens, as prime_protocol.nucleus.slack_of gives it."""
+    slack_NV = torch.full_like(scaled_NV, float("inf"))
+    if min_p > 0:
+        slack_NV = torch.minimum(slack_NV, scaled_NV - scaled_NV.amax(dim=1, keepdim=True) - math.log(min_p))
+    if 0 < top_k < scaled_NV.shape[1]:
+        largest_NK = scaled_NV.topk(top_k + 1, dim=1).values
+        kth_N1, next_N1 = largest_NK[:, -2:-1], largest_NK[:, -1:]
+        slack_NV = torch.minimum(slack_NV, scaled_NV - torch.where(scaled_NV >= kth_N1, next_N1, kth_N1))
+    return torch.minimum(slack_NV, _top_p_slack(scaled_NV, top_p)) if top_p < 1 else slack_NV
+
+
+def _top_p_slack(scaled_NV: Tensor, top_p: float) -> Tensor:
+    vocab_size = scaled_NV.shape[1]
+    total_N1 = scaled_NV.double().logsumexp(dim=1, keepdim=True)  # the tail is what is left of 1
+    count = min(LARGEST, vocab_size)
+    while True:
+        values_NK, places_NK = scaled_NV.topk(count, dim=1)
+        slack_NK = _slack_of_largest(values_NK, total_N1, top_p)
+        if count == vocab_size or bool((slack_NK[:, -1] <= OUTSIDE_MIN).all()):
+            break
+        count = min(8 * count, vocab_size)
+    return torch.full_like(scaled_NV, OUTSIDE_MIN).scatter_(1, places_NK, slack_NK)
+
+
+def _slack_of_largest(values_NK: Tensor, total_N1: Tensor, top_p: float) -> Tensor:
+    mass_NK = (values_NK - total_N1).exp()
+    before_NK = mass_NK.cumsum(dim=1) - mass_NK
+    is_new_NK = torch.ones_like(values_NK, dtype=torch.bool)
+    is_new_NK[:, 1:] = values_NK[:, 1:] != values_NK[:, :-1]
+    columns_K = torch.arange(values_NK.shape[1], device=values_NK.device)
+    first_NK = torch.where(is_new_NK, columns_K, 0).cummax(dim=1).values  # of equal ones none is above another
+    above_NK = before_NK.gather(1, first_NK).clamp_(min=0)
+    slack_NK = math.log(top_p / (1 - top_p)) - (above_NK / (1 - above_NK).clamp_(min=1e-12)).log()
+    is_in_NK = above_NK < top_p
+    slack_NK = torch.where(is_in_NK, slack_NK.clamp(min=0), slack_NK.clamp(max=-HAIR))
+    return slack_NK.clamp_(min=OUTSIDE_MIN).to(values_NK.dtype)
