@@ -200,6 +200,19 @@ def test_other_bytes_than_the_batch_names_are_refused(coordinator: BatchCoordina
         open_all(coordinator, bundle[:-1] + bytes([bundle[-1] ^ 1]), groups)
 
 
+@pytest.mark.parametrize("place", [4, 60, -1])
+def test_a_bundle_that_was_never_taken_in_is_an_error_that_names_it_and_its_worker(
+    coordinator: BatchCoordinator, place: int
+) -> None:
+    """A fault of the coordinator's: it names the digest of what it should have refused."""
+    bundle, _ = parts(coordinator)
+    damaged = bytearray(bundle)
+    damaged[place] ^= 1
+    digest = digest_of(bytes(damaged))
+    with pytest.raises(PeerError, match=f"bundle {digest[:12]} of worker {WORKER.key_id[:12]}: "):
+        open_bundle(bytes(damaged), digest=digest, worker=WORKER.key_id, run=coordinator.run)
+
+
 TAMPERED: dict[str, tuple[Callable[[BatchGroup], dict[str, Any]], str]] = {
     "worker": (lambda group: {"worker": STRANGER.key_id}, "bad_signature"),
     "policy": (lambda group: {"policy_version": group.policy_version + 1}, "names another run, worker, step or policy"),

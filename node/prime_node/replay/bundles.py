@@ -57,13 +57,16 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
 
 
 def open_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
-    """(2). Raises PeerError."""
-    if digest_of(parcel) != digest:
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"bundle {digest[:12]}: the coordinator sent other bytes")
+    """(2). Raises PeerError, which names bundle and worker: past intake nothing of this is possible but by a fault of ours."""
     bounds = run.spec.limits
-    opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
-    header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
-    return Bundle(header, parse_body(header, opened.check_body(header), bounds))
+    try:
+        if digest_of(parcel) != digest:
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
+        opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
+        header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
+        return Bundle(header, parse_body(header, opened.check_body(header), bounds))
+    except PeerError as error:
+        raise PeerError(error.code, f"bundle {digest[:12]} of worker {worker[:12]}: {error.detail}") from None
 
 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
