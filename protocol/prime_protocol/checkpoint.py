@@ -124,11 +124,13 @@ class CheckpointDecoder:
         *,
         base_root: str | None = None,
         pool: Executor | None = None,
+        allocate: Callable[[str, tuple[int, ...]], WeightTensor] = empty_like,
     ) -> None:
         """`manifest` has passed chain.check_manifest and `index` was opened for it.
 
         `base_root` is for a caller who has just decoded `base` himself: without it all of `base` is hashed first. A pool
         of threads hashes tensors side by side, and decodes what `feed_part` gets; it must not be the pool that calls this.
+        `allocate` makes the tensors that are decoded into.
         Raises PeerError(CHAIN_BROKEN) where `base` is not the encoding's base.
         """
         self._manifest = manifest
@@ -139,7 +141,7 @@ class CheckpointDecoder:
         if encoding.base is not None:
             root = base_root if base is None or base_root else root_of(base, pool=pool)
             self._base = _checked_base(manifest, encoding.base, base, root)
-        self._weights = {entry.name: empty_like(entry.dtype, entry.shape) for entry in manifest.tensors}
+        self._weights = {entry.name: allocate(entry.dtype, entry.shape) for entry in manifest.tensors}
         self._missing = set(range(len(index)))
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:

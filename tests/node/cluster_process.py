@@ -25,7 +25,7 @@ from prime_node.trainer.loop import run
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.manifest import open_manifest
 
-CLUSTER = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0}).of_ranks()
+CLUSTER = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0})
 
 
 class FolderCoordinator(BatchCoordinator):

@@ -115,6 +115,18 @@ def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
     return going_on
 
 
+def take_rows(ranks: Ranks, *, model: Path) -> bool:
+    """Whether a policy that rank 0 hands out lies on this rank as one that was copied. HSDP's further copies get nothing."""
+    backend, copies = _ready(model, ranks), ShardCopies(ranks, ranks.aside())
+    backend.take_copy(0, copies)
+    whole = backend.snapshot()
+    backend.take_rows(1, copies, whole if ranks.is_first else None)
+    copied, dealt = copies.of(0), copies.of(1)
+    if ranks.copy:
+        return all(tensor.data.size == 0 for tensor in dealt.values())
+    return copied.keys() == dealt.keys() and root_of(copied) == root_of(dealt)
+
+
 def resume(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
     backend = _ready(model, ranks, seed=77)
     backend.load(folder)

@@ -144,6 +144,14 @@ def test_experts_leave_the_ranks_that_have_them_under_the_hub_s_names(pool: Rank
     assert any(name.endswith("mlp.experts.7.up_proj.weight") for name in whole[1])
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (4, 1), (4, 2)])
+def test_a_policy_that_rank_0_has_goes_back_to_the_ranks_row_by_row(
+    pool: RankPool, moe: Path, ranks: int, replicas: int
+) -> None:
+    for is_same in pool.run(rank_jobs.take_rows, ranks=ranks, replicas=replicas, model=moe):
+        assert is_same
+
+
 def test_adapters_leave_the_ranks_alone(pool: RankPool, model: Path) -> None:
     lora = LoraSettings(rank=4, alpha=8, targets=("q_proj", "v_proj"), alone=True)
     expected = rank_jobs.train(ALONE, model=model, lora=lora)

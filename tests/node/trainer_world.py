@@ -352,6 +352,9 @@ class FusedBackend:
     def snapshot(self) -> Weights:
         return self.inner.snapshot()
 
+    def copy_of(self, weights: Weights) -> PolicyCopy:
+        return self.inner.copy_of(weights)
+
     def copy(self) -> PolicyCopy:
         self._fuse.passes("copy")
         return self.inner.copy()
@@ -436,12 +439,11 @@ def make_trainer(
         environments, tokenizer, evaluation=config.evaluation_problems, stopping=config.sft.check_problems
     )
     metrics = JsonLines(folder / "metrics.jsonl")
+    inner = backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens)
     return Trainer(
         run=run,
         config=config,
-        backend=FusedBackend(
-            backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens), coordinator.fuse
-        ),
+        backend=FusedBackend(inner, coordinator.fuse),
         feed=Feed(coordinator, run, clock=clock),
         publisher=Publisher(
             coordinator,
@@ -451,6 +453,7 @@ def make_trainer(
             pending_max=run.spec.async_level,
             rules=config.publish.rules(),
             on_published=record_published(metrics),
+            copy_of=inner.copy_of,
         ),
         evaluator=Evaluator(
             TransformersEngine(model, threads=1),

@@ -165,9 +165,8 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
 
         def parts_of(run: PinnedRun, trust: Trust, publish_to: TrainerPort, rows: Recorder, model: Path) -> Trainer:
             backend = wire_training.train_backend(settings, run.spec, ranks, model=model)
-            mine = settings if ranks is None else settings.of_ranks()
             return wire.trainer_parts(
-                run, client, place.key, mine, backend, rows,
+                run, client, place.key, settings, backend, rows,
                 trust=trust, publish_to=publish_to, model=model, folder=place.folder,
             )  # fmt: skip
 

@@ -339,6 +339,7 @@ def trainer_parts(
             rules=settings.publish.rules(),
             on_published=record_published(metrics),
             spool_folder=folder,
+            copy_of=backend.copy_of,
         ),
         evaluator=Evaluator(
             engine,

@@ -218,6 +218,10 @@ class TrainBackend(Protocol):
         """The same for the publisher, left where they are: each rank copies its shard, and nothing else, before it returns."""
         ...
 
+    def copy_of(self, weights: Weights) -> PolicyCopy:
+        """An older policy's copy, of the same tensors, as if `copy` had been called then: each rank gets its rows, once."""
+        ...
+
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy model, optimizer and RNG; returns what writes the copy into the empty folder, durably.
 

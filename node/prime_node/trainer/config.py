@@ -177,7 +177,7 @@ class PublishConfig(BaseModel):
     spans: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
     """Steps that deltas go over, at policies whose version they divide. The trainer holds one policy's weights for each."""
     root_every: int = Field(default=16, ge=0)
-    """Policies between two deltas against policy 0, which the trainer then holds too; 0 and several ranks make none."""
+    """Policies between two deltas against policy 0, which the trainer then holds too; 0 makes none."""
     anchor_pays: float = Field(default=2.0, ge=1.0)
     """An anchor is made where a newcomer would otherwise download more than this many times as much."""
 
@@ -313,7 +313,3 @@ class TrainerConfig(Settings):
         if max(self.evaluation_pass_at, default=1) > self.evaluation_samples:
             raise ValueError("evaluation_pass_at asks for more completions than evaluation_samples")
         return self
-
-    def of_ranks(self) -> TrainerConfig:
-        """What holds on several ranks: none of them takes up policy 0 whole after a restart, so no delta is made against it."""
-        return self.model_copy(update={"publish": self.publish.model_copy(update={"root_every": 0})})

@@ -31,6 +31,7 @@ Build = Callable[[Ranks], TorchBackend]
 """Makes this rank's backend. It travels to the followers, so it is a function of a module, or a partial of one."""
 _DISMISSED = "dismissed"
 _TAKE_COPY = "take_copy"
+_TAKE_ROWS = "take_rows"
 DISMISSED_WITHIN_S = 60.0
 
 
@@ -73,6 +74,12 @@ class LeadingBackend:
     def copy(self) -> PolicyCopy:
         number, self._num_copies = self._num_copies, self._num_copies + 1
         self._call(_TAKE_COPY, number)
+        return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
+
+    def copy_of(self, weights: Weights) -> PolicyCopy:
+        number, self._num_copies = self._num_copies, self._num_copies + 1
+        self._ranks.lead([(_TAKE_ROWS, (), (number,))] * self._ranks.count)
+        self._backend.take_rows(number, self._copies, weights)
         return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
 
     def save(self, folder: Path) -> Callable[[], None]:
@@ -125,6 +132,9 @@ def _follow_calls(ranks: Ranks, copies: ShardCopies) -> None:
             try:
                 if method == _TAKE_COPY:
                     backend.take_copy(arguments[0], copies)
+                    continue
+                if method == _TAKE_ROWS:
+                    backend.take_rows(arguments[0], copies, None)
                     continue
                 result = getattr(backend, method)(*own, *arguments)
             except LocalError as error:

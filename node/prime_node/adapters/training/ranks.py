@@ -122,6 +122,16 @@ class Ranks:
         dist.gather_object(value, values, group=self.host_group, group_dst=rank)
         return values
 
+    def deal(self, values: Sequence[Any] | None) -> Any:
+        """Rank 0 gives every rank its value; the others give None."""
+        if self.mesh is None:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        given = list(values) if values is not None else None
+        dist.scatter_object_list(mine, given, group=self.host_group, group_src=0)
+        return mine[0]
+
     def lead(self, calls: Sequence[Any]) -> None:
         """Rank 0: give every rank its call; `next_call` takes it."""
         dist.scatter_object_list([None], list(calls), group=self.call_group, group_src=0)

@@ -43,12 +43,15 @@ class ShardCopies:
         self._copies: dict[int, Weights] = {}
         self._changed = threading.Condition()
 
+    def put(self, number: int, rows: Weights) -> None:
+        """This rank's rows of a policy that are rounded already, and that nobody changes. No collective."""
+        with self._changed:
+            self._copies[number] = rows
+            self._changed.notify_all()
+
     def take(self, number: int, rows: Iterable[tuple[str, Tensor]], *, dtype: str) -> None:
         """Copy this rank's rows, rounded to `dtype`."""
-        copied = to_weights(rows, dtype=dtype)
-        with self._changed:
-            self._copies[number] = copied
-            self._changed.notify_all()
+        self.put(number, to_weights(rows, dtype=dtype))
 
     def tensors(self, number: int) -> tuple[TensorEntry, ...]:
         """The table of a manifest, on every rank."""

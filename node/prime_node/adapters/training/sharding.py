@@ -10,7 +10,7 @@ Traps (measured): the sum needs both settings below, on every unit, for they do 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,3 +105,22 @@ def gathered(rows: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, dtype: s
         shape = (sum(part.shape[0] for part in shards), *tensor.shape[1:])
         weights[name] = WeightTensor(dtype, shape, np.concatenate([part.data for part in shards]))
     return weights
+
+
+def dealt(weights: Weights | None, counts: Sequence[int], ranks: Ranks) -> Weights:
+    """This rank's rows of tensors that the first rank has: `counts` of each tensor in order. A collective; the rest get None."""
+    everywhere = ranks.gather(list(counts))
+    mine: dict[str, WeightTensor] = {}
+    tensors = iter(() if weights is None else weights.items())
+    for place in range(len(counts)):
+        parts = None
+        if ranks.is_first:
+            name, tensor = next(tensors)
+            ends = np.cumsum([each[place] for each in everywhere])
+            rows = tensor.data.reshape(tensor.shape)
+            assert ends[-1] == len(rows), f"{name} has {len(rows)} rows, the ranks have {ends[-1]}"
+            shards = [rows[end - each[place] : end] for each, end in zip(everywhere, ends, strict=True)]
+            parts = [(name, WeightTensor(tensor.dtype, shard.shape, shard.reshape(-1).copy())) for shard in shards]
+        name, own = ranks.deal(parts)
+        mine[name] = own
+    return mine

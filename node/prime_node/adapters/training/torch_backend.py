@@ -38,7 +38,7 @@ from prime_node.adapters.training.packed_attention import Layout
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.shard_copies import ShardCopies
-from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, gathered, local_rows, units
+from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, dealt, gathered, local_rows, units
 from prime_node.adapters.training.torch_batch import Tallies, drift, loss_inputs
 from prime_node.adapters.training.torch_optimizers import make_optimizer
 from prime_node.adapters.training.tree_attention import TreeLayout
@@ -224,6 +224,15 @@ class TorchBackend:
     def take_copy(self, number: int, copies: ShardCopies) -> None:
         """This rank's rows, for the publisher."""
         copies.take(number, self._published(), dtype=self._published_dtype)
+
+    def copy_of(self, weights: Weights) -> PolicyCopy:
+        assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy_of"
+        return WholeCopy(weights)
+
+    def take_rows(self, number: int, copies: ShardCopies, weights: Weights | None) -> None:
+        """This rank's rows of another policy of the same tensors, which the first rank has and hands out, a tensor at a time."""
+        counts = [len(rows) if self._ranks.copy == 0 else 0 for _, rows in self._published()]
+        copies.put(number, dealt(weights, counts, self._ranks))
 
     @property
     def published_bytes(self) -> int:

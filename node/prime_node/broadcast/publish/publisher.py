@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.publish.disk_room import DiskRoom
 from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder
 from prime_node.broadcast.publish.part_spool import PartSpool
 from prime_node.broadcast.publish.spans import SpanRules
@@ -103,9 +104,10 @@ class Publisher:
         rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
         spool_folder: Path | None = None,
+        copy_of: Callable[[Weights], PolicyCopy] = WholeCopy,
     ) -> None:
         """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop;
-        `spool_folder` is as PartSpool says.
+        `spool_folder` is as PartSpool says; `copy_of` is the train backend's, for policy 0 after a restart.
         """
         self._coordinator = coordinator
         self._run = run
@@ -115,6 +117,7 @@ class Publisher:
         self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
         self._spool_folder = spool_folder
+        self._copy_of = copy_of
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
         self._pending: deque[_Submission] = deque()
@@ -243,18 +246,19 @@ class Publisher:
         )
 
     async def _take_up_first(self) -> None:
-        """Policy 0 from the coordinator, for root deltas. Where its bytes are gone, there are none."""
+        """Policy 0 from the coordinator, for root deltas, decoded onto the disk. Where its bytes are gone, there are none."""
         try:
             signed = await self._published_manifest(0)
             manifest, anchor = signed.manifest, signed.manifest.encoding(None)
             if anchor is None:
                 raise PeerError(ErrorCode.NOT_FOUND, "policy 0 has no anchor")
             index = open_index(await self._blob(anchor.index), anchor, manifest.tensors)
-            decoder = CheckpointDecoder(manifest, anchor, index)
+            room = await asyncio.to_thread(DiskRoom, manifest.tensors, self._spool_folder)
+            decoder = CheckpointDecoder(manifest, anchor, index, allocate=room.tensor)
             for number, part in enumerate(anchor.parts):
                 await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
             weights = await asyncio.to_thread(decoder.finish)
-            self._encoder.published(manifest, WholeCopy(weights), head=self.head)
+            self._encoder.published(manifest, await asyncio.to_thread(self._copy_of, weights), head=self.head)
         except PeerError as error:
             log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
 

@@ -1,0 +1,32 @@
+"""Room on the disk for a policy: tensors that are written and read like any others, or an error where the disk is too small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prime_node.broadcast.publish.disk_room import DiskRoom
+from prime_protocol.errors import LocalError
+from prime_protocol.manifest import TensorEntry
+
+
+def entry(dtype: str, *shape: int) -> TensorEntry:
+    return TensorEntry(name=f"{dtype} {shape}", dtype=dtype, shape=shape, digest="00" * 32)
+
+
+def test_tensors_do_not_overlap_and_leave_no_file(tmp_path: Path) -> None:
+    table = [entry("bf16", 3, 5), entry("fp32", 7), entry("bf16", 0, 4), entry("u8", 1)]
+    room = DiskRoom(table, tmp_path)
+    tensors = [room.tensor(one.dtype, one.shape) for one in table]
+    for number, tensor in enumerate(tensors):
+        tensor.data[:] = number + 1
+    assert [sorted(set(tensor.data.tolist())) for tensor in tensors] == [[1], [2], [], [4]]
+    assert [tensor.data.dtype for tensor in tensors] == [np.uint16, np.uint32, np.uint16, np.uint8]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_the_disk_has_no_room_for_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"a policy of .* bytes does not fit into .*Make room there"):
+        DiskRoom([entry("fp32", 2**40)], tmp_path)
