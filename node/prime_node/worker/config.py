@@ -32,7 +32,8 @@ class WorkerConfig(Settings):
     rollouts_max: int = Field(default=128, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """Completions asked for in one lease. A machine that measures itself as slow asks for fewer by itself."""
     leases_ahead: int = Field(default=1, ge=0, le=8)
-    """Leases fetched while another one is generated, so that the engine never waits for a round trip."""
+    """Leases fetched while another one is generated, so that the engine never waits for a round trip; none where the run is
+    on-policy. Where a lease takes minutes, 0 is better: what waits in line behind a long completion holds up its batch."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """How long the coordinator may hold a request for work open."""
     poll_seconds: float = Field(default=0.5, gt=0.0)

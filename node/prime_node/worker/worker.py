@@ -94,7 +94,9 @@ class Worker:
     def __post_init__(self) -> None:
         """Raises LocalError where the folder is unusable."""
         self.lock = FolderLock(self.folder)
-        self.room = asyncio.Semaphore(self.config.leases_ahead + 1)
+        # On-policy everybody waits for the last group of a step: it must not lie in the line of a busy worker.
+        ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
+        self.room = asyncio.Semaphore(ahead + 1)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=self.rng)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
         request = JoinRequest(

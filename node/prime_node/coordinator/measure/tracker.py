@@ -70,8 +70,9 @@ class _Waiting(NamedTuple):
 class StepLog:
     """What happened while the trainer made one policy from another."""
 
-    step: int = 0
-    began_ms: int = 0
+    step: int
+    began_ms: int | None = None
+    """None: before we were there."""
     ended_ms: int = 0
     busy_ms: float = 0.0
     """Added up over workers that held a lease."""
@@ -102,7 +103,7 @@ class StepLog:
 
     @property
     def seconds(self) -> float:
-        return (self.ended_ms - self.began_ms) / 1_000
+        return (self.ended_ms - (self.began_ms or 0)) / 1_000
 
     @property
     def idle_ratio(self) -> float:
@@ -111,7 +112,7 @@ class StepLog:
 
     @property
     def workers_mean(self) -> float:
-        return self.present_ms / max(1, self.ended_ms - self.began_ms)
+        return self.present_ms / 1_000 / max(self.seconds, 1e-3)
 
 
 class Tracker:
@@ -119,8 +120,10 @@ class Tracker:
 
     def __init__(self, state: State) -> None:
         self._now_ms = 0
-        self._log: StepLog | None = None
-        """Of the step under way; None before the first policy that is seen."""
+        self._step = max(0, state.head)
+        """Under way."""
+        self._logs: dict[int, StepLog] = {}
+        """Of it and, since the trainer fetches its batches ahead, of those after it."""
         self._held: dict[str, _Held] = {}
         self._holding: Counter[str] = Counter()
         """Worker -> leases that it holds; none at 0."""
@@ -167,11 +170,13 @@ class Tracker:
         self._num_active = state.num_active
         return spans, done
 
+    def _log(self, step: int) -> StepLog:
+        return self._logs.setdefault(step, StepLog(step))
+
     def _pass_time(self, at_ms: int) -> None:
-        passed_ms = max(0, at_ms - self._now_ms)
-        if self._log is not None:
-            self._log.busy_ms += passed_ms * min(len(self._holding), self._num_active)
-            self._log.present_ms += passed_ms * self._num_active
+        passed_ms, log = max(0, at_ms - self._now_ms), self._log(self._step)
+        log.busy_ms += passed_ms * min(len(self._holding), self._num_active)
+        log.present_ms += passed_ms * self._num_active
         self._now_ms = max(self._now_ms, at_ms)
 
     def _hold(self, lease_id: str, held: _Held) -> None:
@@ -203,36 +208,35 @@ class Tracker:
         for slot in lease.slots if event.reason is None and step is not None else ():
             if step is not None and slot in step.accepted and step.accepted[slot].bundle == event.bundle:
                 self._waiting[slot] = _Waiting(at_ms, lease)
-        if self._log is not None:
-            self._log.check_seconds.append(check.seconds)
-            if event.reason is not None:
-                self._log.refused[outcome] += 1
+        log = self._log(self._step)
+        log.check_seconds.append(check.seconds)
+        if event.reason is not None:
+            log.refused[outcome] += 1
         return [check]
 
     def _take(self, number: int, state: State, at_ms: int) -> None:
-        size = state.rules.groups_per_step
+        size, log = state.rules.groups_per_step, self._log(number)
         for slot in state.batches[number][-1]:
             group = state.steps[slot // size].accepted[slot]
             waited = self._waiting.pop(slot, None)
-            if self._log is None:
-                continue
-            self._log.lags[number - group.counted_from(state.rules.staleness_from)] += 1
+            log.lags[number - group.counted_from(state.rules.staleness_from)] += 1
             if waited is None:
                 continue
-            self._log.queue_seconds.append((at_ms - waited.since_ms) / 1_000)
-            self._log.generate_seconds.append(waited.lease.seconds)
+            log.queue_seconds.append((at_ms - waited.since_ms) / 1_000)
+            log.generate_seconds.append(waited.lease.seconds)
             if slot == waited.lease.slots[0]:
-                self._log.works.append(Work(slot, len(waited.lease.slots), waited.lease.seconds))
+                log.works.append(Work(slot, len(waited.lease.slots), waited.lease.seconds))
 
     def _drop(self, reason: str, slots: tuple[int, ...]) -> None:
         for slot in slots:
             self._waiting.pop(slot, None)
-        if self._log is not None:
-            self._log.dropped[reason] += len(slots)
+        self._log(self._step).dropped[reason] += len(slots)
 
     def _publish(self, state: State, at_ms: int) -> StepLog | None:
-        log, self._log = self._log, StepLog(step=max(0, state.head), began_ms=at_ms)
-        if log is None:
+        log = self._logs.pop(self._step)
+        self._step = state.head
+        self._log(self._step).began_ms = at_ms
+        if log.began_ms is None:
             return None
         log.ended_ms = at_ms
         log.num_ready = state.num_ready
@@ -250,8 +254,7 @@ class Tracker:
             ended = None if known is None else known.ended.get(lease_id)
             outcome = str(ended.end) if ended is not None and ended.end is not None else "lapsed"
             spans.append(self._span(held, at_ms, outcome))
-            if self._log is not None:
-                self._log.wasted[outcome] += 1
+            self._log(self._step).wasted[outcome] += 1
         for worker in [worker for worker in self._arrived_ms if worker not in state.workers]:
             del self._arrived_ms[worker]
         return spans

@@ -1,0 +1,367 @@
+"""A whole run on a virtual clock: the coordinator's own state machine and scheduler, with simulated workers and trainer.
+
+What is real: every decision (coordinator/state: choose_slots, choose_batch, tick, ...), who is woken by it, and what is measured
+(coordinator/measure). What is simulated: how long a group takes to generate, how long a request, an upload, a check, a
+swap and a step of training take, and when a policy has come to a worker. The loops follow worker/work.py, replay/feed.py and
+trainer/loop.py: leases are asked for ahead, batches are fetched ahead, a policy is published behind the next step.
+
+Who waits for whom: workers for leases (the coordinator's bell or a pause), the trainer for a batch, and, while more than
+async_level policies are unpublished, for the publisher; nobody waits for a policy longer than it is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+
+from prime_node.broadcast.follow.paths import Route
+from prime_node.coordinator.measure.tracker import StepLog, Tracker
+from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.records import LeaseRecord, State, Topic, Woken
+from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.scheduler import Refusal, choose_slots, forgettable_step
+from prime_node.coordinator.state.tick import tick
+from prime_node.sim.virtual_time import Bell, Process, VirtualTime, Within
+from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead
+
+_NOTHING_S = 1e-6
+"""Less than this is left over by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the work around the work takes."""
+
+    request: float = 0.05
+    """From a question to its answer, where nothing is waited for."""
+    upload: float = 0.5
+    check: float = 0.5
+    """A validator's time for a bundle."""
+    validators: int = 4
+    swap: float = 1.0
+    """Loading a policy that has come."""
+    recompute_share: float = 0.02
+    """Of the time that a completion has taken so far: computing its keys and values anew after a swap under way."""
+    retry: float = 0.2
+    """Before a question is asked again where waiting for the answer would not help."""
+    wait: float = 10.0
+    """How long the coordinator holds a question open."""
+    encode: float = 0.0
+    """From the end of a step until its policy is published; one policy at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Example: Scenario(Schedule(), async_level=2, groups_per_step=512, num_steps=12, num_workers=64, ...)."""
+
+    schedule: Schedule
+    async_level: int
+    groups_per_step: int
+    num_steps: int
+    num_workers: int
+    group_seconds: Callable[[int], float]
+    """What generating a slot's group takes, the same whoever does it."""
+    train_seconds: Callable[[int, tuple[int, ...]], float]
+    """What training a batch of a step takes; told the slots in it."""
+    broadcast_seconds: float = 0.0
+    """From a policy's publication until a worker holds it; policies overtake nothing and do not queue."""
+    costs: Costs = field(default_factory=Costs)
+    groups_per_lease: int = 1
+    leases_ahead: int = 1
+
+    @property
+    def rules(self) -> Rules:
+        return make_rules(
+            self.schedule,
+            async_level=self.async_level,
+            groups_per_step=self.groups_per_step,
+            max_steps=self.num_steps,
+            workers=self.num_workers,
+        )
+
+
+def make_rules(
+    schedule: Schedule,
+    *,
+    async_level: int,
+    groups_per_step: int,
+    max_steps: int,
+    workers: int,
+    rollouts_per_group: int = 8,
+) -> Rules:
+    """A run's rules without a run. Leases never expire by themselves."""
+    eta = float(async_level) if schedule.staleness_threshold is None else schedule.staleness_threshold
+    is_window = schedule.selection is Selection.WINDOW
+    return Rules(
+        run="0" * 64,
+        async_level=lag_of(eta),
+        groups_per_step=groups_per_step,
+        rollouts_per_group=rollouts_per_group,
+        max_steps=max_steps,
+        lease_ms=10**12,
+        strikes_max=2,
+        workers_max=max(workers, 1),
+        leases_per_worker_max=4,
+        bundles_pending_per_worker_max=16,
+        slots_ahead=slots_ahead(eta, groups_per_step),
+        selection=schedule.selection,
+        window_groups=schedule.window_steps * groups_per_step if is_window else 0,
+        batches_per_step=schedule.batches_per_step,
+        lag_max=schedule.max_off_policy_steps,
+        staleness_from=schedule.staleness_from,
+        stale=schedule.stale,
+        leases_per_slot_max=schedule.leases_per_slot_max,
+        straggler_factor=schedule.straggler_factor,
+        slow_factor=schedule.slow_factor,
+        requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
+    )
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    room: int
+    leases_came: Bell
+    policy_came: Bell
+    latest: int = -1
+    held: int = -1
+    line: deque[LeaseRecord] = field(default_factory=deque)
+
+
+class World:
+    """`run` it, then read what it found."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.time = VirtualTime()
+        self.state = State(scenario.rules)
+        self.tracker = Tracker(self.state)
+        self.steps: list[StepLog] = []
+        self.published_s: list[float] = []
+        """When policy 0, 1, ... came out."""
+        self.train_seconds: list[float] = []
+        """Of each step."""
+        self.idle_seconds: list[float] = []
+        """What the trainer waited in each step: for batches, and for the publisher."""
+        self.num_events = 0
+        self._bells = {topic: Bell(self.time) for topic in Topic}
+        ahead = scenario.leases_ahead if self.state.rules.admission.lag_leased else 0
+        self._workers = [
+            _Worker(f"w{number}", 1 + ahead, Bell(self.time), Bell(self.time)) for number in range(scenario.num_workers)
+        ]
+        self._validators_free_s = [0.0] * scenario.costs.validators
+        heapify(self._validators_free_s)
+        self._batches: deque[tuple[int, ...]] = deque()
+        self._batch_came, self._batch_taken, self._published = (Bell(self.time) for _ in range(3))
+        self._to_publish: deque[int] = deque()
+        self._submitted = Bell(self.time)
+
+    def run(self) -> None:
+        """Until the last policy is out. Raises RuntimeError where the run wedges."""
+        for worker in self._workers:
+            self._decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
+            self.time.start(self._lease_ahead(worker))
+            self.time.start(self._generate(worker))
+        self.time.start(self._publish())
+        self.time.start(self._feed())
+        self.time.start(self._train())
+        self.time.run(until=lambda: self.state.head == self.scenario.num_steps)
+
+    def replayed_s(self) -> list[float]:
+        """When the policies would have come out if nothing but generating, training and the broadcast took time."""
+        scenario, rules = self.scenario, self.state.rules
+        num_groups = scenario.num_steps * scenario.groups_per_step
+        return published_at(
+            [Work(slot, 1, scenario.group_seconds(slot)) for slot in range(num_groups)],
+            Mode(rules.admission, rules.batches_per_step),
+            workers=scenario.num_workers,
+            train_seconds=lambda step: self.train_seconds[step],
+            usable_seconds=scenario.broadcast_seconds,
+            num_steps=scenario.num_steps,
+        )
+
+    # The coordinator
+
+    def _decide(self, event: ev.Event) -> None:
+        self.num_events += 1
+        effects = tick(self.state, event, self.time.now_ms)
+        _, done = self.tracker.note(event, self.state, self.time.now_ms)
+        if done is not None:
+            self.steps.append(done)
+        for effect in effects:
+            if isinstance(effect, Woken):
+                self._bells[effect.topic].ring()
+
+    def _ask_lease(self, worker: _Worker, policy_version: int) -> Generator[Within, None, LeaseRecord | Refusal]:
+        """api/leasing.py's `lease`, without the network."""
+        deadline_s = self.time.now_s + self.scenario.costs.wait
+        rollouts_max = self.scenario.groups_per_lease * self.state.rules.rollouts_per_group
+        while True:
+            found = choose_slots(
+                self.state,
+                self.state.workers[worker.name],
+                policy_version=policy_version,
+                rollouts_max=rollouts_max,
+                now_ms=self.time.now_ms,
+            )
+            if not isinstance(found, Refusal):
+                break
+            left_s = deadline_s - self.time.now_s
+            if not found.is_worth_waiting or left_s <= 0:
+                return found
+            yield self._bells[Topic.LEASE].within(left_s)
+        lease_id = f"lease-{self.state.num_leases}"
+        expires_ms = self.time.now_ms + self.state.rules.lease_ms
+        digest = self.state.published[policy_version].digest
+        self._decide(
+            ev.LeaseGranted(lease_id, worker.name, found.step, policy_version, digest, found.slots, expires_ms)
+        )
+        return self.state.leases[lease_id]
+
+    def _fix_batch(self) -> tuple[int, ...] | None:
+        """api/training.py's `_fix`."""
+        step = next_step(self.state)
+        durable = forgettable_step(self.state, min(max(0, self.state.head), step))
+        if durable > self.state.durable_step:
+            self._decide(ev.TrainerDurable(durable))
+        if old := stale_slots(self.state, step):
+            self._decide(ev.GroupsDropped(old))
+        chosen = choose_batch(self.state)
+        if chosen is not None:
+            self._decide(ev.BatchFixed(step, chosen))
+        return chosen
+
+    # Workers
+
+    def _lease_ahead(self, worker: _Worker) -> Process:
+        costs = self.scenario.costs
+        while True:
+            while worker.room == 0 or worker.latest < 0:
+                yield worker.policy_came if worker.latest < 0 else worker.leases_came
+            yield costs.request
+            found = yield from self._ask_lease(worker, worker.latest)
+            if isinstance(found, Refusal):
+                if self.state.is_complete:
+                    return
+                yield max(costs.retry, found.pause_s)
+                continue
+            worker.room -= 1
+            worker.line.append(found)
+            worker.leases_came.ring()
+
+    def _generate(self, worker: _Worker) -> Process:
+        scenario = self.scenario
+        swap = scenario.schedule.swap
+        while True:
+            while not worker.line:
+                yield worker.leases_came
+            lease = worker.line.popleft()
+            if worker.held != lease.policy_version and not (swap.spans_policies and worker.held > lease.policy_version):
+                yield scenario.costs.swap
+                worker.held = lease.policy_version
+            versions = [worker.held]
+            finished = yield from self._sample(worker, lease, versions)
+            if finished:
+                self.time.start(self._upload(lease, versions))
+            else:
+                self._decide(ev.LeaseReturned(lease.lease_id))
+            worker.room += 1
+            worker.leases_came.ring()
+
+    def _sample(
+        self, worker: _Worker, lease: LeaseRecord, versions: list[int]
+    ) -> Generator[float | Within, None, bool]:
+        """Generate a lease, swapping under way where the schedule says so. False where it is to be handed back."""
+        costs, swap = self.scenario.costs, self.scenario.schedule.swap
+        left_s = max(self.scenario.group_seconds(slot) for slot in lease.slots)
+        if swap is SwapPolicy.DRAIN:
+            yield left_s
+            return True
+        taken_s = 0.0
+        while left_s > _NOTHING_S:
+            began_s = self.time.now_s
+            if worker.latest <= worker.held:
+                yield worker.policy_came.within(left_s)
+            passed_s = self.time.now_s - began_s
+            left_s, taken_s = left_s - passed_s, taken_s + passed_s
+            if left_s > _NOTHING_S and worker.latest > worker.held:
+                if swap is SwapPolicy.ABORT_AND_REQUEUE:
+                    return False
+                worker.held = worker.latest
+                yield costs.swap + (0.0 if swap is SwapPolicy.KEEP_KV else costs.recompute_share * taken_s)
+                versions.append(worker.held)
+        return True
+
+    def _upload(self, lease: LeaseRecord, versions: list[int]) -> Process:
+        costs = self.scenario.costs
+        yield costs.upload
+        bundle = "b" + lease.lease_id
+        num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
+        self._decide(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1))
+        judged_s = max(self.time.now_s, self._validators_free_s[0]) + costs.check
+        heapreplace(self._validators_free_s, judged_s)
+        yield judged_s - self.time.now_s
+        spanned = ((min(versions), versions[-1]),) * len(lease.slots)
+        self._decide(ev.VerdictGiven(bundle, None, "", (1.0,) * num_rollouts, num_rollouts, "v", spanned))
+
+    # The trainer
+
+    def _feed(self) -> Process:
+        """One batch ahead of the one that is trained."""
+        batches = self.scenario.num_steps * self.state.rules.batches_per_step
+        for _ in range(batches):
+            while self._batches:
+                yield self._batch_taken
+            yield self.scenario.costs.request
+            while (chosen := self._fix_batch()) is None:
+                yield self._bells[Topic.BATCH].within(self.scenario.costs.wait)
+            self._batches.append(chosen)
+            self._batch_came.ring()
+
+    def _train(self) -> Process:
+        self._submit(0)
+        for step in range(self.scenario.num_steps):
+            idle_s = trained_s = 0.0
+            for _ in range(self.state.rules.batches_per_step):
+                began_s = self.time.now_s
+                while not self._batches:
+                    yield self._batch_came
+                idle_s += self.time.now_s - began_s
+                chosen = self._batches.popleft()
+                self._batch_taken.ring()
+                seconds = self.scenario.train_seconds(step, chosen)
+                trained_s += seconds
+                yield seconds
+            self.train_seconds.append(trained_s)
+            self.idle_seconds.append(idle_s)
+            began_s = self.time.now_s
+            self._submit(step + 1)
+            while len(self._to_publish) > self.state.rules.async_level:
+                yield self._published
+            self.idle_seconds[step] += self.time.now_s - began_s
+
+    def _submit(self, policy_version: int) -> None:
+        self._to_publish.append(policy_version)
+        self._submitted.ring()
+
+    def _publish(self) -> Process:
+        while True:
+            while not self._to_publish:
+                yield self._submitted
+            version = self._to_publish[0]
+            yield self.scenario.costs.encode
+            self._decide(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 1),)))
+            self.published_s.append(self.time.now_s)
+            self._to_publish.popleft()
+            self._published.ring()
+            self.time.start(self._deliver(version))
+
+    def _deliver(self, policy_version: int) -> Process:
+        yield self.scenario.broadcast_seconds
+        for worker in self._workers:
+            worker.latest = max(worker.latest, policy_version)
+            worker.policy_came.ring()

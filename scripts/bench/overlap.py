@@ -1,0 +1,233 @@
+"""How close a run comes to a scheduler that costs nothing, mode by mode, on one trace of generation times.
+
+    python scripts/bench/overlap.py [--quick] [--json]
+
+The coordinator's own state machine and scheduler on a virtual clock (node/prime_node/sim/world.py), with simulated workers: 512
+groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 for generation, 64 for
+training, 512 prompts, 4 batches a step, staleness 0.5). Group times are lognormal with sigma 1.1, capped at 8 times their mean,
+130 s of work a step and worker. Each question, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s here,
+five times the product's). Workers ask for no lease ahead but in one row.
+
+Baseline, in the same run: the same generation, training and broadcast times replayed by a scheduler that costs nothing
+(coordinator/measure/zero_overhead.py). Closeness is its time over ours.
+
+`mode` rows train for 113 s, as verl reports. `sync` is verl's colocated baseline by its own published phases: all 128 GPUs
+generate, then all train for 178 s, the recomputed logprobs included. In the `k` rows G is the time that one batch takes on-policy
+on 64 workers, T is G, and b is the broadcast. `real trainer` trains the demo's model on this machine, and the clock goes on by what
+each batch took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prime_node.sim.world import Costs, Scenario, World
+from prime_protocol.schedule import Schedule
+
+GROUPS, WORKERS, MEAN_S = 512, 64, 130.0 * 64 / 512
+TRAIN_S = 113.16
+SYNC_WORKERS, SYNC_TRAIN_S = 128, 356.30 - 177.85
+SEED_SPEEDUP = 2.35
+WARM = 2
+"""Steps that fill the pipeline; the time of a step is told over those after them."""
+MODES = {
+    "a verl_on_policy": {"preset": "verl_on_policy"},
+    "b verl_stream": {"preset": "verl_stream"},
+    "c verl_stale": {"preset": "verl_stale"},
+    "d verl_partial": {"preset": "verl_partial"},
+    "in flight, KV kept": {"preset": "verl_partial", "swap": "keep_kv"},
+    "in flight, recomputed": {"preset": "verl_partial", "swap": "keep_and_recompute"},
+}
+
+
+def make_trace(num_groups: int, mean_s: float, seed: int) -> list[float]:
+    """Seconds of each group: lognormal with a capped tail, scaled to the mean."""
+    rng = random.Random(seed)
+    cap = 8 * math.exp(1.1**2 / 2)
+    raw = [min(rng.lognormvariate(0.0, 1.1), cap) for _ in range(num_groups)]
+    scale = mean_s * num_groups / sum(raw)
+    return [scale * value for value in raw]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run gave."""
+
+    name: str
+    step_s: float
+    """Mean of the steps after the first ones."""
+    replayed_step_s: float
+    closeness: float
+    """Of the whole run, from the first policy's arrival to the last one's publication."""
+    trainer_idle: float
+    rollouter_idle: float
+    lag_mean: float
+    lag_max: int
+    dropped: int
+    in_order: bool
+    async_level: int
+    num_events: int
+    wall_s: float
+
+
+def run(name: str, scenario: Scenario) -> Row:
+    began_s = time.perf_counter()
+    world = World(scenario)
+    world.run()
+    usable_s = world.published_s[0] + scenario.broadcast_seconds
+    measured = [at_s - usable_s for at_s in world.published_s[1:]]
+    replayed = world.replayed_s()
+    lags = [lag for step in world.steps for lag, count in step.lags.items() for _ in range(count)]
+    present = sum(step.present_ms for step in world.steps)
+    return Row(
+        name=name,
+        step_s=_step(measured),
+        replayed_step_s=_step(replayed),
+        closeness=replayed[-1] / measured[-1],
+        trainer_idle=sum(world.idle_seconds[WARM:]) / (measured[-1] - measured[WARM - 1]),
+        rollouter_idle=1.0 - sum(step.busy_ms for step in world.steps) / present,
+        lag_mean=sum(lags) / len(lags),
+        lag_max=max(lags),
+        dropped=sum(step.dropped.total() for step in world.steps),
+        in_order=world.state.rules.admission.is_in_order,
+        async_level=world.state.rules.async_level,
+        num_events=world.num_events,
+        wall_s=time.perf_counter() - began_s,
+    )
+
+
+def _step(times: Sequence[float]) -> float:
+    return (times[-1] - times[WARM - 1]) / (len(times) - WARM)
+
+
+def make_scenario(
+    schedule: dict[str, Any],
+    trace: Sequence[float],
+    num_steps: int,
+    *,
+    k: int = 0,
+    train_s: float = TRAIN_S,
+    workers: int = WORKERS,
+    broadcast_s: float = 0.0,
+    leases_ahead: int = 0,
+) -> Scenario:
+    chosen = Schedule.model_validate(schedule)
+    return Scenario(
+        chosen,
+        async_level=k,
+        groups_per_step=GROUPS,
+        num_steps=num_steps,
+        num_workers=workers,
+        group_seconds=trace.__getitem__,
+        train_seconds=lambda step, slots: train_s / chosen.batches_per_step,
+        broadcast_seconds=broadcast_s,
+        costs=Costs(retry=1.0),
+        leases_ahead=leases_ahead,
+    )
+
+
+def rows_of(num_steps: int, seed: int) -> list[Row]:
+    trace = make_trace(GROUPS * num_steps, MEAN_S, seed)
+    make = functools.partial(make_scenario, trace=trace, num_steps=num_steps)
+    rows = [run("sync", make({}, train_s=SYNC_TRAIN_S, workers=SYNC_WORKERS))]
+    rows += [run(f"mode {name}", make(settings)) for name, settings in MODES.items()]
+    rows.append(run("mode c, a lease ahead", make(MODES["c verl_stale"], leases_ahead=1)))
+    batch_s = next(row.step_s for row in rows if row.name.startswith("mode a")) - TRAIN_S
+    for k in range(4):
+        for share in (0.0, 0.5, 1.0, 2.0):
+            scenario = make({}, k=k, train_s=batch_s, broadcast_s=share * batch_s)
+            rows.append(run(f"k {k}, b {share:g} G", scenario))
+    return rows
+
+
+def real_trainer_row(num_steps: int, seed: int) -> Row:
+    """A small scale: 16 groups of 4 completions a step in two batches, really trained; generation takes 0.9 of that."""
+    from overlap_trainer import RealTrainer
+
+    trainer = RealTrainer()
+    train_s = 2 * min(trainer.train(tuple(range(8))) for _ in range(4))
+    trace = make_trace(16 * num_steps, 0.9 * train_s * 8 / 16, seed)
+    small = train_s / 500
+    scenario = Scenario(
+        Schedule.model_validate({"preset": "verl_partial", "trigger_parameter_sync_step": 2}),
+        async_level=1,
+        groups_per_step=16,
+        num_steps=num_steps,
+        num_workers=8,
+        group_seconds=trace.__getitem__,
+        train_seconds=lambda step, slots: trainer.train(slots),
+        broadcast_seconds=0.2 * train_s,
+        costs=Costs(request=small, upload=small, check=small, swap=small, retry=small, wait=1.0),
+        leases_ahead=0,
+    )
+    return run("real trainer, mode d", scenario)
+
+
+def checks_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    by_name = {row.name: row for row in rows}
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, value: float, bar: float, *, at_least: bool) -> None:
+        ok = value >= bar if at_least else value <= bar
+        checks.append({"name": name, "value": round(value, 4), "bar": bar, "ok": ok})
+
+    for row in rows:
+        check(f"{row.name}: closeness", row.closeness, 0.97, at_least=True)
+    for row in rows:
+        if row.in_order:
+            check(f"{row.name}: lag above k", max(0, row.lag_max - row.async_level), 0, at_least=False)
+            check(f"{row.name}: groups dropped", row.dropped, 0, at_least=False)
+    hidden = [(1, 0.0), (2, 0.0), (2, 0.5), (2, 1.0), (3, 0.0), (3, 0.5), (3, 1.0), (3, 2.0)]
+    for k, share in hidden:  # b up to (k - 1) G, T = G: the trainer is the bottleneck
+        row = by_name[f"k {k}, b {share:g} G"]
+        check(f"{row.name}: trainer idle", row.trainer_idle, 0.05, at_least=False)
+    for share in (0.5, 1.0):
+        with_b, without = by_name[f"k 2, b {share:g} G"], by_name["k 2, b 0 G"]
+        check(
+            f"k 2 hides b of {share:g} G: step over that without b",
+            with_b.step_s / without.step_s,
+            1.05,
+            at_least=False,
+        )
+    speedup = by_name["sync"].step_s / by_name["mode d verl_partial"].step_s
+    check("mode d over sync", speedup, SEED_SPEEDUP, at_least=True)
+    return checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps: below a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    rows = rows_of(9 if options.quick else 16, options.seed)
+    rows.append(real_trainer_row(12 if options.quick else 40, options.seed))
+    checks = checks_of(rows)
+    if options.json:
+        print(json.dumps({"checks": checks, "rows": [asdict(row) for row in rows]}))
+    else:
+        sync_s = rows[0].step_s
+        print("row                      step s  over sync  closeness  idle: trainer  workers   lag mean, max   dropped")
+        for row in rows:
+            over = f"{sync_s / row.step_s:8.2f}x" if row.name.startswith(("sync", "mode")) else " " * 9
+            print(
+                f"{row.name:24}{row.step_s:7.2f}  {over}  {row.closeness:9.3f}  {row.trainer_idle:13.1%}  "
+                f"{row.rollouter_idle:7.1%}   {row.lag_mean:8.2f}, {row.lag_max:3}   {row.dropped:7}"
+            )
+        for check in checks:
+            if not check["ok"]:
+                print(f"MISS {check['name']}: {check['value']}, bar {check['bar']}")
+        print(f"{sum(check['ok'] for check in checks)} of {len(checks)} checks hold")
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
