@@ -59,6 +59,7 @@ ALSO_ALLOWED = {
     "prime_node.config": {"pydantic_settings"},
     "prime_node.cli": {"rich", "typer", "uvloop"},
     "prime_node.cli.plot": {"matplotlib", "plotext"},
+    "prime_node.cli.plot_timeline": {"matplotlib"},
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
 }
 # A library that comes with another one is no second system, and torch's tensors are the language of several.

@@ -2,19 +2,19 @@
 
     python scripts/bench/overlap.py [--quick] [--json]
 
-The coordinator's own state machine and scheduler on a virtual clock (node/prime_node/sim/world.py), with simulated workers: 512
-groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 for generation, 64 for
-training, 512 prompts, 4 batches a step, staleness 0.5). Group times are lognormal with sigma 1.1, capped at 8 times their mean,
-130 s of work a step and worker. Each question, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s here,
-five times the product's). Workers ask for no lease ahead but in one row.
+The coordinator's own state machine and scheduler on a virtual clock (node/prime_node/sim/world.py), with simulated workers:
+512 groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 generate, 64
+train, 512 prompts, 4 batches a step, staleness 0.5). Group times are lognormal with sigma 1.1, capped at 8 times their mean,
+130 s of work a step and worker. Each question, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s
+here, five times the product's). Workers ask for no lease ahead but in one row.
 
 Baseline, in the same run: the same generation, training and broadcast times replayed by a scheduler that costs nothing
 (coordinator/measure/zero_overhead.py). Closeness is its time over ours.
 
 `mode` rows train for 113 s, as verl reports. `sync` is verl's colocated baseline by its own published phases: all 128 GPUs
 generate, then all train for 178 s, the recomputed logprobs included. In the `k` rows G is the time that one batch takes on-policy
-on 64 workers, T is G, and b is the broadcast. `real trainer` trains the demo's model on this machine, and the clock goes on by what
-each batch took.
+on 64 workers, T is G, and b is the broadcast. `real trainer` trains the demo's model on this machine, and the clock goes on by
+what each batch took.
 """
 
 from __future__ import annotations

@@ -39,6 +39,22 @@ def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
     )
     assert tampered.returncode == 1
     assert "FAIL (5)" in tampered.stdout
+    _has_a_trace(up)
+
+
+def _has_a_trace(up: Up) -> None:
+    """Each role's lane holds what it did, in the same seconds."""
+    command = [sys.executable, "-m", "prime_node", "trace", str(up.directory)]
+    subprocess.run(command, check=True, timeout=60)
+    events = json.loads((up.directory / "trace.json").read_bytes())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    seen = {(names[event["tid"]], event["name"].partition(",")[0]) for event in events if event["ph"] == "X"}
+    workers = {(f"worker-{number}", what) for number in (1, 2, 3) for what in ("swap", "generate")}
+    assert {("trainer", "train"), ("publisher", "encode"), ("broadcast", "until the slowest could use it")} <= seen
+    assert workers <= seen
+    steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("train, step")]
+    assert len(steps) == 8
+    assert max(e["ts"] for e in events if e.get("cat") == "worker-1") > min(step["ts"] for step in steps)
 
 
 def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:

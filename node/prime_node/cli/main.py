@@ -20,6 +20,7 @@ from prime_node.cli import (
     new,
     operate,
     seed,
+    trace,
     trainer,
     up,
     validator,
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (up, join, seed, fetch, verify, new, coordinator, trainer, validator, calibrate, doctor, config):
+for module in (up, join, seed, fetch, verify, trace, new, coordinator, trainer, validator, calibrate, doctor, config):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(keys.keys, name="keys")

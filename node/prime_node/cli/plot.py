@@ -64,7 +64,8 @@ def terminal_plot(curve: Curve, *, width: int = 76, height: int = 15) -> str:
     plotext.theme("clear")
     plotext.plotsize(width, height)
     plotext.plot(curve.steps, curve.rewards, label="reward of the step")
-    plotext.scatter(curve.evaluation_steps, curve.sampled, label="held-out, sampled", marker="o")
+    if curve.evaluation_steps:
+        plotext.scatter(curve.evaluation_steps, curve.sampled, label="held-out, sampled", marker="o")
     plotext.ylim(0, 1)
     plotext.xlabel("step")
     return str(plotext.uncolorize(plotext.build()))

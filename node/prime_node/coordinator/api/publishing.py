@@ -76,6 +76,7 @@ class Publisher:
                 routes=routes_of(manifest),
             )
         )
+        core.observer.made(manifest.policy_version, manifest.created_at_ms)
         await core.journal.synced()  # a head that was shown and then forgotten would look like a fork to who saw it
         core.head = signed
         core.news.publish(Topic.HEAD)

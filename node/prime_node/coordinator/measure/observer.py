@@ -20,6 +20,7 @@ from prime_node.ports.metrics import Metrics
 
 STEPS_COMPARED = 4
 """The newest steps that the closeness is told over."""
+POLICIES_REMEMBERED = 64
 WORKS_MAX = 20_000
 """In so many steps' replay; beyond, the closeness is not told while the run goes on."""
 
@@ -36,6 +37,8 @@ class Observer:
     """Step asked for -> what training the newest finished one had taken, as the trainer said."""
     usable_seconds: dict[int, float] = field(default_factory=dict)
     """Policy -> from its publication until the slowest worker so far could use it."""
+    _made_ms: dict[int, int] = field(default_factory=dict)
+    """Policy -> when the trainer signed it."""
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
     _num_stale: int = 0
 
@@ -47,17 +50,22 @@ class Observer:
         if done is not None:
             self._tell_step(done, state)
 
-    def usable(self, worker: str, policy_version: int, after_s: float, at_ms: int) -> None:
-        """A worker could use a policy so long after its publication."""
+    def made(self, policy_version: int, at_ms: int) -> None:
+        """The trainer has signed a policy then, by its manifest."""
+        self._made_ms[policy_version] = at_ms
+        while len(self._made_ms) > POLICIES_REMEMBERED:
+            del self._made_ms[min(self._made_ms)]
+
+    def usable(self, worker: str, policy_version: int, after_s: float) -> None:
+        """A worker could use a policy so long after it was made."""
         self.usable_seconds[policy_version] = max(after_s, self.usable_seconds.get(policy_version, 0.0))
         _keep_newest(self.usable_seconds)
-        self.timeline.record(
-            kind="usable",
-            begin_ms=at_ms - round(after_s * 1_000),
-            end_ms=at_ms,
-            worker=worker,
-            policy_version=policy_version,
-        )
+        made_ms = self._made_ms.get(policy_version)
+        if made_ms is not None:
+            usable_ms = made_ms + round(after_s * 1_000)
+            self.timeline.record(
+                kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
+            )
 
     def trained(self, asked_step: int, seconds: float) -> None:
         """The trainer has measured a step. Saying it again changes nothing."""
