@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,9 @@ async def test_a_peer_can_be_verified_as_a_coordinator_can(tmp_path: Path) -> No
         assert report.policy_version == published.manifest.policy_version
 
 
-async def test_a_small_delta_goes_down_the_tree_of_many_peers(tmp_path: Path) -> None:
+async def test_a_small_delta_goes_down_the_tree_of_many_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_are_many = functools.partial(TopologyRules, tree_bytes_max=2**20, tree_peers_min=4)
+    monkeypatch.setattr("prime_node.broadcast.swarm.topology.TopologyRules", few_are_many)
     keys = [SigningKey(bytes([200 + number]) * 32) for number in range(5)]
     async with swarm(tmp_path) as made:
         for key in keys:

@@ -19,7 +19,7 @@ def test_small_files_go_down_a_tree_and_large_ones_swarm() -> None:
 
 
 def test_few_peers_are_a_swarm_whatever_the_size() -> None:
-    assert topology_for(2**10, 12, RULES) is Topology.SWARM
+    assert topology_for(2**10, RULES.tree_peers_min - 1, RULES) is Topology.SWARM
 
 
 def test_every_parent_leads_to_one_root_in_a_few_hops() -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.download import TREE_S_MAX
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
-from prime_node.broadcast.swarm.topology import TopologyRules, neighbours, share_of, topology_for
+from prime_node.broadcast.swarm.topology import Topology, TopologyRules, neighbours, share_of, topology_for
 from prime_node.sim.fluid import Fluid
 from prime_node.sim.homes import BYTES_PER_MBIT, Home, fluid_bound_s
 
@@ -194,20 +195,34 @@ class Simulation:
         node.known = [self._names[one] for one in known if one != node.index]
         rng = random.Random(self._rng.getrandbits(64))
         node.picker = Picker(self._sizes, rng=rng, rules=world.picker, share=share_of(node.name, node.known, "file"))
-        node.picker.add(self._names[ORIGIN], is_fallback=not world.origin_is_peer)
-        node.picker.has_all(self._names[ORIGIN])
         node.is_here = True
+
+    def _add_origin(self, node: _Node) -> None:
+        node.picker.add(self._names[ORIGIN], is_fallback=not self._world.origin_is_peer)
+        node.picker.has_all(self._names[ORIGIN])
 
     def _join(self, node: _Node) -> None:
         if not node.is_here:
             self._get_peer_list(node)
             self._present.append(node.index)
-        rules = self._world.topology
-        for name in neighbours(node.name, node.known, "run", topology=self._topology, rules=rules, rng=self._rng):
-            other = self._nodes[self._numbers[name]]
-            if self._can_link(node, other):
-                self._link(node, other)
+        if self._topology is Topology.TREE and self._link_to(node, Topology.TREE):
+            # Whoever has parents asks them alone at first, as download.py does.
+            self._at(self._now_s + TREE_S_MAX, lambda: self._add_origin(node))
+        else:
+            self._link_to(node, Topology.SWARM)
+            self._add_origin(node)
         self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), lambda: self._tick(node))
+
+    def _link_to(self, node: _Node, topology: Topology) -> bool:
+        """Links to those whom it wants; False where nobody of them can be reached, or there is nobody."""
+        rules = self._world.topology
+        wanted = neighbours(node.name, node.known, "run", topology=topology, rules=rules, rng=self._rng)
+        others = [
+            other for other in (self._nodes[self._numbers[name]] for name in wanted) if self._can_link(node, other)
+        ]
+        for other in others:
+            self._link(node, other)
+        return bool(others)
 
     def _can_link(self, one: _Node, other: _Node) -> bool:
         is_hard = one.home.is_nat and other.home.is_nat

@@ -1,8 +1,8 @@
 """Whom to connect to: a tree for what is small, a swarm for what is large. Pure, and the same at every peer.
 
-A delta of a few hundred kilobytes is over after a few round trips: what counts is the depth at which a peer learns of it, and
-exchanging bitfields with forty neighbours costs more than the bytes. So small files go down a tree in which every peer has one
-parent (and a spare one); large files spread in a mesh of random neighbours, where everybody's uplink carries as much as it can.
+A small file is over after a few round trips, and in a mesh of a thousand peers most of these go to the origin, which then sends
+it hundreds of times. So the smallest files go to very many peers down a tree, in which every peer has a parent and a spare one;
+all others spread in a mesh of random neighbours, where everybody's uplink carries as much as it can.
 
 Neither needs messages: peers are sorted by the digest of their names and a salt, so everyone computes the same order. The tree's
 salt is the run, so that its connections are kept from one delta to the next; the shares of a file are salted with the file.
@@ -29,8 +29,10 @@ class Topology(StrEnum):
 class TopologyRules:
     """Settings."""
 
-    tree_bytes_max: int = 2**20
-    """Larger files spread in a swarm. Where the two really cross has not been measured yet."""
+    tree_bytes_max: int = 2**16
+    """Larger files spread in a swarm. With 1,000 homes the two cross here (scripts/bench/swarm_sim.py --crossing)."""
+    tree_peers_min: int = 512
+    """Fewer peers are always a swarm. With 100 homes it was faster at every size."""
     fan_out: int = 4
     """Children of a peer in the tree."""
     neighbours_max: int = 32
@@ -38,9 +40,8 @@ class TopologyRules:
 
 
 def topology_for(sent_bytes: int, num_peers: int, rules: TopologyRules) -> Topology:
-    """Few peers are always a swarm: each is a neighbour of each."""
-    small = sent_bytes <= rules.tree_bytes_max and num_peers > rules.neighbours_max
-    return Topology.TREE if small else Topology.SWARM
+    is_tree = sent_bytes <= rules.tree_bytes_max and num_peers >= rules.tree_peers_min
+    return Topology.TREE if is_tree else Topology.SWARM
 
 
 def order_of(peers: Collection[str], salt: str) -> list[str]:
