@@ -39,7 +39,6 @@ from learning_plot import plot
 
 from prime_node.adapters.engines.torch_weights import to_torch, to_weights
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.models.tiny_model import model_files
@@ -47,7 +46,7 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import Schedule
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
-from prime_node.envs.registry import build_environment, from_source
+from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.train_backend import Group, OptimizerSettings, TrainingDiverged
 from prime_node.trainer.batch import prepare
@@ -115,7 +114,7 @@ class Bench:
             (folder / name).write_bytes(data)
         self._folder, self._seed = folder, seed
         spec = EnvironmentSpec(name=task, id="reasoning_gym", seed=seed, options=TASKS[task])
-        self._environment = build_environment(spec, {"reasoning_gym": from_source(ReasoningGymSource)})
+        self._environment = build_environments([spec], folder)[task]
         self._tokenizer = HfTokenizer(folder)
         stop = (self._tokenizer.stop_token_id,)
         self._sampling = Sampling(completion_tokens_max=COMPLETION_TOKENS, stop_token_ids=stop)

@@ -132,7 +132,7 @@ class AttackedBench(Bench):
         """One lease, from its assignment to its verdict; None where it is refused."""
         key = self._keys["root"] if engine is self._cheat else self._keys["coordinator"]
         lease = self._lease(slots, step, policy, key)
-        completions = await engine.generate(requests_for(lease), lease.sampling)
+        completions = await engine.generate(requests_for(lease, proofs=self._run.spec.checks.proofs), lease.sampling)
         parcel = bundle_for(lease, completions, key=key, engine=engine.info, created_at_ms=0)
         opened = open_bundle(parcel, lease, self._run)
         judgement = await self._judge(opened) if isinstance(opened, OpenedBundle) else opened

@@ -26,6 +26,7 @@ from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.sim.adversaries.engine import Means
 from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES, Adversary
@@ -33,6 +34,7 @@ from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run as run_validator
 from prime_node.worker.config import WorkerConfig
+from prime_node.worker.leases import requests_for
 from prime_node.worker.loop import run as run_worker
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
@@ -51,7 +53,8 @@ from prime_protocol.messages import (
     TrainBatch,
     UploadReply,
 )
-from prime_protocol.run_spec import ModelFile, PinnedRun
+from prime_protocol.rollout import Completion
+from prime_protocol.run_spec import CheckPolicy, ModelFile, PinnedRun
 from prime_protocol.verdict import Receipt, RejectReason, Verdict
 from prime_protocol.weights import Weights
 
@@ -226,20 +229,25 @@ class Arena:
                     for part, task in cheats
                 )
 
+            for task in (training, *working):
+                task.add_done_callback(lambda _: news.set())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_max):
                     while not is_over():
-                        await asyncio.wait(
-                            {asyncio.create_task(news.wait()), training, *working},
-                            timeout=0.1,
-                            return_when=asyncio.FIRST_COMPLETED,
-                        )
                         news.clear()
+                        await news.wait()
             status = {worker["worker"]: worker for worker in (await world.status())["workers"]}
             training.cancel()
             stop.set()
             receipts = {part.key.key_id: await _receipts(world, part.key) for part in parts}
         return Outcome(parts, judged, batches, status, receipts)
+
+    async def honest(self, lease: Lease) -> list[Completion]:
+        """What an honest worker answers to a lease."""
+        await self._grow(1)
+        policy = self.policies.chain[SEEN + lease.policy_version]
+        await self._engines[0].load(policy, policy_version=lease.policy_version)
+        return await self._engines[0].generate(requests_for(lease, proofs=False), lease.sampling)
 
     # The parts of a run
 
@@ -258,6 +266,7 @@ class Arena:
             "rollouts_per_group": rollouts,
             "lease_seconds": 60.0,
             "heartbeat_seconds": 1.0,
+            "checks": CheckPolicy(proofs=True, calibration=shipped_calibration()),
         }
         return make_run(**fields | spec)
 

@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.envs.registry import build_environment, from_source
+from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Environment
 from prime_node.ports.train_backend import Group, OptimizerSettings
@@ -71,8 +70,8 @@ async def make_policies(
     groups: int = 12,
 ) -> Policies:
     """Teach both models for so many supervised steps, then train the larger one by reinforcement, a policy a step."""
-    environment = build_environment(ENVIRONMENT, {"reasoning_gym": from_source(ReasoningGymSource)})
     place, small_place = (_write(folder / name, each) for name, each in (("model", shape), ("small", small_shape)))
+    environment = build_environments([ENVIRONMENT], place)["spell"]
     tokenizer = HfTokenizer(place)
     lessons = Lessons({"spell": environment}, {"spell": 1.0}, tokenizer, seed=7, problems=8_192, batch_size=64)
     small = _taught(small_place, lessons, small_steps)

@@ -17,7 +17,9 @@ EXPECTED = {
     "older-8": NUMBERS,
     "stale": NUMBERS,
     "base": NUMBERS,
+    "int8": NUMBERS,
     "int4": NUMBERS,
+    "older-1-as-vllm": NUMBERS,
     "altered": NUMBERS,
     "smaller": NUMBERS,
     "smaller-rescored": {SEEDS},
@@ -37,22 +39,30 @@ EXPECTED = {
     "temperature-0.95": {SEEDS},
     "top-p-0.95": {SEEDS},
     "greedy": {SEEDS},
+    "copied-proofs": {RejectReason.PROOF_MISMATCH},
+    "zero-proofs": {RejectReason.MALFORMED},
+    "blank-proofs": {RejectReason.PROOF_MISMATCH},
+    "missing-proofs": {RejectReason.MALFORMED},
+    "older-proofs": {RejectReason.PROOF_MISMATCH},
     "poison": {SEEDS},
     "loud-poison": {LOGPROBS},
     "partial-10": {SEEDS},
+    "partial-1": {SEEDS},
     "colluding": {SEEDS},
 }
-"""The reasons that a cheat's first refused bundle may have."""
+"""The reasons that a cheat's refused bundles may have, beside that the evidence of all of them is enough."""
+BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown")
+"""These get through: SECURITY.md says what they gain, and what limits it."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
-    outcome = await arena.fight(name, rollouts_max=128)
+    outcome = await arena.fight(name, rollouts_max=400)
     cheat = outcome.parts[0]
     reasons = [receipt.reason for receipt in outcome.receipts_of(cheat) if receipt.reason is not None]
     dishonest = [reason for reason in reasons if reason.is_dishonest]
-    assert set(dishonest) <= EXPECTED[name]
-    assert len(dishonest) == 2
+    assert dishonest
+    assert set(dishonest) <= EXPECTED[name] | {RejectReason.STATISTICAL}
     assert outcome.worker(cheat)["banned"] is not None
     _nobody_else_is_hurt(outcome, cheat)
 
@@ -100,12 +110,12 @@ async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(aren
     assert not cheats.intersection(trained)
     for part in outcome.parts[len(names) :]:
         _is_unhurt(outcome, part)
+        assert part.key.key_id in trained
 
 
 def test_every_cheat_of_the_table_is_tried() -> None:
-    patient = {"int8", "escalation-3", "partial-1"}  # below the thresholds of a bundle: see the table in RESULTS.md
     soft = {"equivocation", "time-shift", "hoarding", "picking"}
-    assert {*EXPECTED, *patient, *soft} == set(ADVERSARIES)
+    assert {*EXPECTED, *BY_DESIGN, *soft} == set(ADVERSARIES)
     assert len(ADVERSARIES) >= 25
 
 
@@ -119,4 +129,3 @@ def _is_unhurt(outcome: Outcome, part: Part) -> None:
     assert outcome.worker(part)["banned"] is None
     refused = [receipt.reason for receipt in outcome.receipts_of(part) if receipt.reason is not None]
     assert not any(reason.is_dishonest for reason in refused), refused
-    assert any(receipt.status is BundleStatus.ACCEPTED for receipt in outcome.receipts_of(part))

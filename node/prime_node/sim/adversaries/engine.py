@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
 from prime_protocol.assignment import Sampling
+from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.weights import Weights
 
@@ -76,20 +77,22 @@ class DishonestEngine:
         weights: ChooseWeights | None = None,
         answer: Answer | None = None,
         means: Means | None = None,
+        claims: EngineInfo | None = None,
         honest_loads: int = 0,
     ) -> None:
-        """`honest_loads`: policies that it serves as it should, to be known as honest first."""
+        """`claims`: the engine that it says it is. `honest_loads`: policies that it serves as it should first."""
         self._engine = engine
         self._weights = weights
         self._answer = answer
         self._means = means or Means()
+        self._claims = claims
         self._honest_loads = honest_loads
         self._loads = 0
         log.warning("this worker cheats: it is meant to be found out")
 
     @property
     def info(self) -> EngineInfo:
-        return self._engine.info
+        return self._claims or self._engine.info
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         self._means.seen.append(weights)
@@ -115,11 +118,20 @@ class DishonestEngine:
 async def rescored(
     model: Model, requests: Sequence[GenerateRequest], completions: Sequence[Completion], sampling: Sampling
 ) -> list[Completion]:
-    """The same tokens with the numbers that `model` has for them: the liar's prefill."""
-    asked = [ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed) for r, c in zip(requests, completions, strict=True)]
-    logprobs = (await model.prefill(asked, sampling)).logprobs_T
-    ends = np.cumsum([len(one.token_ids) for one in completions])
-    return [
+    """The same tokens with the logprobs and proofs that `model` has for them: the liar's prefill."""
+    asked = [
+        ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed, hidden=r.proofs)
+        for r, c in zip(requests, completions, strict=True)
+    ]
+    prefill = await model.prefill(asked, sampling)
+    cuts = np.cumsum([len(one.token_ids) for one in completions])[:-1]
+    claimed = [
         replace(one, logprobs=tuple(np.minimum(part, 0.0).tolist()))
-        for one, part in zip(completions, np.split(logprobs, ends[:-1]), strict=True)
+        for one, part in zip(completions, np.split(prefill.logprobs_T, cuts), strict=True)
+    ]
+    if prefill.hidden_TD is None:
+        return claimed
+    return [
+        replace(one, proofs=build_proofs(part, [len(part)]).tobytes())
+        for one, part in zip(claimed, np.split(prefill.hidden_TD, cuts), strict=True)
     ]

@@ -7,10 +7,11 @@ from typing import cast
 
 from prime_node.ports.engine import Engine
 from prime_node.ports.transport import WorkerPort
-from prime_node.sim.adversaries import cheap, tokens, uploads, weights
+from prime_node.sim.adversaries import cheap, proofs, tokens, uploads, weights
 from prime_node.sim.adversaries.engine import Answer, ChooseWeights, DishonestEngine, Means
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
+from prime_protocol.rollout import EngineInfo
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Adversary:
     weights: ChooseWeights | None = None
     answer: Answer | None = None
     port: type[uploads.DishonestPort] | None = None
+    claims: EngineInfo | None = None
+    """Which engine it says that it has, where it lies about that."""
     changes_text: bool = True
     """Some of its completions are not those that an honest worker would have uploaded."""
     partner: str | None = None
@@ -29,14 +32,19 @@ class Adversary:
 
     def engine_around(self, engine: Engine, *, means: Means | None = None, honest_loads: int = 0) -> Engine:
         """Such a worker's engine."""
-        if self.weights is None and self.answer is None:
+        if self.weights is None and self.answer is None and self.claims is None:
             return engine
-        return DishonestEngine(engine, weights=self.weights, answer=self.answer, means=means, honest_loads=honest_loads)
+        return DishonestEngine(
+            engine, weights=self.weights, answer=self.answer, means=means, claims=self.claims, honest_loads=honest_loads
+        )
 
     def port_around(self, port: WorkerPort, key: SigningKey, means: Means) -> WorkerPort:
         """Such a worker's way to the coordinator."""
         return port if self.port is None else cast("WorkerPort", self.port(port, key, means))
 
+
+VLLM_BF16 = EngineInfo(name="vllm", version="1", dtype="bf16", device="cpu")
+UNKNOWN = EngineInfo(name="homegrown", version="1", dtype="fp8", device="gpu")
 
 ADVERSARIES: dict[str, Adversary] = {
     "older-1": Adversary("Samples from the policy before the claimed one.", weights=weights.older(1)),
@@ -46,6 +54,17 @@ ADVERSARIES: dict[str, Adversary] = {
     "base": Adversary("Samples from the model that the run began with.", weights=weights.base),
     "int8": Adversary("Rounds the weights to 8 bits.", weights=weights.int8),
     "int4": Adversary("Rounds the weights to 4 bits.", weights=weights.int4),
+    "int8-as-vllm": Adversary(
+        "Rounds to 8 bits, and claims an engine that is known to be less exact.", weights=weights.int8, claims=VLLM_BF16
+    ),
+    "int8-as-unknown": Adversary(
+        "Rounds to 8 bits, and claims an engine that no calibration knows.", weights=weights.int8, claims=UNKNOWN
+    ),
+    "older-1-as-vllm": Adversary(
+        "One policy behind, and claims an engine that is known to be less exact.",
+        weights=weights.older(1),
+        claims=VLLM_BF16,
+    ),
     "altered": Adversary("Adds noise to the weights.", weights=weights.noisy),
     "smaller": Adversary("Samples from a smaller model.", answer=cheap.smaller),
     "smaller-rescored": Adversary(
@@ -79,6 +98,13 @@ ADVERSARIES: dict[str, Adversary] = {
     "temperature-0.95": Adversary("Samples at temperature 0.95.", answer=tokens.with_sampling(temperature=0.95)),
     "top-p-0.95": Adversary("Samples from the nucleus of 0.95.", answer=cheap.nucleus(0.95)),
     "greedy": Adversary("Takes the likeliest token.", answer=tokens.with_sampling(temperature=0.0)),
+    "copied-proofs": Adversary("Sends the proofs of another completion.", answer=proofs.copied, changes_text=False),
+    "zero-proofs": Adversary("Sends proofs that are all zeros.", answer=proofs.zero, changes_text=False),
+    "blank-proofs": Adversary("Sends well-formed proofs of nothing.", answer=proofs.blank, changes_text=False),
+    "missing-proofs": Adversary("Sends one proof for all.", answer=proofs.missing, changes_text=False),
+    "older-proofs": Adversary(
+        "Sends the proofs of the policy two steps before.", answer=proofs.of_another_step, changes_text=False
+    ),
     "poison": Adversary(
         "Half of a group stops early, half says nothing: the policy is to learn the former.", answer=tokens.poison(0.0)
     ),

@@ -13,6 +13,7 @@ from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.adversaries.engine import Answer, Means, Model, rescored
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import SEED_MAX
+from prime_protocol.proof import PROOF_BYTES, num_proofs
 from prime_protocol.rollout import Completion, FinishReason
 
 CANDIDATES = 4
@@ -65,7 +66,12 @@ async def padded(model: Model, requests: Requests, sampling: Sampling, means: Me
     """Goes on after the end, to be paid for more tokens."""
     completions = await model.generate(requests, sampling)
     return [
-        replace(one, token_ids=one.token_ids + one.token_ids[-1:], logprobs=one.logprobs + one.logprobs[-1:])
+        replace(
+            one,
+            token_ids=one.token_ids + one.token_ids[-1:],
+            logprobs=one.logprobs + one.logprobs[-1:],
+            proofs=one.proofs,
+        )
         if len(one.token_ids) < sampling.completion_tokens_max
         else one
         for one in completions
@@ -137,4 +143,5 @@ def partly(share: float, cheat: Answer) -> Answer:
 
 
 def _cut(completion: Completion, num_tokens: int) -> Completion:
-    return Completion(completion.token_ids[:num_tokens], completion.logprobs[:num_tokens], FinishReason.LENGTH)
+    kept = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
+    return Completion(*kept, FinishReason.LENGTH, proofs=completion.proofs[: PROOF_BYTES * num_proofs([num_tokens])])

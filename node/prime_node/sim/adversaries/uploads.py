@@ -21,6 +21,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
 from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, UploadReply
 from prime_protocol.parcel import open_parcel, pack_parcel
+from prime_protocol.proof import num_proofs
 from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, parse_body
 from prime_protocol.tensor_file import pack_tensors
 
@@ -87,7 +88,8 @@ class ClaimedRewards(DishonestPort):
     async def upload(self, parcel: bytes) -> UploadReply:
         header, rollouts = opened(parcel)
         tensors = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__slots__}
-        raw = pack_tensors(tensors | {"rewards": np.ones(len(rollouts), np.float32)})
+        tensors["rewards"] = np.ones(len(rollouts), np.float32)
+        raw = pack_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
         return await self.port.upload(_signed(header, zstandard.ZstdCompressor().compress(raw), len(raw), self.key))
 
 
@@ -185,7 +187,7 @@ class Picking(DishonestPort):
 def dressed_as(old: Rollouts, new: Rollouts) -> Rollouts:
     """Old completions under a new lease's slots, seeds and policy; as many as the new one has."""
     num = len(new)
-    tokens = int(old.lengths_N[:num].sum())
+    tokens, proofs = int(old.lengths_N[:num].sum()), num_proofs(old.lengths_N[:num].tolist())
     spans_S3 = np.stack([np.arange(num), np.full(num, new.spans_S3[0, 1]), old.lengths_N[:num]], axis=1)
     return replace(
         old,
@@ -196,4 +198,5 @@ def dressed_as(old: Rollouts, new: Rollouts) -> Rollouts:
         slots_N=new.slots_N,
         seeds_N=new.seeds_N,
         spans_S3=spans_S3.astype(np.int32),
+        proofs_CB=None if old.proofs_CB is None else old.proofs_CB[:proofs],
     )

@@ -1,0 +1,50 @@
+"""Cheats that sample as they should and lie about the hidden states behind it: they never had them, or had other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prime_node.ports.engine import GenerateRequest
+from prime_node.sim.adversaries.engine import Means, Model, rescored
+from prime_protocol.assignment import Sampling
+from prime_protocol.proof import MODULUS_MIN, PROOF_BYTES
+from prime_protocol.rollout import Completion
+
+Requests = Sequence[GenerateRequest]
+
+
+async def copied(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """The proofs of the completion before, which has as many."""
+    completions = await model.generate(requests, sampling)
+    return [
+        replace(one, proofs=other.proofs) if len(other.proofs) == len(one.proofs) else one
+        for one, other in zip(completions, [completions[-1], *completions[:-1]], strict=True)
+    ]
+
+
+async def zero(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Nothing but zeros: upstream a modulus of zero kills the verifier."""
+    return [replace(one, proofs=bytes(len(one.proofs))) for one in await model.generate(requests, sampling)]
+
+
+async def blank(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """A modulus in order, and the polynomial that is zero everywhere."""
+    proof = MODULUS_MIN.to_bytes(2, "big") + bytes(PROOF_BYTES - 2)
+    completions = await model.generate(requests, sampling)
+    return [replace(one, proofs=proof * (len(one.proofs) // PROOF_BYTES)) for one in completions]
+
+
+async def missing(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """None for any completion but the first: upstream fewer proofs give fewer answers, and all of them are good."""
+    first, *others = await model.generate(requests, sampling)
+    return [first, *(replace(one, proofs=b"") for one in others)]
+
+
+async def of_another_step(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """The proofs that the policy of two steps before has for the same tokens."""
+    completions = await model.generate(requests, sampling)
+    await model.load(means.seen[max(0, len(means.seen) - 3)], policy_version=0)
+    older = await rescored(model, requests, completions, sampling)
+    await model.load(means.seen[-1], policy_version=0)
+    return [replace(one, proofs=other.proofs) for one, other in zip(completions, older, strict=True)]
