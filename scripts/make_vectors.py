@@ -37,6 +37,7 @@ from prime_protocol.schedule import Schedule
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 from prime_protocol.weights import Weights, WeightTensor, root_of, state_root
+from vectors_adapters import adapters
 from vectors_basics import envelopes, json_texts, keys, noise
 from vectors_folder import (
     COORDINATOR,
@@ -487,6 +488,7 @@ def main() -> None:
     ledger(folder, run)
     turns(folder, lease)
     invites(folder, run)
+    adapters(folder)
 
 
 if __name__ == "__main__":

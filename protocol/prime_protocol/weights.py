@@ -97,6 +97,7 @@ def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
 
 def rounded(values: npt.NDArray[np.float32], dtype: str) -> WeightTensor:
     """float32 to the nearest value of `dtype`, ties to even; NaN stays NaN."""
+    assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1)
     if dtype == "bf16":
         bits = flat.view(np.uint32)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from prime_protocol import messages, verdict
+from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
@@ -45,7 +46,7 @@ from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.turns import episodes_behind, turn_seed
 from prime_protocol.verify import check_assignment
-from prime_protocol.weights import Weights, state_root
+from prime_protocol.weights import Weights, WeightTensor, state_root
 
 Case = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -256,7 +257,22 @@ def turns(case: Case, folder: Path) -> Any:
     return [[[list(t.prompt_token_ids), list(t.completion.token_ids)] for t in episode] for episode in episodes]
 
 
+def adapters(case: Case, folder: Path) -> Any:
+    base, factors = ({row["name"]: _tensor(row) for row in case[of]} for of in ("base", "adapters"))
+    whole = merged(base, factors, AdapterSpec.model_validate_json(json.dumps(case["spec"])))
+    return [
+        {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "hex": tensor.data.tobytes().hex()}
+        for name, tensor in whole.items()
+    ]
+
+
+def _tensor(row: Case) -> WeightTensor:
+    data = np.frombuffer(bytes.fromhex(row["hex"]), "<u4" if row["dtype"] == "fp32" else "<u2")
+    return WeightTensor(row["dtype"], tuple(row["shape"]), data)
+
+
 KINDS: dict[str, Callable[[Case, Path], Any]] = {
+    "adapters": adapters,
     "assignment": assignment,
     "authorization": authorization,
     "blob": blob,
