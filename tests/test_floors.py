@@ -65,6 +65,7 @@ ALSO_ALLOWED = {
 # A library that comes with another one is no second system, and torch's tensors are the language of several.
 COMES_WITH = {
     "aiosqlite": "sqlalchemy",
+    "httpx": "verifiers",
     "jinja2": "transformers",
     "multiaddr": "libp2p",
     "tokenizers": "transformers",
@@ -92,6 +93,8 @@ READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
 PASSES_ENVIRONMENT = {
     "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
     "prime_node.cli.launch",  # so does this one
+    "prime_node.adapters.environments.process",  # and this one, less whatever may be a secret
+    "prime_node.adapters.environments.verifiers_v1",  # verifiers reads keys of endpoints there, and its own is made on the spot
     "prime_node.adapters.engines.vllm_engine",  # vLLM can be set up through the environment alone
 }
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import (
@@ -96,7 +97,17 @@ async def begin(world: World) -> None:
 
 
 async def test_solved_and_hopeless_problems_are_asked_no_more() -> None:
-    async with running(few(memory_parts(make_run(), curriculum=POOLS))) as world:
+    rows: list[dict[str, Any]] = []
+
+    class Kept:
+        """Implements observe.Recorder."""
+
+        def record(self, **fields: Any) -> None:
+            rows.append(fields)
+
+        def close(self) -> None: ...
+
+    async with running(replace(few(memory_parts(make_run(), curriculum=POOLS)), rows=Kept())) as world:
         await begin(world)
         asked: list[int] = []
         for step in range(12):
@@ -114,6 +125,9 @@ async def test_solved_and_hopeless_problems_are_asked_no_more() -> None:
         assert found["pool/letters/easy"] == found["pool/letters/hard"] == pytest.approx(1 / QUESTIONS)
         assert found["pool/letters/normal"] == pytest.approx(4 / QUESTIONS)
         assert (found["evicted_examples/letters/easy"], found["evicted_examples/letters/hard"]) == (1, 1)
+        told = [row for row in rows if row.get("evicted_examples/letters/hard") == 1]
+        assert told
+        assert told[-1]["pool/letters/hard"] > 0
 
 
 async def test_groups_without_a_lesson_are_replaced_by_other_problems() -> None:

@@ -108,7 +108,7 @@ async def _join(
                 client.bounds = run.spec.limits
                 model = await wire.model_folder(client, run, folder / "model")
                 made = await asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat)
-                return run, made, await asyncio.to_thread(wire.turn_environments, run.spec, model)
+                return run, made, await asyncio.to_thread(wire.turn_environments, run.spec, model, folder=folder)
 
             ready = await unless(stop.wait(), set_up())
             if ready is None:

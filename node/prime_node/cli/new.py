@@ -61,7 +61,8 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         adapters=wire_adapters.adapter_spec(settings),
         calibration=_calibration(settings.calibration, model.files[CONFIG_FILE]),
     )
-    wire.environments(run.spec, run_dir.model)  # a mistake in their options is said before anything is signed for good
+    # A mistake in their options is said before anything is signed for good.
+    wire.check_environments(run.spec, run_dir.model, folder=run_dir.path / "keys")
     if config_file is not None:
         write_durably(run_dir.config, config_file.read_bytes())
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())

@@ -57,7 +57,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                             config=settings,
                             coordinator=client,
                             scorer=scorer,
-                            environments=wire.environments(run.spec, model),
+                            environments=wire.environments(run.spec, model, folder=place.folder),
                             tokenizer=wire.tokenizer(model),
                             policy=follower.weights,
                             policy_versions=follower.versions,

@@ -154,20 +154,33 @@ def tokenizer(model: Path) -> Tokenizer:
     return HfTokenizer(model)
 
 
-def environments(spec: RunSpec, model: Path) -> dict[str, Environment]:
-    """All environments of a run, by name. Raises LocalError."""
-    from prime_node.cli.wire_environments import build_environments
+def environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, Environment]:
+    """All environments of a run, by name, in a process that can open nothing of a role's `folder`. Raises LocalError."""
+    from prime_node.cli.wire_environments import start_environments
 
-    return build_environments(spec.environments, model)
+    return dict(start_environments(spec.environments, model, hidden=_secrets(folder)))
 
 
-def turn_environments(spec: RunSpec, model: Path) -> dict[str, TurnEnvironment]:
-    """Those that a worker must run: they answer what the model says. Raises LocalError."""
-    from prime_node.cli.wire_environments import build_environments
+def check_environments(spec: RunSpec, model: Path, *, folder: Path) -> None:
+    """Whether they can be built. Raises LocalError."""
+    from prime_node.cli.wire_environments import start_environments
+
+    next(iter(start_environments(spec.environments, model, hidden=_secrets(folder)).values())).process.close()
+
+
+def turn_environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, TurnEnvironment]:
+    """Those that a worker must run: they answer what the model says. In a process of their own too. Raises LocalError."""
+    from prime_node.cli.wire_environments import start_environments
     from prime_node.ports.environment import TurnEnvironment
 
-    made = build_environments([each for each in spec.environments if each.turns_max > 1], model)
+    answering = [each for each in spec.environments if each.turns_max > 1]
+    made = start_environments(answering, model, hidden=_secrets(folder)) if answering else {}
     return {name: each for name, each in made.items() if isinstance(each, TurnEnvironment)}
+
+
+def _secrets(folder: Path) -> tuple[Path, ...]:
+    """What no environment may open, wherever the role's folder lies."""
+    return folder, folder.parent / "keys", Path.home() / ".prime-node"
 
 
 def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
@@ -313,7 +326,7 @@ def trainer_parts(
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
 
-    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec, model)
+    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec, model, folder=folder)
     questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
     made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)

@@ -56,7 +56,7 @@ async def coordinator_parts(
         private=FolderDocuments(folder / "evidence"),
         web=AiohttpServer(),
         metrics=PrometheusMetrics(),
-        environments=wire.environments(run.spec, model),
+        environments=wire.environments(run.spec, model, folder=folder),
         tokenizer=wire.tokenizer(model),
         dial_back=HttpDialBack(run.digest),
         network=_coordinator_network(run, key, settings),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_node.cli.wire import missing_extra
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, read_json_lines
@@ -13,19 +16,85 @@ from prime_node.ports.environment import Environment
 from prime_node.ports.renderer import Renderer
 from prime_protocol.run_spec import EnvironmentSpec
 
+if TYPE_CHECKING:
+    from prime_node.adapters.environments.process import ProcessEnvironment
+
+log = logging.getLogger(__name__)
+
 Renderers = Callable[[str], Renderer]
 """By name: "template", or what the package renderers knows."""
 
 
 def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[str, Environment]:
-    """By name. `model`: the folder of the run's tokenizer, for environments that answer. Raises LocalError."""
+    """By name, in this process. `model`: the folder of the run's tokenizer, for environments that answer. Raises LocalError."""
     renderer = partial(_renderer, model)
     factories: dict[str, EnvironmentFactory] = {
         "reasoning_gym": partial(_reasoning_gym, renderer),
         "jsonl": partial(_dataset, renderer, read_json_lines),
         "parquet": partial(_parquet, renderer),
+        "verifiers": partial(_verifiers, model),
     }
     return {spec.name: build_environment(spec, factories) for spec in specs}
+
+
+def start_environments(
+    specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path]
+) -> dict[str, ProcessEnvironment]:
+    """By name, in a process of their own, which cannot open what is in `hidden`. Raises LocalError."""
+    from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment, ProcessTurnEnvironment
+
+    described = {
+        "environments": [spec.model_dump() for spec in specs],
+        "model": str(model.resolve()),
+        "hidden": [str(path.resolve()) for path in hidden],
+    }
+    process = EnvironmentProcess([sys.executable, "-m", "prime_node.cli.environment_process"], described)
+    if not process.ready["confined"]:
+        log.warning(
+            "this system cannot confine the environments' process (Linux 5.13 with Landlock can): it holds no key, "
+            "but their code could open the files of yours"
+        )
+    return {
+        spec.name: (ProcessTurnEnvironment if spec.name in process.ready["turns"] else ProcessEnvironment)(
+            process, spec.name
+        )
+        for spec in specs
+    }
+
+
+def confined(specs: Sequence[EnvironmentSpec], model: Path, folder: Path, *, hidden: Sequence[Path]) -> bool:
+    """Leave this process the files that these environments need; False where the system cannot."""
+    from prime_node.adapters.environments.confine import confine
+    from prime_node.adapters.environments.hub_files import PREFIX, cache_folder
+
+    paths = [str(spec.options.get("path", "")) for spec in specs]
+    files = [Path(path).expanduser() for path in paths if path and not path.startswith(PREFIX)]
+    cache = [cache_folder()] if any(path.startswith(PREFIX) for path in paths) else []
+    # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
+    shared = [Path("/tmp")] if any(spec.id == "verifiers" for spec in specs) else []
+    shared = [path for path in shared if not any(path in one.parents for one in hidden)]
+    return confine([model, *files], [folder, *cache, *shared], hidden=hidden)
+
+
+def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
+    try:
+        from prime_node.adapters.environments.verifiers_v1 import VerifiersEnvironment
+        from prime_node.adapters.web.aiohttp_server import AiohttpServer
+    except ImportError as error:
+        raise missing_extra("verifiers", "environments of verifiers", error) from None
+    if spec.turns_max < 2:
+        raise ValueError("set turns_max above 1: verifiers renders the prompts of its rollouts itself")
+    options = dict(spec.options)
+    taskset, renderer = str(options.pop("taskset", "")), options.pop("renderer", None)
+    return VerifiersEnvironment(
+        model,
+        AiohttpServer(),
+        seed=spec.seed,
+        taskset=taskset,
+        env=str(options.pop("env", "")),
+        renderer=None if renderer is None else str(renderer),
+        **options,
+    )
 
 
 def _reasoning_gym(renderer: Renderers, spec: EnvironmentSpec) -> Environment:

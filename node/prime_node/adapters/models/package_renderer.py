@@ -26,7 +26,7 @@ class PackageRenderer:
         Raises ValueError where there is none.
         """
         tokenizer = load_tokenizer(str(folder))
-        self._renderer = renderers.create_renderer(tokenizer, _config(folder, tokenizer, name))
+        self._renderer = renderers.create_renderer(tokenizer, renderer_config(folder, name, of=tokenizer.name_or_path))
 
     @property
     def name(self) -> str:
@@ -54,11 +54,12 @@ class PackageRenderer:
         return None if bridged is None else list(bridged.token_ids)
 
 
-def _config(folder: Path, tokenizer: Any, name: str) -> Any:
+def renderer_config(folder: Path, name: str, *, of: str = "") -> Any:
+    """The package's own description of a renderer. `of`: the model's name on a hub. Raises ValueError."""
     if name == AUTO:
         known = MODEL_RENDERER_MAP
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
-        name = known.get(tokenizer.name_or_path) or _FAMILIES.get(model_type, "")
+        name = known.get(of) or _FAMILIES.get(model_type, "")
         if not name:
             raise ValueError(f"no renderer is known for models of type {model_type!r}: name one")
     try:

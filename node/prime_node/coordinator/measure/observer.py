@@ -128,7 +128,8 @@ class Observer:
         closeness = self.closeness(state)
         if closeness is not None:
             row["closeness"] = closeness
-        self.rows.record(**row)
+        curriculum = state.curriculum
+        self.rows.record(**row, **curriculum.shares(), **curriculum.counts)
 
 
 def _steady_step_seconds(

@@ -1,0 +1,271 @@
+"""Environments in a process of their own: their code sees neither keys nor the run's folder, and cannot take its host down.
+
+Who waits for whom: a thread reads the child's answers and wakes whoever asked. Problems and scores are asked for synchronously,
+as the port says, and briefly; an episode is awaited, and what it asks the model for is answered on the loop that awaits it. A
+child that dies, or does not answer in time, is started again at the next question; whoever waits for it gets EnvironmentFailed.
+
+Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
+{"id", "result"} or {"id", "error"}, and {"ask", "id", "prompt"} for what an episode wants to be sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from prime_node.ports.environment import Ask
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import Completion, FinishReason
+
+log = logging.getLogger(__name__)
+
+START_S_MAX = 120.0
+"""Imports, data sets and all."""
+ANSWER_S_MAX = 60.0
+"""One problem or one score; an environment that takes longer has failed."""
+CACHED_PROMPTS = 4_096
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+"""Of our own environment variables; whatever else is there may be a secret."""
+FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
+"""A variable PRIME_ENVIRONMENT_X of ours is X there: for judges that need a key of their own."""
+
+
+class EnvironmentFailed(Exception):
+    """An environment's code raised, took too long, or took its process with it."""
+
+
+class EnvironmentProcess:
+    """A child that holds some environments. Starts when it is made; `close` ends it, and so does our own end."""
+
+    def __init__(self, command: Sequence[str], description: Mapping[str, Any]) -> None:
+        """`command`: what runs prime_node.cli.environment_process. Raises LocalError with what the child says is wrong."""
+        self._command = list(command)
+        self._description = dict(description)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._child: _Child | None = None
+        self.ready = self._started().ready
+
+    def ask(self, method: str, environment: str, **arguments: Any) -> Any:
+        """The result. Raises EnvironmentFailed."""
+        child = self._started()
+        answer = child.send(next(self._numbers), method=method, environment=environment, **arguments)
+        try:
+            return answer.result(ANSWER_S_MAX)
+        except Late:
+            child.end()
+            raise EnvironmentFailed(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
+
+    async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
+        """The reward of one episode. Raises EnvironmentFailed. Cancelling it cancels the episode."""
+        child, number = self._started(), next(self._numbers)
+        child.asks[number] = (asyncio.get_running_loop(), ask)
+        try:
+            answer = child.send(number, method="play", environment=environment, **arguments)
+            return float(await asyncio.wrap_future(answer))
+        except asyncio.CancelledError:
+            child.tell(cancel=number)
+            raise
+        finally:
+            del child.asks[number]
+
+    @property
+    def pid(self) -> int:
+        """Of the child at hand."""
+        return self._started().pid
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._child is not None:
+                self._child.end()
+
+    def _started(self) -> _Child:
+        with self._lock:
+            if self._child is None or self._child.is_gone:
+                if self._child is not None:
+                    log.warning("the environments' process is gone; starting it again")
+                    self._child.end()
+                self._child = _Child(self._command, self._description)
+            return self._child
+
+
+class _Child:
+    """One life of the process."""
+
+    def __init__(self, command: Sequence[str], description: Mapping[str, Any]) -> None:
+        self.asks: dict[int, tuple[asyncio.AbstractEventLoop, Ask]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
+        self._writing = threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="prime-environments-"))
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self._folder, env=passed_on(self._folder)
+        )
+        self.pid = self._process.pid
+        self.is_gone = False
+        atexit.register(self.end)
+        self._reader = threading.Thread(target=self._read, name="environments", daemon=True)
+        self._reader.start()
+        started = self.send(0, **description, folder=str(self._folder))
+        try:
+            self.ready: dict[str, Any] = started.result(START_S_MAX)
+        except (Late, EnvironmentFailed) as error:
+            self.end()
+            raise LocalError(str(error) or f"the environments did not start within {START_S_MAX:.0f} s") from None
+
+    def send(self, number: int, /, **message: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._waiting[number] = answer
+        self.tell(id=number, **message)
+        if self.is_gone:
+            self._fail()
+        return answer
+
+    def tell(self, **message: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._writing:
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.flush()
+        except (OSError, ValueError):
+            self.is_gone = True
+
+    def end(self) -> None:
+        self.is_gone = True
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.wait()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "ask" in message:
+                self._pass_on(message)
+                continue
+            answer = self._waiting.pop(message["id"], None)
+            if answer is None or not answer.set_running_or_notify_cancel():
+                continue
+            if "error" in message:
+                answer.set_exception(EnvironmentFailed(message["error"]))
+            else:
+                answer.set_result(message["result"])
+        self._process.stdout.close()
+        self.is_gone = True
+        self._fail()
+
+    def _pass_on(self, message: Mapping[str, Any]) -> None:
+        """An episode asks the model for something."""
+        loop, ask = self.asks.get(message["id"], (None, None))
+        if loop is None or ask is None:
+            return
+
+        async def answer() -> None:
+            completion = await ask(tuple(message["prompt"]))
+            self.tell(answer=message["ask"], completion=None if completion is None else to_wire(completion))
+
+        asyncio.run_coroutine_threadsafe(answer(), loop)
+
+    def _fail(self) -> None:
+        while self._waiting:
+            _, answer = self._waiting.popitem()
+            if not answer.done():
+                answer.set_exception(EnvironmentFailed("the environments' process ended"))
+
+
+def passed_on(folder: Path) -> dict[str, str]:
+    """What a child learns of our environment variables."""
+    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON}
+    kept |= {name: value for name, value in os.environ.items() if name.startswith("HF_") and "TOKEN" not in name}
+    kept |= {
+        name.removeprefix(FOR_ENVIRONMENTS): value
+        for name, value in os.environ.items()
+        if name.startswith(FOR_ENVIRONMENTS)
+    }
+    kept.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+    return kept | {"HOME": str(folder), "TMPDIR": str(folder)}
+
+
+def to_wire(completion: Completion) -> dict[str, Any]:
+    return {"token_ids": completion.token_ids, "logprobs": completion.logprobs, "finish": int(completion.finish)}
+
+
+def from_wire(message: Mapping[str, Any]) -> Completion:
+    return Completion(tuple(message["token_ids"]), tuple(message["logprobs"]), FinishReason(message["finish"]))
+
+
+class ProcessEnvironment:
+    """Implements ports.environment.Environment by a child."""
+
+    def __init__(self, process: EnvironmentProcess, name: str) -> None:
+        self.process, self._name = process, name
+        self.prompt = lru_cache(CACHED_PROMPTS)(self._prompt)  # the coordinator asks for the same one several times
+
+    def _prompt(self, index: int) -> str:
+        return str(self.process.ask("prompt", self._name, index=index))
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return float(self.process.ask("score", self._name, index=index, completion=completion, finished=finished))
+
+    def answer(self, index: int) -> str:
+        return str(self.process.ask("answer", self._name, index=index))
+
+    def held_out(self, count: int) -> list[ProcessProblem]:
+        found = self.process.ask("held_out", self._name, count=count)
+        kind = ProcessTurnProblem if isinstance(self, ProcessTurnEnvironment) else ProcessProblem
+        return [kind(self.process, self._name, number, prompt) for number, prompt in enumerate(found)]
+
+
+class ProcessTurnEnvironment(ProcessEnvironment):
+    """Implements ports.environment.TurnEnvironment by a child."""
+
+    async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        return await self.process.play(self._name, ask, index=index, prompt=prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessProblem:
+    """Implements ports.environment.HeldOutProblem by a child."""
+
+    process: EnvironmentProcess
+    environment: str
+    number: int
+    prompt: str
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        return bool(self._ask("is_correct", completion, finished))
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        return float(self._ask("score_held_out", completion, finished))
+
+    def _ask(self, method: str, completion: str, finished: bool) -> Any:
+        return self.process.ask(method, self.environment, number=self.number, completion=completion, finished=finished)
+
+
+class ProcessTurnProblem(ProcessProblem):
+    """Implements ports.environment.TurnProblem by a child."""
+
+    async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        return await self.process.play(self.environment, ask, number=self.number, prompt=prompt_token_ids)

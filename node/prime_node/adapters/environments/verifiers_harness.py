@@ -1,0 +1,94 @@
+"""The program of an agent in verifiers: a chat with tools, in this process.
+
+The harnesses that come with verifiers start a script for each rollout and fetch what it needs from the network. This one is the
+same loop without the script; every call of the model goes through the rollout's endpoint, as the contract wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+NAME = "prime_node_harness"
+
+
+class InProcessConfig(vf.HarnessConfig):  # type: ignore[misc]  # verifiers has no types for us
+    """Nothing of its own."""
+
+
+class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
+    """One assistant that may call the task's tools until it answers without a call."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        **_: Any,
+    ) -> vf.ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with contextlib.AsyncExitStack() as stack:
+            tools, dispatch, servers = [], {}, {}
+            if mcp_urls:
+                named = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+                tools, dispatch, servers = await connect_mcp({"mcpServers": named}, stack)
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            body: dict[str, Any] = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            while True:
+                answer = await client.post(
+                    f"{endpoint.rstrip('/')}/chat/completions",
+                    json=body,
+                    headers={"authorization": f"Bearer {secret}"},
+                )
+                if answer.status_code == httpx.codes.BAD_REQUEST:  # no turn or no room left: what was said counts
+                    return vf.ProgramResult(0, "", "")
+                answer.raise_for_status()
+                message = answer.json()["choices"][0]["message"]
+                messages.append(message)
+                calls = message.get("tool_calls") or ()
+                if not calls:
+                    return vf.ProgramResult(0, "", "")
+                for call in calls:
+                    name = call["function"]["name"]
+                    messages.append(
+                        {
+                            "role": "tool",
+                            "tool_call_id": call["id"],
+                            "name": name,
+                            "content": await _result(call["function"], dispatch, servers),
+                        }
+                    )
+
+
+async def _result(function: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except json.JSONDecodeError as error:
+        return f"error: the arguments are no JSON ({error})"
+    if function["name"] not in dispatch or not isinstance(arguments, dict):
+        return f"error: there is no tool {function['name']!r}, or its arguments are no object"
+    return await call_mcp(servers, dispatch, function["name"], arguments)
+
+
+__all__ = ["InProcess"]

@@ -1,0 +1,192 @@
+"""Environments built for `verifiers` (its v1 API): a taskset that is installed as a package, played by our engine.
+
+verifiers asks a vLLM server for tokens. Here that is a loopback endpoint, `/inference/v1/generate`, whose answers are what the
+episode's `ask` gives: the worker's engine samples, or the validator gives back what was recorded. So the same code plays a
+rollout and scores it again, and prompts, tools and rewards are the environment's own. Which rollout a request belongs to rides in
+its sampling parameters; whatever else it says about sampling is not heard, for that is the run's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import sys
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+from prime_node.adapters.environments import verifiers_harness
+from prime_node.envs.split import is_held_out
+from prime_node.ports.environment import Ask
+from prime_node.ports.web import Request, Response, Route, WebServer
+from prime_protocol.rollout import Completion, FinishReason
+
+TokenIds = tuple[int, ...]
+KEY_VARIABLE = "PRIME_LOOPBACK_KEY"
+ROLLOUT = "prime_rollout"
+"""The sampling parameter that names the rollout."""
+REQUEST_BYTES_MAX = 2**28
+"""A prompt of a million tokens is some seven million bytes; this only ends what is no prompt."""
+FEW_TASKS = 16
+"""A taskset with fewer has no task held out: all are for training, and for evaluation too."""
+
+
+class VerifiersEnvironment:
+    """Implements ports.environment.TurnEnvironment. An asynchronous context manager: inside, episodes can be played."""
+
+    def __init__(
+        self,
+        model: Path,
+        server: WebServer,
+        *,
+        seed: int,
+        taskset: str,
+        env: str = "",
+        renderer: str | None = None,
+        **options: str | float | bool,
+    ) -> None:
+        """`taskset`: id of an installed taskset; `options` are its configuration. `env`: how its tasks are played, where not in
+        its own way; agents without a model of their own are the policy. `renderer`: of the renderers package, or auto.
+
+        Raises ValueError.
+        """
+        sys.modules.setdefault(verifiers_harness.NAME, verifiers_harness)
+        seat = {"harness": {"id": verifiers_harness.NAME}, "runtime": {"type": "subprocess"}}
+        try:
+            fields = env_config_type(taskset, env).model_fields
+            seats = {name: seat for name, field in fields.items() if isinstance(field.default, vf.AgentConfig)}
+            config = resolve_env_config({"id": env, "taskset": {"id": taskset, **options}, **seats})
+            self._env = load_environment(config)
+            self._tasks = list(self._env.taskset)
+        except (ImportError, TypeError, AttributeError) as error:
+            raise ValueError(f"taskset {taskset!r}: {error}") from error
+        if not self._tasks:
+            raise ValueError(f"taskset {taskset!r} holds no tasks")
+        self._model, self._server, self._seed = model, server, seed
+        self._renderer = renderer
+        self._numbers = itertools.count(1)
+        self._asks: dict[int, Ask] = {}
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._key = os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+        routes = [
+            Route("POST", "/inference/v1/generate", self._generate, body_bytes_max=REQUEST_BYTES_MAX),
+            Route("GET", "/v1/models", self._models),
+        ]
+        port = await self._server.start(routes, host="127.0.0.1", port=0)
+        self._stack.push_async_callback(self._server.stop, grace_s=0.0)
+        await self._stack.enter_async_context(self._env.serving())
+        self._url = f"http://127.0.0.1:{port}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def prompt(self, index: int) -> str:
+        """For people and for the difficulty pools: episodes render their own."""
+        return str(self._task(index).data.prompt_text)
+
+    def answer(self, index: int) -> str:
+        return str(getattr(self._task(index).data, "answer", ""))
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        raise ValueError("a rollout of verifiers is scored by playing it again")
+
+    def held_out(self, count: int) -> list[HeldOutTask]:
+        return [HeldOutTask(self, task) for task in self._split[1][:count]]
+
+    async def play(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        return await self.episode(self._task(index), ask)
+
+    async def episode(self, task: Any, ask: Ask) -> float:
+        """The reward of one episode: the sum of its rewards, over the agents that are trained. Raises what went wrong in it."""
+        number = next(self._numbers)
+        self._asks[number] = ask
+        client = vf.TrainClientConfig(
+            base_url=self._url,
+            api_key_var=KEY_VARIABLE,
+            renderer_model_name=str(self._model),
+            renderer=self._renderer_config,
+        )
+        context = vf.ModelContext(
+            model=self._model.name, client=client, sampling=vf.SamplingConfig.model_validate({ROLLOUT: number})
+        )
+        try:
+            (slot,) = self._env.slots(task, 1)
+            episode = await self._env.run_slot(slot, context)
+        finally:
+            del self._asks[number]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise RuntimeError(f"{errors[0].type}: {errors[0].message}"[:300])
+        trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+        return sum(float(trace.reward) for trace in trained) / max(1, len(trained))
+
+    @cached_property
+    def _renderer_config(self) -> Any:
+        from prime_node.adapters.models.package_renderer import renderer_config
+
+        return None if self._renderer is None else renderer_config(self._model, self._renderer)
+
+    @cached_property
+    def _split(self) -> tuple[list[Any], list[Any]]:
+        """Training tasks and held-out ones, by their content."""
+        if len(self._tasks) < FEW_TASKS:
+            return self._tasks, self._tasks
+        held_out = [task for task in self._tasks if is_held_out(task.hash)]
+        return [task for task in self._tasks if not is_held_out(task.hash)], held_out
+
+    def _task(self, index: int) -> Any:
+        number = int.from_bytes(sha256(f"{self._seed} {index}".encode()).digest()[:6], "big")
+        return self._split[0][number % len(self._split[0])]
+
+    async def _generate(self, request: Request) -> Response:
+        if request.headers.get("authorization") != f"Bearer {self._key}":
+            return Response(status=401)
+        body = json.loads(request.body)
+        ask = self._asks.get(body["sampling_params"].get(ROLLOUT, 0))
+        completion = None if ask is None else await ask(tuple(body["token_ids"]))
+        if completion is None:
+            error = {"message": "this rollout's maximum context length or number of turns is reached", "code": 400}
+            return Response(json.dumps({"error": error}).encode(), status=400)
+        return Response(json.dumps(_answer(completion)).encode())
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._model.name, "object": "model"}  # how long a prompt may be, whoever is asked knows
+        return Response(json.dumps({"object": "list", "data": [model]}).encode())
+
+
+class HeldOutTask:
+    """Implements ports.environment.TurnProblem."""
+
+    def __init__(self, environment: VerifiersEnvironment, task: Any) -> None:
+        self._environment, self._task = environment, task
+        self.prompt = str(task.data.prompt_text)
+
+    async def play(self, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        return await self._environment.episode(self._task, ask)
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        raise ValueError("a rollout of verifiers is scored by playing it")
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        raise ValueError("a rollout of verifiers is scored by playing it")
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    choice = {
+        "index": 0,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": "stop" if completion.finish is FinishReason.STOP else "length",
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]},
+    }
+    return {"request_id": secrets.token_hex(8), "choices": [choice]}

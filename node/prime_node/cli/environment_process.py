@@ -1,0 +1,154 @@
+"""The process in which environments run: `python -m prime_node.cli.environment_process`, started by their host, never by hand.
+
+The invariant: before any environment's code is loaded, this process can open nothing but what its host has named, and it has
+never heard of a key. It answers lines of JSON (adapters/environments/process.py) and ends with its host.
+
+Who waits for whom: requests come one by one from stdin; scores are computed at once, episodes are tasks beside them, and an
+episode waits for the answers that it asked its host for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prime_node.cli.wire_environments import build_environments, confined
+from prime_node.ports.environment import Environment, HeldOutProblem, TurnEnvironment, TurnProblem
+from prime_protocol.errors import PrimeError
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.run_spec import EnvironmentSpec
+
+LINE_BYTES_MAX = 2**26
+
+
+class Host:
+    """The other end of the pipes."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Completion | None]] = {}
+
+    def tell(self, **message: Any) -> None:
+        self._out.write(json.dumps(message).encode() + b"\n")
+        self._out.flush()
+
+    async def sample(self, episode: int, prompt_token_ids: tuple[int, ...]) -> Completion | None:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self.tell(ask=number, id=episode, prompt=prompt_token_ids)
+        found: Completion | None = await answer
+        return found
+
+    def answered(self, number: int, completion: Mapping[str, Any] | None) -> None:
+        answer = self._asked.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result(
+                None
+                if completion is None
+                else Completion(
+                    tuple(completion["token_ids"]), tuple(completion["logprobs"]), FinishReason(completion["finish"])
+                )
+            )
+
+
+class Service:
+    """Does what the host asks for."""
+
+    def __init__(self, host: Host, environments: Mapping[str, Environment]) -> None:
+        self._host, self._environments = host, environments
+        self._held_out: dict[str, list[HeldOutProblem]] = {}
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+
+    def handle(self, message: dict[str, Any]) -> None:
+        if "answer" in message:
+            self._host.answered(message["answer"], message["completion"])
+        elif "cancel" in message:
+            if message["cancel"] in self._episodes:
+                self._episodes[message["cancel"]].cancel()
+        elif message["method"] == "play":
+            episode = asyncio.get_running_loop().create_task(self._play(**message))
+            self._episodes[message["id"]] = episode
+            episode.add_done_callback(lambda _: self._episodes.pop(message["id"]))
+        else:
+            number = message.pop("id")
+            try:
+                self._host.tell(id=number, result=self._answer(**message))
+            except Exception as error:  # noqa: BLE001 (the code is not ours; the host is told, and goes on or gives up)
+                self._host.tell(id=number, error=f"{type(error).__name__}: {error}"[:500])
+
+    def _answer(self, method: str, environment: str, **its: Any) -> Any:
+        world = self._environments[environment]
+        if method == "prompt":
+            return world.prompt(its["index"])
+        if method == "answer":
+            return world.answer(its["index"])
+        if method == "score":
+            return world.score(its["index"], its["completion"], finished=its["finished"])
+        if method == "held_out":
+            self._held_out[environment] = list(world.held_out(its["count"]))
+            return [problem.prompt for problem in self._held_out[environment]]
+        problem = self._held_out[environment][its["number"]]
+        if method == "is_correct":
+            return problem.is_correct(its["completion"], finished=its["finished"])
+        assert method == "score_held_out"
+        return problem.score(its["completion"], finished=its["finished"])
+
+    async def _play(self, id: int, environment: str, prompt: list[int], **its: Any) -> None:  # noqa: A002 (as on the wire)
+        async def ask(prompt_token_ids: tuple[int, ...]) -> Completion | None:
+            return await self._host.sample(id, prompt_token_ids)
+
+        try:
+            if "number" in its:
+                problem = self._held_out[environment][its["number"]]
+                assert isinstance(problem, TurnProblem)
+                reward = await problem.play(tuple(prompt), ask)
+            else:
+                world = self._environments[environment]
+                assert isinstance(world, TurnEnvironment)
+                reward = await world.play(its["index"], tuple(prompt), ask)
+            self._host.tell(id=id, result=reward)
+        except Exception as error:  # noqa: BLE001 (the same)
+            self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
+
+
+async def serve(host: Host) -> None:
+    """Until the host closes the pipe."""
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
+    hello = json.loads(await lines.readline())
+    try:
+        specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
+        model, folder = Path(hello["model"]), Path(hello["folder"])
+        is_confined = confined(specs, model, folder, hidden=[Path(path) for path in hello["hidden"]])
+        async with contextlib.AsyncExitStack() as stack:
+            environments = build_environments(specs, model)
+            for environment in environments.values():
+                if isinstance(environment, contextlib.AbstractAsyncContextManager):
+                    await stack.enter_async_context(environment)
+            turns = [name for name, each in environments.items() if isinstance(each, TurnEnvironment)]
+            host.tell(id=hello["id"], result={"confined": is_confined, "turns": turns})
+            service = Service(host, environments)
+            while line := await lines.readline():
+                service.handle(json.loads(line))
+    except PrimeError as error:
+        host.tell(id=hello["id"], error=str(error))
+
+
+def main() -> None:
+    # What an environment prints is no answer of ours: it goes to the host's log.
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(serve(Host(out)))
+
+
+if __name__ == "__main__":
+    main()

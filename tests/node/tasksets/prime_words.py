@@ -1,0 +1,55 @@
+"""A taskset as somebody else would publish it: words to spell backward, a tool for it, and a look at a file that is secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import verifiers.v1 as vf
+
+
+class WordData(vf.TaskData):
+    answer: str
+
+
+class Speller(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def backward(self, word: str) -> str:
+        """Spell a word backward."""
+        return word[::-1]
+
+
+class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def exact(self, task: WordData, trace: vf.Trace) -> float:
+        said = [node for node in trace.nodes if node.sampled][-1].message.content or ""
+        return float(said.strip() == task.answer)
+
+
+class ToolTask(WordTask):
+    @classmethod
+    def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
+        return [Speller(vf.ToolsetConfig())]
+
+
+class WordsConfig(vf.TasksetConfig):
+    snoop: str = ""
+    tools: bool = False
+
+
+class Words(vf.Taskset[WordTask, WordsConfig]):
+    def load(self):  # type: ignore[no-untyped-def]
+        seen = "nothing"
+        if self.config.snoop:
+            try:
+                seen = Path(self.config.snoop).read_text()
+            except OSError as error:
+                seen = type(error).__name__
+        kind = ToolTask if self.config.tools else WordTask
+        for word in ("abc", "tree", "house"):
+            yield kind(WordData(prompt=f"{seen}: reverse {word}", answer=word[::-1]), self.config.task)
+
+
+__all__ = ["Words"]
+
+if __name__ == "__main__":
+    Speller.run()

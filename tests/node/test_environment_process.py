@@ -1,0 +1,150 @@
+"""Environments in a process of their own: they answer as before, they cannot see keys, and they may die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_node.adapters.environments.confine import around
+from prime_node.adapters.environments.process import EnvironmentFailed, ProcessEnvironment, passed_on
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.cli.wire_environments import build_environments, start_environments
+from prime_node.ports.environment import TurnEnvironment, TurnProblem
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.run_spec import EnvironmentSpec
+
+CONFINED = (
+    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.confine import confine\n"
+    "data, key, work = map(Path, sys.argv[1:])\n"
+    "if not confine([data], [work], hidden=[key.parent]): sys.exit(77)\n"
+    "assert data.read_text() == 'data'\n(work / 'new').write_text('x')\n"
+    "for forbidden in (lambda: key.read_text(), lambda: list(key.parent.iterdir()), lambda: data.write_text('y'),\n"
+    "                  lambda: open(f'/proc/{__import__(\"os\").getppid()}/environ').read()):\n"
+    "    try: forbidden()\n"
+    "    except PermissionError: continue\n"
+    "    sys.exit('it could')\n"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EnvironmentSpec]:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(50)))
+    options = {"path": str(path), "digest": digest_of(path.read_bytes())}
+    return [
+        EnvironmentSpec(name="sums", id="jsonl", options=options),
+        EnvironmentSpec(name="again", id="jsonl", options={**options, "partner": "retry"}, turns_max=2),
+    ]
+
+
+@pytest.fixture(scope="module")
+def started(specs: list[EnvironmentSpec], model: Path) -> Iterator[dict[str, ProcessEnvironment]]:
+    made = start_environments(specs, model, hidden=[])
+    yield made
+    made["sums"].process.close()
+
+
+def test_a_confined_process_opens_what_it_is_given_and_no_key(tmp_path: Path) -> None:
+    data, key, work = tmp_path / "data.txt", tmp_path / "run" / "keys" / "trainer.key", tmp_path / "work"
+    for folder in (key.parent, work):
+        folder.mkdir(parents=True)
+    data.write_text("data")
+    key.write_text("secret")
+    ran = subprocess.run([sys.executable, "-c", CONFINED, data, key, work], capture_output=True, text=True, check=False)
+    if ran.returncode == 77:
+        pytest.skip("this kernel has no Landlock")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_what_is_hidden_is_cut_out_of_what_is_granted(tmp_path: Path) -> None:
+    for name in ("lib", "runs/one/keys", "runs/two"):
+        (tmp_path / name).mkdir(parents=True)
+    granted = around([tmp_path], [tmp_path / "runs" / "one"])
+    assert granted == [tmp_path / "lib", tmp_path / "runs" / "two"]
+    assert around([tmp_path / "runs" / "one" / "keys"], [tmp_path / "runs" / "one"]) == []
+
+
+def test_only_harmless_variables_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    monkeypatch.setenv("HF_TOKEN", "b")
+    monkeypatch.setenv("PRIME_ENVIRONMENT_JUDGE_API_KEY", "c")
+    passed = passed_on(tmp_path)
+    assert "AWS_SECRET_ACCESS_KEY" not in passed
+    assert "HF_TOKEN" not in passed
+    assert passed["JUDGE_API_KEY"] == "c"
+    assert passed["HOME"] == str(tmp_path)
+
+
+def test_a_process_answers_as_the_environment_itself(
+    started: dict[str, ProcessEnvironment], specs: list[EnvironmentSpec], model: Path
+) -> None:
+    here, there = build_environments(specs, model)["sums"], started["sums"]
+    assert not isinstance(there, TurnEnvironment)
+    for index in range(10):
+        assert there.prompt(index) == here.prompt(index)
+        assert there.answer(index) == here.answer(index)
+        assert there.score(index, here.answer(index), finished=True) == 1.0
+        assert there.score(index, "x", finished=True) == 0.0
+    ours, theirs = here.held_out(3), there.held_out(3)
+    assert [problem.prompt for problem in theirs] == [problem.prompt for problem in ours]
+    assert [problem.is_correct("0", finished=True) for problem in theirs] == [
+        problem.is_correct("0", finished=True) for problem in ours
+    ]
+
+
+async def test_an_episode_is_played_across_the_pipe(started: dict[str, ProcessEnvironment], model: Path) -> None:
+    world, tokenizer = started["again"], HfTokenizer(model)
+    assert isinstance(world, TurnEnvironment)
+    prompts: list[str] = []
+
+    async def ask(prompt: tuple[int, ...]) -> Completion | None:
+        prompts.append(tokenizer.decode(list(prompt)))
+        said = [*tokenizer.encode(world.answer(1) if len(prompts) == 2 else "no"), tokenizer.stop_token_id]
+        return Completion(tuple(said), (-0.5,) * len(said), FinishReason.STOP)
+
+    assert await world.play(1, tuple(tokenizer.encode_prompt(world.prompt(1))), ask) == 1.0
+    assert prompts[1].endswith("No. Try again.")
+    (problem,) = world.held_out(1)
+    assert isinstance(problem, TurnProblem)
+
+    async def silence(prompt: tuple[int, ...]) -> Completion | None:
+        return None
+
+    assert await problem.play(tuple(tokenizer.encode_prompt(problem.prompt)), silence) == 0.0
+
+
+def test_an_environment_that_takes_its_process_with_it_is_started_again(
+    specs: list[EnvironmentSpec], model: Path
+) -> None:
+    made = start_environments(specs[:1], model, hidden=[])
+    world = made["sums"]
+    question = world.prompt(0)
+    with pytest.raises(EnvironmentFailed, match="KeyError"):
+        world.process.ask("prompt", "another", index=0)
+    os.kill(world.process.pid, 9)
+    with contextlib.suppress(EnvironmentFailed):  # whoever asks before the end is noticed is told of it
+        world.process.ask("prompt", "sums", index=0)
+    assert world.process.ask("prompt", "sums", index=0) == question
+    world.process.close()
+
+
+def test_what_is_wrong_with_an_environment_is_said_by_its_process(model: Path) -> None:
+    with pytest.raises(LocalError, match="no implementation 'chess'"):
+        start_environments([EnvironmentSpec(name="a", id="chess")], model, hidden=[])

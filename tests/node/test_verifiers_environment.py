@@ -1,0 +1,125 @@
+"""Environments of the verifiers ecosystem: played through the loopback endpoint, replayed by the validator, away from keys."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.node.test_renderers import qwen3  # noqa: F401 (a fixture)
+
+from prime_node.adapters.environments.process import ProcessTurnEnvironment
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.cli.wire_environments import start_environments
+from prime_node.envs.episodes import Bounds, Recorder, WrongContext, replayed
+from prime_node.ports.engine import GenerateRequest
+from prime_node.ports.environment import TurnEnvironment
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.turns import Turn
+
+pytest.importorskip("verifiers")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4_000)
+Say = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the taskset of these tests is installed."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent / "tasksets")])
+    )
+
+
+def model_of(folder: Path) -> Path:
+    folder.mkdir()
+    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def started(model: Path, hidden: list[Path], **options: str | bool) -> ProcessTurnEnvironment:
+    spec = EnvironmentSpec(name="words", id="verifiers", options={"taskset": "prime_words", **options}, turns_max=4)
+    made = start_environments([spec], model, hidden=hidden)["words"]
+    assert isinstance(made, ProcessTurnEnvironment)
+    return made
+
+
+async def recorded(
+    world: TurnEnvironment, model: Path, say: Say, special: dict[str, int] | None = None
+) -> tuple[float, list[Turn]]:
+    """Problem 0, played by a model that answers a prompt's text so."""
+    tokenizer = HfTokenizer(model)
+
+    async def sample(request: GenerateRequest) -> Completion:
+        text = say(tokenizer.decode(list(request.prompt_token_ids)))
+        ids: list[int] = []
+        for part in split(text, special or {}):
+            ids += [part] if isinstance(part, int) else tokenizer.encode(part)
+        ids.append(tokenizer.stop_token_id)
+        return Completion(tuple(ids), (-0.5,) * len(ids), FinishReason.STOP)
+
+    recorder = Recorder(7, BOUNDS, sample)
+    reward = await world.play(0, (1,), recorder)
+    return reward, recorder.turns
+
+
+def split(text: str, special: dict[str, int]) -> list[str | int]:
+    for name, number in special.items():
+        if name in text:
+            before, _, after = text.partition(name)
+            return [*split(before, special), number, *split(after, special)]
+    return [text] if text else []
+
+
+async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(tmp_path: Path) -> None:
+    key = tmp_path / "run" / "keys" / "worker.key"
+    key.parent.mkdir(parents=True)
+    key.write_text("secret")
+    model = model_of(tmp_path / "model")
+    world = started(model, [key.parent], snoop=str(key))
+    word = world.answer(0)[::-1]
+    seen = "PermissionError" if world.process.ready["confined"] else "secret"
+    assert world.prompt(0) == f"{seen}: reverse {word}"
+
+    reward, turns = await recorded(world, model, lambda prompt: word[::-1] if word in prompt else "?")
+    assert (reward, len(turns)) == (1.0, 1)
+    assert word in HfTokenizer(model).decode(list(turns[0].prompt_token_ids))
+    assert (await recorded(world, model, lambda prompt: "wrong"))[0] == 0.0
+
+    async def play(ask: object) -> float:
+        return await world.play(0, (1,), ask)  # type: ignore[arg-type]
+
+    assert await replayed(play, turns, BOUNDS, exact=True) == 1.0
+    other = Turn((*turns[0].prompt_token_ids[:-1], 5), turns[0].completion)
+    with pytest.raises(WrongContext):
+        await replayed(play, [other], BOUNDS, exact=True)
+
+
+async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:  # noqa: F811
+    world = started(qwen3, [], tools=True, renderer="auto")
+    word = world.answer(0)[::-1]
+    vocabulary = json.loads((qwen3 / "tokenizer.json").read_bytes())["model"]["vocab"]
+    tokens = {name: vocabulary[name] for name in ("<tool_call>", "</tool_call>")}
+
+    def say(prompt: str) -> str:
+        if word[::-1] in prompt:
+            return word[::-1]
+        name = "speller_backward" if "speller_backward" in prompt else "backward"
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"word": "{word}"}}}}\n</tool_call>'
+
+    reward, turns = await recorded(world, qwen3, say, tokens)
+    assert (reward, len(turns)) == (1.0, 2)
+    first = turns[0].prompt_token_ids + turns[0].completion.token_ids
+    assert turns[1].prompt_token_ids[: len(first)] == first, "bridged: what was sampled stays as it was"
+
+
+def test_a_taskset_that_is_not_installed_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="no_such_tasks"):
+        started(model_of(tmp_path / "model"), [], taskset="no_such_tasks")
