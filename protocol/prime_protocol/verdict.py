@@ -42,6 +42,8 @@ class RejectReason(StrEnum):
     """The tokens are not the ones that the assigned seeds choose."""
     PROOF_MISMATCH = "proof_mismatch"
     """The hidden states that it commits to are not those of the claimed policy."""
+    EQUIVOCATION = "equivocation"
+    """Its worker signed two different bundles for one lease. Both headers are kept."""
     COPIED = "copied"
     """It holds what another completion said before, and what nobody says twice by chance."""
     STATISTICAL = "statistical"
@@ -72,6 +74,7 @@ _DISHONEST = frozenset(
         RejectReason.SEED_MISMATCH,
         RejectReason.PROOF_MISMATCH,
         RejectReason.COPIED,
+        RejectReason.EQUIVOCATION,
         RejectReason.STATISTICAL,
         RejectReason.MALFORMED,
     }

@@ -70,7 +70,8 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
 async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> None:
     outcome = await arena.fight("equivocation", rollouts_max=32)
     cheat = outcome.parts[0]
-    assert cheat.replies[RejectReason.DUPLICATE] > 0
+    assert cheat.replies[RejectReason.EQUIVOCATION] > 0
+    assert outcome.worker(cheat)["banned"] is not None
     receipts = outcome.receipts_of(cheat)
     assert len({receipt.lease_id for receipt in receipts}) == len(receipts)
     _nobody_else_is_hurt(outcome, cheat)

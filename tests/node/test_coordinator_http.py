@@ -40,6 +40,7 @@ from prime_protocol.messages import (
     ReceiptsRequest,
     ReturnLeaseRequest,
 )
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 
@@ -120,12 +121,28 @@ async def test_the_same_bundle_many_times_at_once_is_taken_once(world: World) ->
     assert (await world.status())["pending_bundles"] == 1
 
 
-async def test_another_bundle_for_a_redeemed_lease_is_a_duplicate(world: World) -> None:
+@pytest.mark.parametrize("judged", [False, True])
+async def test_two_bundles_for_one_lease_are_a_strike_and_both_headers_are_kept(world: World, judged: bool) -> None:
     lease = await world.lease(ANNA)
-    await world.client(ANNA).upload(make_parcel(lease, ANNA))
-    verdict = (await world.client(ANNA).upload(make_parcel(lease, ANNA, created_at_ms=1))).verdict
+    first, other = make_parcel(lease, ANNA), make_parcel(lease, ANNA, created_at_ms=1)
+    await world.client(ANNA).upload(first)
+    if judged:
+        await world.judge()
+    verdict = (await world.client(ANNA).upload(other)).verdict
     assert verdict is not None
-    assert verdict.reason is RejectReason.DUPLICATE
+    assert verdict.reason is RejectReason.EQUIVOCATION
+    (worker,) = [each for each in (await world.status())["workers"] if each["worker"] == ANNA.key_id]
+    assert (worker["strikes"], worker["accepted"]) == (1, 0)
+    assert worker["refused"] == {"equivocation": lease.num_rollouts}
+    kept = await world.parts.private.read(f"equivocation-{ANNA.key_id}-{lease.lease_id[:16]}.jsonl")
+    headers = [open_envelope(line).verify(PayloadType.ROLLOUT, trusted=(ANNA.key_id,)) for line in kept.splitlines()]
+    assert len({parse_json(header, RolloutHeader).created_at_ms for header in headers}) == 2
+    again = (await world.client(ANNA).upload(other)).verdict
+    assert again is not None
+    assert again.reason is RejectReason.DUPLICATE, "one strike is enough"
+    answer = (await world.client(ANNA).upload(first)).verdict
+    assert answer is not None
+    assert answer.reason is RejectReason.EQUIVOCATION
 
 
 async def test_a_bundle_for_a_returned_lease_is_refused_once_and_for_all(world: World) -> None:

@@ -15,7 +15,7 @@ from tests.node.scheduler_world import RULES, Run
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, records, scheduler, snapshot
 from prime_node.coordinator.state.curriculum import Pool, Rating
-from prime_node.coordinator.state.records import Banned, BundleForgotten, Settled, State, Topic, Woken
+from prime_node.coordinator.state.records import Banned, BundleForgotten, Effect, Settled, State, Topic, Woken
 from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, lag_of, slots_ahead
@@ -403,6 +403,23 @@ class AnyRun(RuleBasedStateMachine):
         if leases:
             self.run_.upload(data.draw(st.sampled_from(leases)), audited=data.draw(st.booleans()))
 
+    def note(self, effects: list[Effect]) -> None:
+        """A verdict is final, but that what was accepted may be taken back."""
+        for effect in effects:
+            if isinstance(effect, Settled):
+                taken_back = effect.reason in (RejectReason.UNPROVEN, RejectReason.EQUIVOCATION)
+                assert self.verdicts.get(effect.bundle, True), "settled twice"
+                assert effect.bundle not in self.verdicts or taken_back
+                self.verdicts[effect.bundle] = effect.status is BundleStatus.ACCEPTED
+
+    @rule(data=st.data())
+    def contradict(self, data: st.DataObject) -> None:
+        ended = [lease for worker in self.state.workers.values() for lease in worker.ended.values() if worker.active]
+        known = [lease for lease in ended if lease.bundle is not None and lease.reason is None]
+        if leases := [*(pending.lease for pending in self.state.bundles.values()), *known]:
+            lease = data.draw(st.sampled_from(leases))
+            self.note(self.run_.do(ev.BundleContradicted(lease.lease_id, lease.worker, "another")))
+
     @rule(data=st.data(), reason=st.sampled_from([None, None, None, *RejectReason]))
     def judge(self, data: st.DataObject, reason: RejectReason | None) -> None:
         if self.state.bundles:
@@ -412,12 +429,7 @@ class AnyRun(RuleBasedStateMachine):
             swapped = data.draw(st.integers(lease.policy_version, self.state.head))  # a swap while it was generated
             versions = ((lease.policy_version, swapped),) * len(lease.slots) if data.draw(st.booleans()) else ()
             effects = self.run_.refuse(bundle, reason) if reason else self.run_.accept(bundle, versions)
-            for effect in effects:
-                if isinstance(effect, Settled):
-                    was_accepted = self.verdicts.get(effect.bundle, effect.reason is RejectReason.UNPROVEN)
-                    again = effect.bundle in self.verdicts
-                    assert not again or (was_accepted and effect.reason is RejectReason.UNPROVEN), "settled twice"
-                    self.verdicts[effect.bundle] = effect.status is BundleStatus.ACCEPTED
+            self.note(effects)
             filled = self.state.steps[lease.step].accepted if lease.step in self.state.steps else {}
             mine = [slot for slot in lease.slots if slot in filled and filled[slot].bundle == bundle]
             if mine and data.draw(st.booleans()):

@@ -4,7 +4,8 @@
     (2) the signer takes part and is not banned           UNKNOWN_WORKER, BANNED
     (3) signature over the header's raw bytes             WRONG_PAYLOAD_TYPE, BAD_SIGNATURE
     (4) the header's schema, run, signer and sizes        UNKNOWN_FIELD, WRONG_TYPE, WRONG_RUN, TOO_LARGE
-    (5) its lease                                         LEASE_UNKNOWN, LEASE_FOREIGN, verdict DUPLICATE or LEASE_EXPIRED
+    (5) its lease                                         LEASE_UNKNOWN, LEASE_FOREIGN, verdict DUPLICATE, EQUIVOCATION
+                                                          or LEASE_EXPIRED
     (6) its step                                          verdict STALE or FUTURE
     (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
     (8) the body is the one that was signed               DIGEST_MISMATCH
@@ -51,12 +52,16 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
     decision = decide(core.state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
     if isinstance(decision, UploadReply):
         return decision
+    if isinstance(decision, ev.BundleContradicted):
+        return await _keep_both(core, decision, lease, opened)
     check_sizes(header, lease, core.run)  # (7)
     opened.check_body(header)  # (8)
     if isinstance(decision, ev.BundleArrived):
         decision = await _store(core, header, decision, parcel)
     if isinstance(decision, UploadReply):
         return decision
+    if isinstance(decision, ev.BundleContradicted):  # two at once
+        return await _keep_both(core, decision, lease, opened)
     if isinstance(decision, ev.BundleArrived):
         audited = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
         decision = replace(decision, audited=audited)
@@ -104,12 +109,14 @@ def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> No
 
 def decide(
     state: State, header: RolloutHeader, lease: LeaseRecord, *, bundle: str, num_bytes: int
-) -> ev.BundleArrived | ev.BundleTurnedAway | UploadReply:
+) -> ev.BundleArrived | ev.BundleTurnedAway | ev.BundleContradicted | UploadReply:
     """Steps (5) and (6): what is to happen with a bundle, or what has happened already. Raises PeerError."""
     if lease.worker != header.worker:
         raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
     if lease.bundle == bundle:
         return UploadReply(bundle=bundle, verdict=_verdict_on(state, lease))
+    if lease.bundle is not None and lease.reason is None:  # accepted, or still to be judged
+        return ev.BundleContradicted(lease.lease_id, lease.worker, bundle)
     if lease.bundle is not None:  # nothing new to remember: the lease's one receipt is another bundle's
         refusal = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
         return UploadReply(bundle=bundle, verdict=refusal)
@@ -143,7 +150,7 @@ _ENDED: dict[LeaseEnd | None, str] = {
 
 async def _store(
     core: Core, header: RolloutHeader, arrived: ev.BundleArrived, parcel: bytes
-) -> ev.BundleArrived | ev.BundleTurnedAway | UploadReply:
+) -> ev.BundleArrived | ev.BundleTurnedAway | ev.BundleContradicted | UploadReply:
     """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle may have come twice."""
     await core.bundles.put(parcel, digest=arrived.bundle)
     require_role(header.worker, Caller.WORKER, run=core.run, state=core.state)
@@ -151,6 +158,25 @@ async def _store(
     if lease is None:
         raise PeerError(ErrorCode.LEASE_UNKNOWN, "the lease ended during the upload")
     return decide(core.state, header, lease, bundle=arrived.bundle, num_bytes=arrived.num_bytes)
+
+
+async def _keep_both(
+    core: Core, contradicted: ev.BundleContradicted, lease: LeaseRecord, opened: Parcel
+) -> UploadReply:
+    """Two signed headers for one lease convict their worker: they are kept for the operator before anything follows."""
+    assert lease.bundle is not None
+    try:
+        first = open_parcel(await core.bundles.get(lease.bundle), body_bytes_max=core.run.spec.limits.rollout_bytes_max)
+    except KeyError:  # its step is trained, and its bytes are deleted
+        headers = [opened.envelope]
+    else:
+        headers = [first.envelope, opened.envelope]
+    name = f"equivocation-{lease.worker}-{lease.lease_id[:16]}.jsonl"
+    await core.private.write(name, b"".join(header.to_bytes() + b"\n" for header in headers))
+    if lease.reason is None:  # it may have come twice meanwhile
+        core.decide(contradicted)
+    detail = "two bundles were signed for this lease"
+    return UploadReply(bundle=contradicted.other, verdict=Verdict.refuse(RejectReason.EQUIVOCATION, detail))
 
 
 async def _answer_of_old(core: Core, header: RolloutHeader, bundle: str) -> UploadReply:

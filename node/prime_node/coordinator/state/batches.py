@@ -11,7 +11,16 @@ from typing import Any
 
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import slots
-from prime_node.coordinator.state.records import LEASE_NEWS, BundleForgotten, Effect, Publication, State, Step
+from prime_node.coordinator.state.records import (
+    LEASE_NEWS,
+    BundleForgotten,
+    Effect,
+    LeaseRecord,
+    Publication,
+    State,
+    Step,
+    Worker,
+)
 
 
 def may_be_ready(state: State, step: int) -> bool:
@@ -24,6 +33,14 @@ def may_be_ready(state: State, step: int) -> bool:
 def mean(before: float, value: float, *, weight: float) -> float:
     """A mean that forgets; 0 stands for no value yet."""
     return before + weight * (value - before) if before else value
+
+
+def measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
+    """How fast a worker is, from when it could begin a lease to when its bundle came."""
+    took_ms = max(1, at_ms - max(lease.issued_at_ms, worker.arrived_at_ms)) / num_rollouts
+    worker.rollout_ms = mean(worker.rollout_ms, took_ms, weight=0.3)
+    state.rollout_ms = mean(state.rollout_ms, took_ms, weight=0.05)
+    worker.arrived_at_ms = at_ms
 
 
 def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:

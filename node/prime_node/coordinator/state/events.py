@@ -126,6 +126,17 @@ class BundleTurnedAway:
 
 
 @dataclass(frozen=True, slots=True)
+class BundleContradicted:
+    """A worker signed a second, other bundle for a lease that one had redeemed. No honest worker does: it keeps the bytes."""
+
+    lease_id: str
+    worker: str
+    other: str
+    """The second one. Its bytes are not kept, its signed header is."""
+    type: Literal["bundle_contradicted"] = "bundle_contradicted"
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictGiven:
     """What a validator found, or UNVERIFIABLE by the coordinator where no validator answered."""
 
@@ -228,6 +239,7 @@ Event = (
     | LeasesExpired
     | BundleArrived
     | BundleTurnedAway
+    | BundleContradicted
     | VerdictGiven
     | BatchFixed
     | GroupsDropped

@@ -89,6 +89,15 @@ def leave(state: State, worker: Worker) -> None:
         del state.networks[worker.network]
 
 
+def forget_one(state: State) -> None:
+    """The oldest worker that is away, and that nothing speaks against keeping in mind."""
+    for key, worker in state.workers.items():
+        if not worker.active and not worker.banned and not worker.pending:
+            leave(state, worker)
+            del state.workers[key]
+            return
+
+
 def recount(state: State, network: str) -> None:
     """After somebody of this network came, went, or was audited."""
     known = state.networks.get(network)

@@ -77,6 +77,14 @@ def drop(state: State, slot: int) -> None:
         insort(step.open, slot, key=neg)
 
 
+def room(state: State) -> list[Effect]:
+    """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
+    for step in state.steps.values():
+        if step.open:
+            return [LEASE_NEWS]
+    return []
+
+
 def lowest_open(step: Step, count: int) -> tuple[int, ...]:
     """At most `count` open slots, ascending."""
     return tuple(step.open[: -count - 1 : -1])

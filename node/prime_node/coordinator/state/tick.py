@@ -157,9 +157,9 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     state.bundles[event.bundle] = PendingBundle(
         event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited
     )
-    _measure(state, worker, lease, event.num_rollouts, at_ms)
+    batches.measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
-    return [settled, CHECK_NEWS, *_room(state)]
+    return [settled, CHECK_NEWS, *slots.room(state)]
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
@@ -211,15 +211,36 @@ def _found_out(
 
 
 def _accepted_copy(state: State, copy: Original, at_ms: int) -> list[Effect]:
-    """A bundle that was judged and accepted before the original was. Its groups are taken back as far as they are untrained."""
+    """A bundle that was judged and accepted before the original was."""
     worker = state.workers.get(copy.worker)
     lease = None if worker is None else next((one for one in worker.ended.values() if one.bundle == copy.bundle), None)
-    if worker is None or worker.banned is not None or lease is None or lease.reason is not None:
+    if worker is None or lease is None:
         return []
+    return _refuse_after_all(state, worker, lease, RejectReason.COPIED, copies.SAID_BEFORE, at_ms)
+
+
+def _bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) -> list[Effect]:
+    worker, lease = state.workers[event.worker], state.lease_of(event.lease_id, event.worker)
+    assert lease is not None
+    detail = f"its worker signed another bundle for the same lease too: {event.other[:12]}"
+    if lease.bundle not in state.bundles:
+        return _refuse_after_all(state, worker, lease, RejectReason.EQUIVOCATION, detail, at_ms)
+    effects = _refuse(state, state.bundles[lease.bundle], RejectReason.EQUIVOCATION, detail)
+    effects += _found_out(state, worker, lease.bundle, RejectReason.EQUIVOCATION, None, at_ms)
+    return [effect for effect in effects if not _is_kept(state, effect)]
+
+
+def _refuse_after_all(
+    state: State, worker: Worker, lease: LeaseRecord, reason: RejectReason, detail: str, at_ms: int
+) -> list[Effect]:
+    """An accepted bundle turns out to be dishonest. Its groups are taken back as far as they are untrained."""
+    if worker.banned is not None or lease.reason is not None:
+        return []
+    assert lease.bundle is not None
     suspicion.forgive(worker)  # its numbered receipts have a gap from now on: one of them is replaced
-    settled, reopened = audits.take_back(state, worker, lease, RejectReason.COPIED, copies.SAID_BEFORE)
+    settled, reopened = audits.take_back(state, worker, lease, reason, detail)
     effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
-    return effects + _found_out(state, worker, copy.bundle, RejectReason.COPIED, None, at_ms)
+    return effects + _found_out(state, worker, lease.bundle, reason, None, at_ms)
 
 
 _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
@@ -233,6 +254,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.LeasesExpired: _leases_expired,
     ev.BundleArrived: _bundle_arrived,
     ev.BundleTurnedAway: _bundle_turned_away,
+    ev.BundleContradicted: _bundle_contradicted,
     ev.VerdictGiven: _verdict_given,
     **batches.HANDLERS,
 }
@@ -271,9 +293,9 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
         event.bundle, lease, pending.num_rollouts, num_tokens, BundleStatus.ACCEPTED, detail=detail, weighed=weighed
     )
     if not batches.may_be_ready(state, lease.step):
-        return [settled, *effects, *_room(state)]
+        return [settled, *effects, *slots.room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
-    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else _room(state))]
+    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else slots.room(state))]
 
 
 def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
@@ -343,22 +365,6 @@ def _end(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
     return worker
 
 
-def _measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
-    """How fast a worker is, from when it could begin a lease to when its bundle came."""
-    took_ms = max(1, at_ms - max(lease.issued_at_ms, worker.arrived_at_ms)) / num_rollouts
-    worker.rollout_ms = batches.mean(worker.rollout_ms, took_ms, weight=0.3)
-    state.rollout_ms = batches.mean(state.rollout_ms, took_ms, weight=0.05)
-    worker.arrived_at_ms = at_ms
-
-
-def _room(state: State) -> list[Effect]:
-    """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
-    for step in state.steps.values():
-        if step.open:
-            return [LEASE_NEWS]
-    return []
-
-
 def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
     worker.ended[lease.lease_id] = lease
     if len(worker.ended) > LEASES_REMEMBERED_MAX:
@@ -378,16 +384,8 @@ def _deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:
         newcomers.leave(state, worker)
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
-        _forget_one_worker(state)
-    return effects or _room(state)
-
-
-def _forget_one_worker(state: State) -> None:
-    for key, worker in state.workers.items():
-        if not worker.active and not worker.banned and not worker.pending:
-            newcomers.leave(state, worker)
-            del state.workers[key]
-            return
+        newcomers.forget_one(state)
+    return effects or slots.room(state)
 
 
 def _ban(state: State, worker: Worker, ban: Ban) -> list[Effect]:
