@@ -25,11 +25,14 @@ from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import invariants, newcomers
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.coordinator.state.scheduler import Refusal, fair_share
+from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
 from prime_protocol.messages import AdminRequest, Hardware, JoinRequest
+from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason
 
 LIMITED = {"trusted_networks": ()}
@@ -159,6 +162,16 @@ async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compare
         assert "pip install --upgrade prime-node" in refusal.detail
         await world.client(ANNA).join(request(software="prime-node 0.10.0.dev1"))
         await world.client(BEN).join(request(software="another client 0.1"))
+
+
+async def test_an_engine_that_nobody_has_calibrated_is_told_so_when_it_joins() -> None:
+    moments = Moments(cap=1.0, lambdas=(1.0,), log_moments=(0.001,), num_tokens=1_000)
+    known = PairMoments(worker="vllm/bf16/cuda", validator="transformers/fp32/cpu", moments={"margin": moments})
+    spec = make_run(checks=CheckPolicy(calibration=Calibration(pairs=(known,))))
+    async with running(memory_parts(spec)) as world:
+        assert "does not know toy/fp32/cpu" in (await world.client(ANNA).join(request())).notice
+        engine = ENGINE.model_copy(update={"name": "vllm", "dtype": "bf16", "device": "cuda"})
+        assert (await world.client(BEN).join(request(engine=engine))).notice == ""
 
 
 async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() -> None:
