@@ -211,7 +211,10 @@ class TrainBackend(Protocol):
         ...
 
     def snapshot(self) -> Weights:
-        """The weights as they are published (bf16 by default), copied and whole: for an evaluation on this machine."""
+        """The weights as they are published (bf16 by default), copied and whole: for an evaluation on this machine.
+
+        On several ranks the first one alone has them; the others get none.
+        """
         ...
 
     def copy(self) -> PolicyCopy:

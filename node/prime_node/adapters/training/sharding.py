@@ -97,10 +97,14 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def gathered(rows: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, dtype: str) -> Weights:
-    """Whole tensors of every rank's rows, rounded, one after another. A collective; HSDP's further copies bring nothing."""
+    """Whole tensors of every rank's rows, rounded, one after another, on the first rank; none elsewhere. A collective; HSDP's
+    further copies bring nothing.
+    """
     weights: dict[str, WeightTensor] = {}
     for name, tensor in to_weights(rows, dtype=dtype).items():
-        parts = ranks.gather(tensor if ranks.copy == 0 else None)
+        parts = ranks.gather_at(0, tensor if ranks.copy == 0 else None)
+        if parts is None:
+            continue
         shards = [part for part in parts if part is not None]
         shape = (sum(part.shape[0] for part in shards), *tensor.shape[1:])
         weights[name] = WeightTensor(dtype, shape, np.concatenate([part.data for part in shards]))
