@@ -12,6 +12,7 @@ from prime_node.cli import (
     config,
     coordinator,
     doctor,
+    evaluate,
     evidence,
     fetch,
     join,
@@ -38,7 +39,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (up, join, seed, fetch, verify, trace, new, coordinator, trainer, validator, calibrate, doctor, config):
+for module in (
+    up,
+    join,
+    seed,
+    fetch,
+    verify,
+    evaluate,
+    trace,
+    new,
+    coordinator,
+    trainer,
+    validator,
+    calibrate,
+    doctor,
+    config,
+):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(keys.keys, name="keys")

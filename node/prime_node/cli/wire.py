@@ -319,15 +319,13 @@ def trainer_parts(
 ) -> Trainer:
     """Everything that the trainer's loop works with. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
-    from prime_node.envs.episodes import bounds_of
+    from prime_node.cli.wire_training import evaluator_of
     from prime_node.replay.feed import Feed
     from prime_node.trainer.checkpointing import Checkpoints
-    from prime_node.trainer.evaluate import Evaluator, held_out
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
 
     spec, read, worlds = run.spec, tokenizer(model), environments(run.spec, model, folder=folder)
-    questions = held_out(worlds, read, evaluation=settings.evaluation_problems, stopping=settings.sft.check_problems)
     made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
@@ -354,16 +352,7 @@ def trainer_parts(
             spool_folder=folder,
             copy_of=backend.copy_of,
         ),
-        evaluator=Evaluator(
-            engine,
-            read,
-            questions,
-            spec.sampling,
-            seed=settings.evaluation_seed,
-            samples=settings.evaluation_samples,
-            pass_at=settings.evaluation_pass_at,
-            bounds=bounds_of(spec),
-        ),
+        evaluator=evaluator_of(run, settings, engine, read, worlds),
         lessons=Lessons(
             worlds,
             {environment.name: environment.weight for environment in spec.environments},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,11 @@ from prime_protocol.run_spec import PinnedRun, RunSpec
 if TYPE_CHECKING:
     from prime_node.adapters.training.ranks import Ranks as Ranks
     from prime_node.observe import Recorder
+    from prime_node.ports.engine import Engine
+    from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.evaluate import Evaluator
 
 log = logging.getLogger(__name__)
 
@@ -123,3 +126,28 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
             log.info("metrics on http://%s:%d/metrics", settings.metrics_host, port)
             rows = Recorders(rows, Gauges(metrics, prefix="prime_trainer_"))
         yield rows
+
+
+def evaluator_of(
+    run: PinnedRun,
+    settings: TrainerConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    environments: Mapping[str, Environment],
+) -> Evaluator:
+    """Evaluates policies of a run with an engine on this machine."""
+    from prime_node.envs.episodes import bounds_of
+    from prime_node.trainer.evaluate import Evaluator, held_out
+
+    stopping = settings.sft.check_problems
+    questions = held_out(environments, tokenizer, evaluation=settings.evaluation_problems, stopping=stopping)
+    return Evaluator(
+        engine,
+        tokenizer,
+        questions,
+        run.spec.sampling,
+        seed=settings.evaluation_seed,
+        samples=settings.evaluation_samples,
+        pass_at=settings.evaluation_pass_at,
+        bounds=bounds_of(run.spec),
+    )
