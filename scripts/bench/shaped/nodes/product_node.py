@@ -19,8 +19,9 @@ from tests.node.coordinator_world import CONFIG_JSON, TRAINER, folder_parts, mak
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_peer import HttpDialBack
-from prime_node.broadcast.follow.follower import Follower, Progress
+from prime_node.broadcast.follow.follower import Progress
 from prime_node.broadcast.swarm import directory
+from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
@@ -94,8 +95,30 @@ async def receive(node: SimpleNamespace) -> None:
         if task.done():
             task.result()  # a follower ends only by a fault of this machine, or of ours
         await follower.wait_newer(-1)
-        await asyncio.to_thread(write_out, node, follower)
+        await asyncio.to_thread(write_out, node, follower.parts)
         print({name[-8:]: round(num_bytes / 1e6, 1) for name, num_bytes in follower.received.items()}, flush=True)
+        await task
+
+
+async def seed(node: SimpleNamespace) -> None:
+    """As `prime-node seed`: everything is kept and served, nothing is decoded."""
+    folder = Path("seeder")
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
+    settings = WorkerConfig(swarm=swarm_config(node, is_seeder=False))
+    key = SigningKey(bytes([100 + node.index]) * 32)
+    url = f"http://{node.origin}:{node.port}"
+    async with (
+        HttpClient(url, run=RUN.digest, clock=SystemClock(), key=key, bounds=RUN.spec.limits) as client,
+        wire_swarm.mirror(RUN, key, client, folder, settings) as (mirror, peer),
+    ):
+        task = asyncio.create_task(mirror.follow())
+        await linked(peer, node.num_links)
+        mark("ready")
+        while mirror.holdings.head < 0:  # noqa: ASYNC110 - it tells its peers, and nobody here
+            await asyncio.sleep(0.004)
+        mark("done")
+        await asyncio.to_thread(write_out, node, mirror.parts)
         await task
 
 
@@ -137,12 +160,12 @@ async def linked(peer: Peer, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def write_out(node: SimpleNamespace, follower: Follower) -> None:
+def write_out(node: SimpleNamespace, parts: PartStore) -> None:
     """What is on the disk, for the race to compare."""
     policy = open_manifest(open_envelope((Path(node.file).parent / "manifest").read_bytes()), RUN)
     with Path(node.out).open("wb") as out:
         for part in policy.manifest.encodings[0].parts:
-            data = follower.parts.read(part)
+            data = parts.read(part)
             assert data is not None
             out.write(data)
     mark("written")
@@ -152,4 +175,5 @@ if __name__ == "__main__":
     described = description()
     directory.ASK_S_MAX = 1.0  # so that a race need not wait for everybody to have found everybody
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(publish(described) if described.role == "origin" else receive(described))
+        receiver = seed if described.options.get("is_seeder") else receive
+        runner.run(publish(described) if described.role == "origin" else receiver(described))
