@@ -95,10 +95,16 @@ class Gauges:
     def __init__(self, metrics: Metrics, *, prefix: str) -> None:
         self._metrics = metrics
         self._prefix = prefix
+        self._counted: set[str] = set()
+        """Fields that count something by a label: where a row counts others of their kind, they are 0."""
 
     def record(self, **fields: Any) -> None:
         """What is no number is left out."""
-        for field, value in fields.items():
+        counts = {field for field in fields if field.partition("/")[0] in _LABELS}
+        kinds = {field.partition("/")[0] for field in counts}
+        gone = {field: 0 for field in self._counted - counts if field.partition("/")[0] in kinds}
+        self._counted |= counts
+        for field, value in (fields | gone).items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 continue
             base, _, which = (field, "", "") if field.startswith(_WHOLE) else field.partition("/")

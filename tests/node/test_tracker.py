@@ -177,7 +177,7 @@ def test_closeness_is_what_the_same_work_would_have_taken_over_what_it_took(lost
     run.join("anna")
     run.publish()
     for version in range(STEPS_COMPARED):
-        run.observer.usable("anna", version, 0.0)
+        run.observer.usable("anna", version, 0.0, run.now_ms)
         run.now_ms += lost_ms
         lease = run.granted("anna", version, 12)
         run.now_ms += 2_000  # generating
@@ -197,7 +197,9 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
     run.join("anna")
     run.publish()
     run.observer.made(0, run.now_ms - 50)
-    run.observer.usable("anna", 0, 0.25)
+    run.now_ms += 200
+    run.observer.usable("liar", 0, 3_600.0, run.now_ms)
+    run.observer.usable("anna", 0, 0.25, run.now_ms)
     run.train("anna", 0)
     run.train("anna", 0)
     first, second = run.rows.rows

@@ -24,6 +24,7 @@ def test_rows_become_gauges() -> None:
     gauges.record(step=3, loss=0.5, **{"reward_mean/words": 0.25, "reward_mean": 0.3})
     gauges.record(step=4, loss=float("nan"), encodings={"anchor": 3})
     gauges.record(**{"trainer/idle_ratio": 0.125, "fully_async/count/stale_samples_processed": 9, "lag/2": 7})
+    gauges.record(**{"lag/1": 5})
     text = metrics.exposition()[0].decode()
     assert "prime_trainer_step 4.0" in text
     assert "prime_trainer_loss 0.5" in text
@@ -32,7 +33,8 @@ def test_rows_become_gauges() -> None:
     assert "encodings" not in text
     assert "prime_trainer_trainer_idle_ratio 0.125" in text
     assert "prime_trainer_fully_async_count_stale_samples_processed 9.0" in text
-    assert 'prime_trainer_lag_by_policies{policies="2"} 7.0' in text
+    assert 'prime_trainer_lag_by_policies{policies="1"} 5.0' in text
+    assert 'prime_trainer_lag_by_policies{policies="2"} 0.0' in text  # the newest row counts none of them
 
 
 async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,8 @@ from prime_node.ports.metrics import Metrics
 STEPS_COMPARED = 4
 """The newest steps that the closeness is told over."""
 POLICIES_REMEMBERED = 64
+CLOCKS_APART_MS_MAX = 2_000
+"""Of the trainer's clock and ours."""
 WORKS_MAX = 20_000
 """In so many steps' replay; beyond, the closeness is not told while the run goes on."""
 
@@ -56,16 +58,17 @@ class Observer:
         while len(self._made_ms) > POLICIES_REMEMBERED:
             del self._made_ms[min(self._made_ms)]
 
-    def usable(self, worker: str, policy_version: int, after_s: float) -> None:
-        """A worker could use a policy so long after it was made."""
+    def usable(self, worker: str, policy_version: int, after_s: float, at_ms: int) -> None:
+        """A worker says that it could use a policy so long after it was made. What cannot be yet is not believed."""
+        made_ms = self._made_ms.get(policy_version)
+        if made_ms is None or made_ms + after_s * 1_000 > at_ms + CLOCKS_APART_MS_MAX:
+            return
         self.usable_seconds[policy_version] = max(after_s, self.usable_seconds.get(policy_version, 0.0))
         _keep_newest(self.usable_seconds)
-        made_ms = self._made_ms.get(policy_version)
-        if made_ms is not None:
-            usable_ms = made_ms + round(after_s * 1_000)
-            self.timeline.record(
-                kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
-            )
+        usable_ms = made_ms + round(after_s * 1_000)
+        self.timeline.record(
+            kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
+        )
 
     def trained(self, asked_step: int, seconds: float) -> None:
         """The trainer has measured a step. Saying it again changes nothing."""
