@@ -9,6 +9,7 @@ Invariant: a statistic has equally many lambdas in every pair, since a worker's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -63,6 +64,12 @@ class Calibration(WireModel):
         """Empty where the two classes are not known together."""
         found = (pair.moments for pair in self.pairs if (pair.worker, pair.validator) == (worker, validator))
         return next(found, {})
+
+
+def speaks_for(evidence: BundleEvidence, *, evidence_max: float) -> bool:
+    """Whether the calibration knows both engines and the bundle by itself is no evidence of dishonesty, at any lambda."""
+    limit = math.log(evidence_max)
+    return bool(evidence.sums) and all(log_e < limit for sums in evidence.sums.values() for log_e in sums.log_e)
 
 
 def evidence_of(

@@ -30,6 +30,9 @@ from prime_protocol.run_spec import CheckPolicy, RunSpec
 from prime_protocol.turns import check_turns, has_assigned_seeds
 from prime_protocol.verdict import RejectReason, Verdict
 
+GROSS_FACTOR = 10.0
+"""Thresholds are so many times as wide where a calibration knows how far honest engines differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
@@ -180,6 +183,20 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
             f"hidden states are {mean:.1f} steps of bf16 from their proofs on average, {largest:.1f} at most",
         )
     return Verdict.accept()
+
+
+def widened(policy: CheckPolicy) -> CheckPolicy:
+    """The thresholds for a bundle that the run's calibration speaks for (calibration.py): only what is grossly wrong is refused.
+
+    The defaults are for fp32 on both sides: of bundles that bf16 sampled and fp32 judged they refuse more than half.
+    """
+    return policy.model_copy(
+        update={
+            "logprob_error_mean_max": GROSS_FACTOR * policy.logprob_error_mean_max,
+            "logprob_error_max": GROSS_FACTOR * policy.logprob_error_max,
+            "seed_flips_share_max": min(1.0, GROSS_FACTOR * policy.seed_flips_share_max),
+        }
+    )
 
 
 def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:

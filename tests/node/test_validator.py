@@ -190,6 +190,18 @@ async def test_what_a_bundle_says_against_its_worker_goes_with_the_verdict_accep
     assert honest.evidence.sums["margin"].num_tokens == honest.num_tokens
 
 
+async def test_what_a_calibration_expects_of_two_engines_is_no_strike() -> None:
+    """bf16 judged by fp32 errs by more than thresholds for fp32 allow. What is grossly wrong is refused all the same."""
+    lease, rollouts = make_lease(), await generate(make_lease())
+    noisy = Moments(cap=1.0, lambdas=(1.0, 10.0), log_moments=(0.1, 1.0), num_tokens=1_000)
+    pair = PairMoments(worker="table/fp32/cpu", validator="table/fp32/cpu", moments={"logprob": noisy, "margin": noisy})
+    tolerant = make_run(rollouts_per_group=16, checks=CheckPolicy(calibration=Calibration(pairs=(pair,))))
+    mismatch = RejectReason.LOGPROB_MISMATCH
+    for error, of, reason in [(0.05, tolerant, None), (0.05, RUN, mismatch), (0.3, tolerant, mismatch)]:
+        bundle = make_bundle(lease, replace(rollouts, logprobs_T=rollouts.logprobs_T - np.float32(error)))
+        assert (await judge(bundle, lease, of)).verdict.reason is reason
+
+
 async def test_an_engine_that_the_calibration_does_not_know_is_told_as_such() -> None:
     lease = make_lease()
     judgement = await judge(make_bundle(lease, await generate(lease)), lease, calibrated_for("vllm/bf16/cuda"))

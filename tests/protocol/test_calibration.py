@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from prime_protocol.calibration import Calibration, PairMoments, evidence_of
-from prime_protocol.evidence import Moments, sums_of
+from prime_protocol.calibration import Calibration, PairMoments, evidence_of, speaks_for
+from prime_protocol.evidence import BundleEvidence, Moments, sums_of
 from prime_protocol.rollout import EngineInfo
 
 MOMENTS = Moments(cap=0.5, lambdas=(1.0, 10.0), log_moments=(0.001, 0.02), num_tokens=1_000)
@@ -36,6 +36,17 @@ def test_two_engines_that_are_not_known_together_give_no_sums() -> None:
     calibration = Calibration(pairs=(pair(A, A), pair(B, A)))
     found = evidence_of({"margin": np.ones(3)}, calibration, worker=A, validator=B)
     assert (found.worker, found.validator, found.sums) == (A, B, {})
+
+
+def test_a_calibration_speaks_for_what_is_no_evidence_by_itself_and_for_nothing_that_it_does_not_know() -> None:
+    calibration = Calibration(pairs=(pair(A, A),))
+
+    def evidence(value: float, worker: str = A) -> BundleEvidence:
+        return evidence_of({"margin": np.full(8, value)}, calibration, worker=worker, validator=A)
+
+    assert speaks_for(evidence(0.0), evidence_max=1e5)
+    assert not speaks_for(evidence(0.4), evidence_max=1e5)
+    assert not speaks_for(evidence(0.0, worker=B), evidence_max=1e5)
 
 
 def test_a_pair_occurs_once() -> None:

@@ -18,7 +18,7 @@ from prime_node.replay.staleness import versions_of
 from prime_node.validator.scoring import enough_scored, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
-from prime_protocol.calibration import evidence_of
+from prime_protocol.calibration import evidence_of, speaks_for
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
@@ -28,7 +28,7 @@ from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Statistics, check_assignment, judge, require_proofs, statistics, summary
+from prime_protocol.verify import Statistics, check_assignment, judge, require_proofs, statistics, summary, widened
 from prime_protocol.weights import Weights
 
 
@@ -95,7 +95,10 @@ async def judge_bundle(
     """(4) to (7). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
     found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
-    verdict = judge(measured, run.spec.checks)  # (5)
+    checks = run.spec.checks
+    if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
+        checks = widened(checks)
+    verdict = judge(measured, checks)  # (5)
     judgement = Judgement(verdict, measured=asdict(measured))
     if verdict.accepted:
         judgement = await reward_bundle(
