@@ -78,6 +78,8 @@ class EngineInfo(WireModel):
     version: Name
     dtype: Name
     device: Name
+    seeded: bool = Field(default=True, exclude_if=lambda seeded: seeded)
+    """Whether it chooses tokens by the assigned randomness. Left out where it does."""
 
     @property
     def calibration_class(self) -> str:

@@ -114,6 +114,10 @@ class CheckPolicy(WireModel):
     """Nats. By how much any token's score may be below the one that the seed chooses; the largest honest one seen is 0.24."""
     stop_margin_max: float = Field(default=0.5, gt=0.0, exclude_if=lambda value: value == 0.5)
     """Nats. The same where a completion ends with a stop token that the seed does not choose, or goes on where it chooses one."""
+    unseeded: bool = Field(default=False, exclude_if=lambda unseeded: not unseeded)
+    """Whether engines take part that choose by randomness of their own: less can be shown of what they send."""
+    choice_deviation_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
+    """Standard deviations, for their bundles: how far the chosen tokens' logprobs may be from what chance gives, on the whole."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)

@@ -48,6 +48,8 @@ class RejectReason(StrEnum):
     """It holds what another completion said before, and what nobody says twice by chance."""
     STATISTICAL = "statistical"
     """Nothing in this bundle decides by itself, but with the worker's earlier ones the evidence has reached the run's limit."""
+    IMPLAUSIBLE = "implausible"
+    """An unseeded engine's tokens are not what sampling from the claimed policy gives."""
     MALFORMED = "malformed"
     """The signed header is sound, but the body is not what SPEC.md describes."""
     BANNED = "banned"
@@ -73,6 +75,7 @@ _DISHONEST = frozenset(
         RejectReason.LOGPROB_MISMATCH,
         RejectReason.SEED_MISMATCH,
         RejectReason.PROOF_MISMATCH,
+        RejectReason.IMPLAUSIBLE,
         RejectReason.COPIED,
         RejectReason.EQUIVOCATION,
         RejectReason.STATISTICAL,

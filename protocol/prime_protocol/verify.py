@@ -9,12 +9,16 @@
     (6) tokens are the ones that the seeds choose         SEED_MISMATCH, at a completion's end BAD_TERMINATION
     (7) hidden states are those that it commits to        PROOF_MISMATCH
 
+Of engines that choose by randomness of their own, where the run takes them, (6) asks instead whether the tokens are what sampling
+gives: not too probable, nor too improbable, all in all      IMPLAUSIBLE
+
 (1) to (4) need only the lease. (5) to (7) need a forward pass of the claimed policy over prompt and completion, by someone
 trusted; they take its numbers as arrays. Steps are judged by step.check, envelopes by envelope.py, before any of these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -45,12 +49,19 @@ class Prefill:
     """[T, D] bf16: the last hidden state that each token was chosen from. None where it was not asked for."""
     stop_margins_T: npt.NDArray[np.float32] | None = None
     """[T] of a stop token its margin; of another token, by how much a stop token was the better choice, or 0."""
+    expected_T: npt.NDArray[np.float32] | None = None
+    """[T] the mean of the logprob over what might have been chosen, where there is no seed. Margins are the filters' alone."""
+    variance_T: npt.NDArray[np.float32] | None = None
+    """[T] and its variance."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Those that are there, by the names of their fields; of each, the first dimension is T."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: array for name, array in named.items() if array is not None}
 
+
+DEVIATION_VARIANCE_MIN = 1.0
+"""Nats squared. A bundle of almost certain tokens is not judged by the little chance that is in it."""
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
 """What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree."""
@@ -67,6 +78,8 @@ class Measured:
     proof_error_max: float = 0.0
     seed_margin_max: float = 0.0
     stop_margin_max: float = 0.0
+    choice_deviation: float = 0.0
+    """Standard deviations, of an unseeded bundle."""
 
 
 def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
@@ -76,6 +89,12 @@ def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
     """
     if policy.proofs != (rollouts.proofs_CB is not None):
         raise PeerError(ErrorCode.MALFORMED, f"the run asks for {'' if policy.proofs else 'no '}hidden-state proofs")
+
+
+def require_seeded(header: RolloutHeader, policy: CheckPolicy) -> None:
+    """Raises PeerError(MALFORMED) where a bundle says that it does without seeds, and the run does not."""
+    if not (header.engine.seeded or policy.unseeded):
+        raise PeerError(ErrorCode.MALFORMED, "the run takes no unseeded engines")
 
 
 def check_assignment(
@@ -125,6 +144,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
     stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
+    surprise, certainty, spread [T]: without seeds, by how much the logprob is below or above its mean, and its variance
     proof [C]: mean distance of each hidden-state proof, where the bundle carries them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
@@ -136,6 +156,9 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
         found["proof"] = errors.distance_mean_C.astype(np.float32)
     if prefill.stop_margins_T is not None:
         found["stop"] = prefill.stop_margins_T
+    if prefill.expected_T is not None and prefill.variance_T is not None:
+        below_T = prefill.expected_T - prefill.logprobs_T
+        found |= {"surprise": below_T, "certainty": -below_T, "spread": prefill.variance_T}
     return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
 
 
@@ -155,7 +178,15 @@ def summary(found: Statistics) -> Measured:
         proof_error_max=float(proof.max()),
         seed_margin_max=float(found["margin"].max()),
         stop_margin_max=float(stop.max()),
+        choice_deviation=_deviation(found) if "spread" in found else 0.0,
     )
+
+
+def _deviation(found: Statistics) -> float:
+    """Of a sum of independent choices from its mean, in its own standard deviations; a certain choice adds nothing to either."""
+    sums = {name: float(found[name].sum(dtype=np.float64)) for name in ("surprise", "certainty", "spread")}
+    apart = abs(sums["surprise"] - sums["certainty"])
+    return apart / math.sqrt(max(sums["spread"], DEVIATION_VARIANCE_MIN)) if math.isfinite(apart) else math.inf
 
 
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
@@ -176,6 +207,9 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
         )
     if measured.seed_margin_max > policy.seed_margin_max:  # (6)
         return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from being the one that the seed chooses")
+    if measured.choice_deviation > policy.choice_deviation_max:  # (6)
+        detail = f"its tokens are {measured.choice_deviation:.1f} standard deviations from what sampling gives"
+        return Verdict.refuse(RejectReason.IMPLAUSIBLE, detail)
     mean, largest = measured.proof_error_mean, measured.proof_error_max
     if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
         return Verdict.refuse(

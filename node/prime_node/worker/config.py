@@ -21,6 +21,9 @@ class WorkerConfig(Settings):
     """The invitation that the run's operator has sent you, where the run takes invited keys only."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     """Inference engine. auto: vLLM where there is a GPU, else transformers, which starts in seconds."""
+    seeded: bool = True
+    """Choose tokens by the assigned randomness. false: vLLM's own sampler chooses, without a logits processor. Few runs take that
+    (checks.unseeded), and every bundle is audited then."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. Processes that share a machine must not have more threads than cores in
     all."""

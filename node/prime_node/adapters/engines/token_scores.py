@@ -52,6 +52,22 @@ class TokenScores:
         better_N = torch.minimum(self.noisy_NV - chosen_N[:, None], self.slack_NV).amax(dim=1)
         return torch.maximum(better_N, -_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
 
+    def expectation(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance [N] of the chosen token's logprob, over what may be chosen."""
+        logprobs_NV = self.scaled_NV - self.scaled_NV.logsumexp(dim=1, keepdim=True)
+        chances_NV = self.scaled_NV
+        if self.slack_NV is not None:
+            chances_NV = chances_NV.masked_fill(self.slack_NV < 0, float("-inf"))
+        chances_NV = chances_NV.softmax(dim=1)
+        mean_N = (chances_NV * logprobs_NV).sum(dim=1)
+        return mean_N, (chances_NV * (logprobs_NV - mean_N[:, None]).square()).sum(dim=1)
+
+    def outside(self, tokens_N: Tensor) -> Tensor:
+        """By how much the tokens are not among those that may be chosen: their margins where nobody assigned a seed."""
+        if self.slack_NV is None:
+            return torch.zeros_like(self.scaled_NV[:, 0])
+        return (-_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
+
     def stop_margins(self, tokens_N: Tensor, stop_token_ids: Sequence[int]) -> Tensor:
         """A stop token's margin; of others, by how much a stop token would have been the better choice."""
         if not stop_token_ids:
@@ -75,6 +91,8 @@ class Judged(NamedTuple):
     margins_T: Tensor
     stop_margins_T: Tensor
     hidden_TD: Tensor | None
+    expected_T: Tensor | None = None
+    variance_T: Tensor | None = None
 
     def split(self, lengths: list[int]) -> list[Judged]:
         columns = [[None] * len(lengths) if tensor is None else torch.split(tensor, lengths) for tensor in self]
@@ -85,23 +103,27 @@ def judge_tokens(
     model: CausalModel,
     hidden_TD: Tensor,
     tokens_T: Tensor,
-    seeds: Sequence[int],
+    seeds: Sequence[int | None],
     positions: Sequence[int],
     sampling: Sampling,
     *,
     keep_hidden: bool,
 ) -> Judged:
     """Of tokens chosen from these hidden states. Logits are made LOGITS_BLOCK elements at a time."""
-    parts = []
+    parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
         part = slice(start, start + block)
         scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
-        chosen = tokens_T[part]
-        stops = scores.stop_margins(chosen, sampling.stop_token_ids)
-        parts.append((scores.logprobs(chosen).cpu(), scores.margins(chosen).cpu(), stops.cpu()))
+        chosen, numbers = tokens_T[part], []
+        if seeds[0] is None:
+            outside_N = scores.outside(chosen)
+            numbers = [outside_N, torch.zeros_like(outside_N), *scores.expectation()]
+        else:
+            numbers = [scores.margins(chosen), scores.stop_margins(chosen, sampling.stop_token_ids)]
+        parts.append(tuple(number.cpu() for number in (scores.logprobs(chosen), *numbers)))
     hidden = hidden_TD.to(torch.bfloat16, copy=True).cpu() if keep_hidden else None
-    logprobs, margins, stop_margins = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Judged(logprobs, margins, stop_margins, hidden)
+    logprobs, margins, stop_margins, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Judged(logprobs, margins, stop_margins, hidden, *expected)
 
 
 def prefill_of(parts: Iterable[Judged]) -> Prefill:
@@ -109,17 +131,23 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
     if not columns:
         return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
-    *numbers, hidden = columns
-    logprobs_T, margins_T, stop_margins_T = (torch.cat(column).numpy() for column in numbers)
+    logprobs, margins, stop_margins, hidden, *expected = columns
+    logprobs_T, margins_T, stop_margins_T = (torch.cat(column).numpy() for column in (logprobs, margins, stop_margins))
     hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
-    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T)
+    mean_T, variance_T = (torch.cat(column).numpy() if column else None for column in expected)
+    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, mean_T, variance_T)
 
 
-def score_tokens(logits_NV: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sampling) -> TokenScores:
+def score_tokens(
+    logits_NV: Tensor, seeds: Sequence[int | None], positions: Sequence[int], sampling: Sampling
+) -> TokenScores:
+    """Without noise where the seeds are None, all or none of them."""
     if sampling.temperature == 0.0:
         return TokenScores(logits_NV, logits_NV)
     scaled_NV = logits_NV / sampling.temperature
-    noisy_NV = scaled_NV + gumbel_noise(seeds, positions, logits_NV.shape[1], logits_NV.device)
+    noisy_NV, known = scaled_NV, [seed for seed in seeds if seed is not None]
+    if known:
+        noisy_NV = scaled_NV + gumbel_noise(known, positions, logits_NV.shape[1], logits_NV.device)
     return TokenScores(
         scaled_NV, noisy_NV, None if sampling.filters is None else slack_of(scaled_NV, *sampling.filters)
     )

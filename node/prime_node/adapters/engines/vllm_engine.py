@@ -78,6 +78,7 @@ class _Draft:
 
     request: GenerateRequest
     sampling: Sampling
+    seeded: bool
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -90,14 +91,18 @@ class _Draft:
     def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
         """What vLLM is asked for: the completion from where it stands. Policies never share cached prefixes."""
         arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
-        if self.sampling.temperature:
+        own: dict[str, Any] = {"temperature": 0.0}
+        if self.sampling.temperature and self.seeded:
             arguments[SEED_ARGUMENT] = self.request.seed
-        if self.sampling.filters is not None:
-            arguments[FILTERS_ARGUMENT] = self.sampling.filters
+            if self.sampling.filters is not None:
+                arguments[FILTERS_ARGUMENT] = self.sampling.filters
+        elif self.sampling.temperature:  # the logits are at the run's temperature by then
+            filters = {name: getattr(self.sampling, name) for name in ("top_p", "top_k", "min_p")}
+            own = {"temperature": 1.0, **filters}
         if self.request.proofs:
             arguments[PROOFS_ARGUMENT] = self.name
         params = SamplingParams(
-            temperature=0.0,
+            **own,
             max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
             stop_token_ids=list(self.sampling.stop_token_ids),
             ignore_eos=True,  # the run's stop tokens and no others
@@ -145,8 +150,13 @@ class VllmEngine:
         context_tokens_max: int | None = None,
         sequences_max: int = 256,
         cpu_cache_gib: int = 1,
+        seeded: bool = True,
     ) -> None:
-        """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together."""
+        """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together.
+
+        `seeded` False: vLLM's own sampler chooses, without any logits processor.
+        """
+        self._seeded = seeded
         self._folder = folder
         self._dtype = ("fp32" if current_platform.is_cpu() else "bf16") if dtype == "auto" else dtype
         self._sequences_max = sequences_max
@@ -171,7 +181,7 @@ class VllmEngine:
     @property
     def info(self) -> EngineInfo:
         device = str(current_platform.device_type)
-        return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device)
+        return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device, seeded=self._seeded)
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         self._reference.require_fit(weights)
@@ -249,7 +259,7 @@ class VllmEngine:
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
             async_scheduling=False,  # the sampler counts a request's tokens, so they must be there
-            logits_processors=[SeededSampler],
+            logits_processors=[SeededSampler] if self._seeded else None,
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             additional_config={OWNER_SETTING: os.getpid()},
             disable_log_stats=True,
@@ -263,6 +273,9 @@ class VllmEngine:
             raise LocalError(
                 f"vLLM did not start ({error}); its own messages are above. --engine transformers does without it"
             ) from error
+
+        if not self._seeded:
+            await self._llm.collective_rpc("prime_die_with", args=(os.getpid(),))
 
     async def _freeze(self) -> None:
         """Stop between two tokens, with all keys and values, and note how far each completion has come.
@@ -321,7 +334,7 @@ class VllmEngine:
         if temperature != self._temperature:
             await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
             self._temperature = temperature
-        drafts = [_Draft(request, sampling) for request in requests]
+        drafts = [_Draft(request, sampling, self._seeded) for request in requests]
         try:
             # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
             completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))

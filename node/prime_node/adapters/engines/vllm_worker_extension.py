@@ -38,6 +38,10 @@ class WorkerExtension:
     prime_rows: HiddenRows | None = None
     """Made with the first use; vLLM mixes this class in without calling its constructor."""
 
+    def prime_die_with(self, owner: int) -> None:
+        """See die_with, for engines without the processor that would call it."""
+        die_with(owner)
+
     def prime_load(self, shared_memory: str, places: list[TensorPlace]) -> None:
         """Replace all weights by those in the memory behind a path.
 

@@ -33,6 +33,10 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
     worker = state.workers.get(signer)
     is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
     _check_software(request.software, config.software_min)  # (1)
+    if not (request.engine.seeded or core.run.spec.checks.unseeded):
+        raise PeerError(
+            ErrorCode.NOT_INVITED, "this run takes no unseeded engines: run the worker with worker.seeded = true"
+        )
     if config.allowed_workers and signer not in config.allowed_workers:  # (2)
         raise PeerError(ErrorCode.NOT_INVITED, f"this run takes keys that its operator has listed; tell him {signer}")
     invite = "" if worker is None else worker.invite
@@ -60,7 +64,7 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
             worker=signer,
             name=request.name,
             software=request.software,
-            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}",
+            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}{'' if engine.seeded else ' unseeded'}",
             rollouts_max=request.rollouts_max,
             network=network,
             invite=invite,

@@ -63,8 +63,8 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
     if isinstance(decision, ev.BundleContradicted):  # two at once
         return await _keep_both(core, decision, lease, opened)
     if isinstance(decision, ev.BundleArrived):
-        audited = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
-        decision = replace(decision, audited=audited)
+        drawn = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
+        decision = replace(decision, audited=drawn or not header.engine.seeded)
     core.decide(decision)
     if isinstance(decision, ev.BundleTurnedAway):
         return UploadReply(bundle=bundle, verdict=Verdict.refuse(decision.reason, decision.detail))

@@ -1,0 +1,230 @@
+"""What proving a rollout costs: seeded sampling, hidden-state proofs, and a validator's forward pass.
+
+    python scripts/bench/check_cost.py [--quick] [--vllm] [--json]
+
+Sampling: a batch of 64 rows over 151,936 tokens, beside the plain sampler (softmax, exponential noise, argmax) on the same
+logits. Proofs: the transformers engine with and without them, in the demo's shape (short completions: one proof each) and in a
+longer one; --vllm does the longer one with vLLM too. Validator: the forward pass and all its checks, beside the generation of the
+same tokens. Rounds of the two sides alternate; the figure is the ratio of the medians, the spread that of
+the rounds. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prime_node.adapters.engines.token_scores import score_tokens
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.ports.engine import Engine, GenerateRequest, ScoreRequest
+from prime_protocol import verify
+from prime_protocol.assignment import Sampling
+from prime_protocol.proof import PROOF_BYTES
+from prime_protocol.rollout import Completion, Rollouts
+
+VOCAB, BATCH = 151_936, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    hidden_size: int
+    num_layers: int
+    completions: int
+    tokens: int
+
+
+DEMO = Shape("demo", 128, 2, 128, 7)
+LONGER = Shape("longer", 256, 4, 64, 96)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of both sides in each round."""
+
+    ours: list[float]
+    base: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ours) / statistics.median(self.base)
+
+    def show(self, what: str) -> str:
+        each = sorted(ours / base for ours, base in zip(self.ours, self.base, strict=True))
+        milliseconds = [1e3 * statistics.median(side) for side in (self.ours, self.base)]
+        return (
+            f"{what:55} {milliseconds[0]:8.1f} ms {milliseconds[1]:8.1f} ms "
+            f"{self.ratio:6.3f} ({each[0]:.3f} to {each[-1]:.3f})"
+        )
+
+
+async def alternating(
+    ours: Callable[[], Awaitable[object]], base: Callable[[], Awaitable[object]], rounds: int
+) -> Timing:
+    taken: tuple[list[float], list[float]] = ([], [])
+    for round_ in range(rounds + 1):
+        for side, work in zip(taken, (ours, base), strict=True):
+            began = time.perf_counter()
+            await work()
+            if round_:  # the first one warms up
+                side.append(time.perf_counter() - began)
+    return Timing(*taken)
+
+
+async def sampling(rounds: int) -> dict[str, Timing]:
+    ranks = torch.argsort(torch.rand(BATCH, VOCAB, generator=torch.Generator().manual_seed(0)), dim=1)
+    logits = -1.8 * (ranks + 1.0).log()  # as steep as a language model's
+    seeds, positions = list(range(BATCH)), [5] * BATCH
+
+    async def plain() -> None:
+        probabilities = logits.softmax(dim=1)
+        probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(dim=1)
+
+    async def plain_top_p() -> None:
+        values, places = logits.sort(dim=1, descending=True)
+        mass = values.softmax(dim=1)
+        mass[mass.cumsum(dim=1) - mass >= 0.9] = 0
+        best = mass.div_(torch.empty_like(mass).exponential_()).argmax(dim=1, keepdim=True)
+        places.gather(1, best)
+
+    def seeded(**filters: Any) -> Callable[[], Awaitable[None]]:
+        asked = Sampling(completion_tokens_max=1, stop_token_ids=(), **filters)
+
+        async def choose() -> None:
+            score_tokens(logits, seeds, positions, asked).choice()
+
+        return choose
+
+    return {
+        "seeded / plain sampling, 64 x 151,936": await alternating(seeded(), plain, rounds),
+        "seeded / plain sampling with top-p 0.9": await alternating(seeded(top_p=0.9), plain_top_p, rounds),
+    }
+
+
+async def engines(shape: Shape, rounds: int, folder: Path, engine: Engine) -> dict[str, Timing]:
+    """Proofs and the validator, by one engine."""
+    weights = initial_weights(folder, 0)
+    await engine.load(weights, policy_version=0)
+    prompts = [tuple(range(60, 68 + group)) for group in range(-(-shape.completions // 8))]
+    plain = [GenerateRequest(prompts[n // 8], seed=n) for n in range(shape.completions)]
+    asked = [replace(request, proofs=True) for request in plain]
+    how = Sampling(completion_tokens_max=shape.tokens, stop_token_ids=())
+    name = f"{engine.info.name}, {shape.name} shape"
+    proofs = await alternating(lambda: engine.generate(asked, how), lambda: engine.generate(plain, how), rounds)
+    completions = await engine.generate(asked, how)
+    scorer = TransformersEngine(folder)
+    await scorer.load(weights, policy_version=0)
+    rollouts = rollouts_of(asked, completions)
+
+    def judging(*, hidden: bool) -> Callable[[], Awaitable[None]]:
+        to_score = [
+            ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed, hidden=hidden)
+            for r, c in zip(asked, completions, strict=True)
+        ]
+
+        async def judge() -> None:
+            found = verify.measure(rollouts, await scorer.prefill(to_score, how))
+            assert found.seed_flips_share < 0.01, "these are honest rollouts"
+
+        return judge
+
+    validator = await alternating(judging(hidden=True), lambda: engine.generate(asked, how), rounds)
+    comparing = await alternating(judging(hidden=True), judging(hidden=False), rounds)
+    await scorer.close()
+    return {
+        f"generating with / without proofs, {name}": proofs,
+        f"validating / generating, {name}": validator,
+        f"validating with / without proofs, {name}": comparing,
+    }
+
+
+def rollouts_of(asked: list[GenerateRequest], completions: list[Completion]) -> Rollouts:
+    """What the checks on numbers look at."""
+    lengths = [len(completion.token_ids) for completion in completions]
+    proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8)
+    return Rollouts(
+        token_ids_T=np.array([token for c in completions for token in c.token_ids], np.int32),
+        logprobs_T=np.array([nats for c in completions for nats in c.logprobs], np.float32),
+        lengths_N=np.array(lengths, np.int32),
+        finish_N=np.array([completion.finish for completion in completions], np.uint8),
+        slots_N=np.arange(len(completions)) // 8,
+        seeds_N=np.array([request.seed for request in asked]),
+        spans_S3=np.array([(index, 0, length) for index, length in enumerate(lengths)], np.int32),
+        proofs_CB=proofs.reshape(-1, PROOF_BYTES),
+    )
+
+
+def model_folder(shape: Shape, parent: Path) -> Path:
+    folder = parent / shape.name
+    folder.mkdir()
+    files = model_files(
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=4,
+        intermediate_size=3 * shape.hidden_size,
+    )
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+async def measured(arguments: argparse.Namespace) -> dict[str, Timing]:
+    rounds = 3 if arguments.quick else 9
+    found = await sampling(rounds)
+    with tempfile.TemporaryDirectory() as place:
+        for shape in (DEMO, LONGER):
+            folder = model_folder(shape, Path(place))
+            engine = TransformersEngine(folder)
+            found |= await engines(shape, rounds, folder, engine)
+            await engine.close()
+        if arguments.vllm:
+            from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+            vllm = VllmEngine(Path(place) / LONGER.name, context_tokens_max=256)
+            found |= await engines(LONGER, rounds, Path(place) / LONGER.name, vllm)
+            await vllm.close()
+    return found
+
+
+def checks(found: dict[str, Timing]) -> list[dict[str, Any]]:
+    """Lines of the issue: a validator costs less than generating, proofs a few hundredths; the sampler's bar needs a GPU."""
+    rows = []
+    for name, timing in found.items():
+        bar = 1.0 if name.startswith("validating /") else 1.05 if name.startswith("generating") else None
+        ok = None if bar is None else timing.ratio <= bar
+        rows.append({"name": name, "value": round(timing.ratio, 4), "bar": bar, "ok": ok})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
+    parser.add_argument("--vllm", action="store_true", help="with vLLM too; it needs half a minute to start")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = asyncio.run(measured(arguments))
+    if arguments.json:
+        json.dump({"checks": checks(found)}, sys.stdout, indent=1)
+        print()
+        return
+    print(f"{'':55} {'ours':>11} {'base':>11} {'ratio':>6} (of the rounds)")
+    for name, timing in found.items():
+        print(timing.show(name))
+
+
+if __name__ == "__main__":
+    main()
