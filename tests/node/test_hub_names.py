@@ -28,18 +28,21 @@ NAMES = {
 
 @pytest.fixture(params=sorted(NAMES))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return saved_model(tmp_path, request.param)
+
+
+def saved_model(folder: Path, kind: str, **settings: int) -> Path:
     """A model as transformers saves it, which is as the hub has it."""
-    kind = request.param
     transformers = pytest.importorskip("transformers")
-    made = write_model(tmp_path / kind)
+    made = write_model(folder / kind)
     dense = json.loads(tiny_files()["config.json"])
     config = dense | EXPERTS | {"architectures": [NAMES[kind][0]], "model_type": kind, "decoder_sparse_step": 1}
-    (made / "config.json").write_text(json.dumps(config))
+    (made / "config.json").write_text(json.dumps(config | settings))
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(transformers.AutoConfig.from_pretrained(made), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "saved")
-    for path in (tmp_path / "saved").glob("*.safetensors"):
+    model.save_pretrained(folder / "saved")
+    for path in (folder / "saved").glob("*.safetensors"):
         path.rename(made / path.name)
     return made
 
@@ -88,3 +91,21 @@ def test_an_expert_of_another_shape_is_refused(folder: Path) -> None:
     weights[name] = WeightTensor("bf16", weights[name].shape[::-1], weights[name].data)
     with pytest.raises(LocalError, match="another shape of"):
         TorchBackend(folder, weights)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+async def test_vllm_computes_with_every_policy_of_a_mixture(tmp_path: Path) -> None:
+    """Its probe holds each load against a forward pass: experts are packed anew, not taken for packed."""
+    pytest.importorskip("vllm")
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+    folder = saved_model(tmp_path, "qwen3_moe", hidden_size=64, head_dim=32, moe_intermediate_size=64)
+    backend = TorchBackend(folder)
+    engine = VllmEngine(folder, context_tokens_max=64)
+    try:
+        for policy_version in range(3):
+            await engine.load(backend.snapshot(), policy_version=policy_version)
+            backend.train_step(samples(seed=policy_version), find_loss("aipo"), lr=1e-2)
+    finally:
+        await engine.close()

@@ -48,6 +48,7 @@ class WorkerExtension:
         reload_weights and not model.load_weights: on a CPU vLLM packs the weights of linear layers and throws the
         originals away, and only the former makes them again.
         """
+        _unpack_experts(self.model_runner.get_model())
         with Path(shared_memory).open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.model_runner.reload_weights(weights_iterator=_tensors(memory, places), is_checkpoint_format=True)
@@ -91,6 +92,16 @@ class WorkerExtension:
             positions.append(asked.get(OFFSET_ARGUMENT, 0) + len(request.output_token_ids))
         if any(names):  # vLLM's warm-up computes logits of nothing in particular
             rows.add(names, positions, hidden_BD)
+
+
+def _unpack_experts(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs the weights of experts too, but when it first has them alone: later ones would be taken for packed.
+    Without its kernel a layer counts as new. On a GPU captured graphs hold the kernel, and nothing is packed so.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _tensors(memory: mmap.mmap, places: list[TensorPlace]) -> Iterator[tuple[str, torch.Tensor]]:
