@@ -53,6 +53,7 @@ def targets() -> dict[str, tuple[Target, list[bytes]]]:
         rollouts_for,
     )
     from prime_protocol.tensor_file import pack_tensors, unpack_tensors
+    from prime_protocol.turns import Turn, episodes_of, rollouts_of_turns
 
     key, bounds = SigningKey(bytes(32)), Limits(rollout_decompressed_bytes_max=2**20)
     layout = {"a": ("I32", 1), "b": ("F32", 2)}
@@ -113,22 +114,30 @@ def targets() -> dict[str, tuple[Target, list[bytes]]]:
     tensors = pack_tensors({"a": np.arange(3, dtype=np.int32), "b": np.ones((2, 2), np.float32)})
     chunks = [encoded.data for old in (None, base) for encoded in encode_tensor(new, old, dtype="bf16")]
     plain = decompress(body, size=decompressed_bytes)
+    episode = [Turn((1, 2), done), Turn((1, 2, 1, 3, 7), done), Turn((9,), done)]
+    in_turns, size_in_turns = pack_body(rollouts_of_turns(lease, [episode, episode[:1]]))
+    two_turns = decompress(in_turns, size=size_in_turns)
 
     def rollouts(data: bytes) -> None:
         """Bodies as they come, and the tensor file inside them, which mutation would seldom get to."""
         import zstandard
 
-        parse_body(header, data, bounds) if data[:4] == body[:4] else parse_body(
-            header.model_copy(update={"decompressed_bytes": max(1, len(data))}),
-            zstandard.ZstdCompressor().compress(data),
-            bounds,
+        found = (
+            parse_body(header, data, bounds)
+            if data[:4] == body[:4]
+            else parse_body(
+                header.model_copy(update={"decompressed_bytes": max(1, len(data))}),
+                zstandard.ZstdCompressor().compress(data),
+                bounds,
+            )
         )
+        episodes_of(found, lease)
 
     return {
         "open_envelope": (guarded(open_envelope), [envelope]),
         "open_parcel": (guarded(lambda data: open_parcel(data, body_bytes_max=1_000)), [parcel]),
         "unpack_tensors": (guarded(lambda data: unpack_tensors(data, layout)), [tensors]),
-        "parse_body": (guarded(rollouts), [body, plain]),
+        "parse_body": (guarded(rollouts), [body, plain, two_turns]),
         "decompress": (guarded(lambda data: decompress(data, size=2**20)), [body]),
         "decode_chunk": (guarded(chunk), chunks),
     }

@@ -49,6 +49,7 @@ def start_environments(
         "hidden": [str(path.resolve()) for path in hidden],
     }
     process = EnvironmentProcess([sys.executable, "-m", "prime_node.cli.environment_process"], described)
+    log.info("environments run in process %d", process.pid)
     if not process.ready["confined"]:
         log.warning(
             "this system cannot confine the environments' process (Linux 5.13 with Landlock can): it holds no key, "

@@ -31,7 +31,7 @@ from typing import Any
 
 from prime_node.ports.environment import Ask
 from prime_protocol.errors import LocalError
-from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.rollout import Completion
 
 log = logging.getLogger(__name__)
 
@@ -210,10 +210,6 @@ def passed_on(folder: Path) -> dict[str, str]:
 
 def to_wire(completion: Completion) -> dict[str, Any]:
     return {"token_ids": completion.token_ids, "logprobs": completion.logprobs, "finish": int(completion.finish)}
-
-
-def from_wire(message: Mapping[str, Any]) -> Completion:
-    return Completion(tuple(message["token_ids"]), tuple(message["logprobs"]), FinishReason(message["finish"]))
 
 
 class ProcessEnvironment:
