@@ -72,7 +72,9 @@ def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:
 
 
 def test_every_role_may_be_killed_without_loss(up: Up) -> None:
-    up.start("up.unsafe_cheaters={}", "up.num_workers=2", "run.max_steps=24")
+    """In a run whose environment answers, so that a rollout has several turns."""
+    again = '{name="again", id="reasoning_gym", turns_max=3, options={task="spell_backward", max_word_len=6, partner="retry"}}'
+    up.start("up.unsafe_cheaters={}", "up.num_workers=2", "run.max_steps=24", f"run.environments=[{again}]")
     for step, role in ((2, "coordinator"), (5, "trainer"), (8, "validator"), (11, "join")):
         up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")  # type: ignore[misc]
         os.kill(up.process_of(role), signal.SIGKILL)
@@ -80,6 +82,9 @@ def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     summary = up.summary()
     assert summary["verification"]["ok"]
     assert summary["rollouts"]["accepted"] == 24 * 6 * 4
+    rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("turns_max", 0) for row in rows) == 3
+    assert up.processes() == []
 
 
 def test_a_trainer_of_two_ranks_survives_the_death_of_one(up: Up) -> None:

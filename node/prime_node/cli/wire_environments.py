@@ -48,7 +48,9 @@ def start_environments(
         "model": str(model.resolve()),
         "hidden": [str(path.resolve()) for path in hidden],
     }
-    process = EnvironmentProcess([sys.executable, "-m", "prime_node.cli.environment_process"], described)
+    # The role's folder stands in the command for whoever looks at the list of processes.
+    command = [sys.executable, "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
+    process = EnvironmentProcess(command, described)
     log.info("environments run in process %d", process.pid)
     if not process.ready["confined"]:
         log.warning(
