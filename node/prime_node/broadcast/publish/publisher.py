@@ -246,7 +246,10 @@ class Publisher:
         )
 
     async def _take_up_first(self) -> None:
-        """Policy 0 from the coordinator, for root deltas, decoded onto the disk. Where its bytes are gone, there are none."""
+        """Policy 0 from the coordinator, for root deltas, decoded onto the disk.
+
+        Where its bytes are gone, or there is no room for them, no root deltas are made.
+        """
         try:
             signed = await self._published_manifest(0)
             manifest, anchor = signed.manifest, signed.manifest.encoding(None)
@@ -259,7 +262,7 @@ class Publisher:
                 await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
             weights = await asyncio.to_thread(decoder.finish)
             self._encoder.published(manifest, await asyncio.to_thread(self._copy_of, weights), head=self.head)
-        except PeerError as error:
+        except (PeerError, LocalError) as error:
             log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
 
     async def _blob(self, entry: PartEntry) -> bytes:
