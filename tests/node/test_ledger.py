@@ -20,11 +20,13 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.test_keys_cli import write_key
 from typer.testing import CliRunner
 
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.main import app
+from prime_node.cli.run_dir import RunDir
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.ledger import LedgerChain
@@ -169,3 +171,36 @@ async def test_an_export_of_another_run_and_a_file_that_is_none_are_told_apart(t
         pass
     with pytest.raises(LocalError), open_ledger_file(tmp_path / "nothing", pinned=None):
         pass
+
+
+async def test_it_is_read_from_a_url_while_the_coordinator_runs_and_from_its_folder_afterwards(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    async with running(await folder_parts(make_run(), place.coordinator)) as world:
+        await world.publish()
+        await work(world)
+        by_url = await asyncio.to_thread(command, "verify", f"{world.url}/#{world.run.digest}", "--json")
+        other = await asyncio.to_thread(
+            command, "export", f"{world.url}/#{world.run.digest}", "--out", str(tmp_path / "x")
+        )
+    assert (by_url.exit_code, json.loads(by_url.stdout)["num_entries"]) == (0, 2)
+    assert other.exit_code == 0
+    write_key(place.key("coordinator"), COORDINATOR)
+    place.run_spec.write_bytes(world.run.envelope.to_bytes())
+    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
+    by_folder = await asyncio.to_thread(command, "verify", str(place.path), "--known", str(tmp_path / "x"), "--json")
+    told = json.loads(by_folder.stdout)
+    assert (by_folder.exit_code, told["ok"], told["pinned"], told["num_entries"]) == (0, True, True, 2)
+
+
+async def test_what_convicts_the_coordinator_is_kept_in_a_folder(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await work(world)
+        lines = await world.client(ANNA).ledger(0)
+        await export_ledger(world.client(ANNA), world.run, tmp_path / "old.jsonl")
+    await export_ledger(rewritten(world.run, payloads(lines)[::-1]), world.run, tmp_path / "new.jsonl")
+    words = ["verify", str(tmp_path / "new.jsonl"), "--known", str(tmp_path / "old.jsonl")]
+    result = await asyncio.to_thread(command, *words, "--evidence", str(tmp_path / "proof"))
+    assert result.exit_code == 1
+    assert "does NOT hold" in result.stdout
+    assert len(list((tmp_path / "proof").iterdir())) == 2
