@@ -22,7 +22,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.api.admission import network_of
 from prime_node.coordinator.daemon import open_core
-from prime_node.coordinator.state import invariants, newcomers
+from prime_node.coordinator.state import invariants, newcomers, scheduler
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.coordinator.state.scheduler import Refusal, fair_share
 from prime_protocol.calibration import Calibration, PairMoments
@@ -210,3 +210,27 @@ async def test_networks_are_told_apart_by_prefixes_and_trusted_ones_have_no_name
     assert [name(address) for address in ("127.0.0.1", "::1", "192.168.3.4", "fd00::1%eth0")] == [""] * 4
     assert name("") == name("somewhere") != "", "what cannot be told is one network"
     assert "203.0" not in name("203.0.113.5")
+
+
+def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
+    run = Run()
+    run.join("honest")
+    run.publish()
+    first = run.granted("honest", 0, rollouts_max=2)
+    run.now_ms += 20
+    run.accept(run.upload(first))  # a rollout takes 10 ms
+    run.join("hoarder")
+    hoarded = run.granted("hoarder", 0)
+    while isinstance(lease := run.lease("honest", 0), LeaseRecord):
+        run.accept(run.upload(lease))
+    run.now_ms += scheduler.SILENCE_MS_MIN
+    assert isinstance(run.lease("honest", 0), Refusal), "nobody is hurried"
+    run.now_ms += 1
+    taken_over = run.granted("honest", 0)
+    assert taken_over.slots == hoarded.slots
+    invariants.check(run.state)
+    run.accept(run.upload(taken_over))
+    hoarder = run.state.workers["hoarder"]
+    assert (hoarder.leases, hoarder.wasted, hoarder.abandoned) == ([], 1, 1)
+    assert run.state.is_ready(0)
+    invariants.check(run.state)

@@ -18,7 +18,8 @@ in time for, and no more of them than it can. Where it can for none, or the late
 anybody else: nothing stays open for want of a faster worker.
 
 Stragglers (`leases_per_slot_max`): whoever finds nothing open is leased the groups of the oldest lease that takes far longer than
-usual. The first accepted bundle fills the slot; the other lease ends then, at nobody's cost.
+usual. The first accepted bundle fills the slot; the other lease ends then, at nobody's cost. Whatever the run's setting,
+groups of a worker that has brought nothing yet and takes far longer still go to one that has: a stranger cannot hold up a step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
 from prime_protocol.schedule import Selection
 
+SILENCE_FACTOR = 5.0
+"""A worker that has brought nothing yet is waited for so many times as long as a straggler, ..."""
+SILENCE_MS_MIN = 10_000
+"""... and at least so long."""
 STRAGGLERS_LOOKED_AT_MAX = 64
 """Oldest open leases that are looked through for a straggler."""
 
@@ -86,7 +91,7 @@ def choose_slots(
             return Refusal(reason, is_worth_waiting=True)
         count_max = min(count_max, budget.groups)
     found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
-    if found is None and rules.leases_per_slot_max > 1:
+    if found is None:
         found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
     if found is not None:
         return found
@@ -137,19 +142,22 @@ def _fitting(state: State, worker: Worker, number: int) -> int:
 
 
 def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_max: int, now_ms: int) -> Grant | None:
-    rules, slots_end = state.rules, state.rules.admission.slots_end(policy_version)
+    slots_end = state.rules.admission.slots_end(policy_version)
     if state.rollout_ms == 0:
         return None
     for lease in islice(state.leases.values(), STRAGGLERS_LOOKED_AT_MAX):
         step = state.steps.get(lease.step)
-        if lease.worker == worker.worker or step is None or not _is_straggler(state, lease, now_ms):
+        if lease.worker == worker.worker or step is None:
+            continue
+        copies_max = _copies_max(state, lease, worker, now_ms)
+        if copies_max == 1:
             continue
         slots = tuple(
             slot
             for slot in lease.slots
             if slot < slots_end
             and slot not in step.accepted
-            and len(step.held[slot]) < rules.leases_per_slot_max
+            and len(step.held[slot]) < copies_max
             and not any(lease_id in worker.leases or lease_id in worker.pending for lease_id in step.held[slot])
         )
         if slots:
@@ -157,13 +165,26 @@ def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_
     return None
 
 
-def _is_straggler(state: State, lease: LeaseRecord, now_ms: int) -> bool:
-    """A worker does its leases in turn: the time of each counts from the end of those before it."""
+def _copies_max(state: State, lease: LeaseRecord, asker: Worker, now_ms: int) -> int:
+    """How many may work at the slots of a lease by now, its own worker included."""
+    late_ms, usual_ms = _time_taken(state, lease, now_ms)
+    patience_ms = state.rules.straggler_factor * usual_ms
+    if late_ms <= patience_ms:
+        return 1
+    is_silent = not state.workers[lease.worker].accepted and late_ms > max(SILENCE_FACTOR * patience_ms, SILENCE_MS_MIN)
+    return max(state.rules.leases_per_slot_max, 2 if is_silent and asker.accepted else 1)
+
+
+def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, float]:
+    """How long a lease has been worked at, and how long that usually takes.
+
+    A worker does its leases in turn: the time of each counts from the end of those before it.
+    """
     worker = state.workers[lease.worker]
     before = worker.leases[: worker.leases.index(lease.lease_id) + 1]
     num_rollouts = sum(len(state.leases[each].slots) for each in before) * state.rules.rollouts_per_group
     begun_ms = max(state.leases[before[0]].issued_at_ms, worker.arrived_at_ms)
-    return now_ms - begun_ms > state.rules.straggler_factor * state.rollout_ms * num_rollouts
+    return now_ms - begun_ms, state.rollout_ms * num_rollouts
 
 
 def _make_wait(worker: Worker, now_ms: int) -> Refusal | None:

@@ -299,15 +299,16 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
 
 
 def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
-    """Other workers' leases of the same slots end once everything in them is there. That is nobody's fault."""
+    """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
     step = state.steps.get(lease.step)
-    if step is None or state.rules.leases_per_slot_max == 1:
-        return []
-    others = {other for slot in lease.slots for other in step.held.get(slot, ())}
+    others = {other for slot in lease.slots for other in step.held.get(slot, ())} if step is not None else ()
     effects: list[Effect] = []
     for other in (state.leases[lease_id] for lease_id in sorted(others) if lease_id in state.leases):
-        if all(slot in step.accepted for slot in other.slots):
-            _end(state, other, LeaseEnd.OVERTAKEN)
+        if step is not None and all(slot in step.accepted for slot in other.slots):
+            worker = _end(state, other, LeaseEnd.OVERTAKEN)
+            if state.rules.leases_per_slot_max == 1:
+                worker.wasted += 1
+                audits.abandoned(state, worker)
             effects += slots.let_go(state, other)
     return effects
 
