@@ -221,6 +221,7 @@ class _Race:
             "origin": self._network.hosts[0].address,
             "receivers": [other.address for other in self._network.hosts[1:]],
             "is_nat": host.link.is_nat,
+            "has_nat": any(link.is_nat for link in self._row.links),
             "is_on_time": host.index not in self._row.faults.late,
             "num_links": self._row.num_receivers - len(self._row.faults.late),
             "poisoned": host.index in self._row.faults.poisoned,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import uvloop
 from marks import description, mark, until_go
-from tests.node.coordinator_world import CONFIG_JSON, TRAINER, folder_parts, make_run
+from tests.node.coordinator_world import CONFIG_JSON, COORDINATOR, TRAINER, folder_parts, make_run
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -26,6 +26,7 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.coordinator.daemon import serve
+from prime_node.ports.peers import PeerNetwork
 from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.codec.api import warm_up
@@ -33,7 +34,7 @@ from prime_protocol.envelope import open_envelope
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest
 
-LINK_S_MAX = 20.0
+LINK_S_MAX = 30.0
 """A receiver that has not linked to everybody after this long begins all the same."""
 RUN = make_run()
 
@@ -42,7 +43,7 @@ async def publish(node: SimpleNamespace) -> None:
     parts = await folder_parts(
         RUN, Path("coordinator"), host="0.0.0.0", port=node.port, requests_per_second=1e9, faults_per_second=1e9
     )
-    parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest))
+    parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest), network=meeting_place(node))
     await parts.public.put(CONFIG_JSON)
     up = asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve(parts, asyncio.Event(), ready=up.set_result))
@@ -59,6 +60,17 @@ async def publish(node: SimpleNamespace) -> None:
             await until_go(node)
             await seeding.publish(envelope)
             await daemon
+
+
+def meeting_place(node: SimpleNamespace) -> PeerNetwork | None:
+    """Where somebody is behind a NAT, the coordinator has a libp2p host: a relay over which holes are punched."""
+    if not node.has_nat:
+        return None
+    from prime_node.adapters.peers.libp2p_host import PeerSettings
+    from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
+
+    settings = PeerSettings(listen=(f"/ip4/{node.address}/tcp/{node.port + 2}",), relay=True)
+    return Libp2pNetwork(COORDINATOR, run=RUN.digest, settings=settings)
 
 
 async def receive(node: SimpleNamespace) -> None:
@@ -125,7 +137,8 @@ async def seed(node: SimpleNamespace) -> None:
 def swarm_config(node: SimpleNamespace, *, is_seeder: bool) -> SwarmConfig:
     """The defaults of a trainer and of a worker, but for what the row asks."""
     default = TrainerConfig().swarm if is_seeder else WorkerConfig().swarm
-    asked = node.options.get("seeder" if is_seeder else "worker", {})
+    p2p = {"p2p": "on", "p2p_listen": (f"/ip4/0.0.0.0/tcp/{node.port + 3}",)} if node.has_nat else {"p2p": "off"}
+    asked = p2p | node.options.get("seeder" if is_seeder else "worker", {})
     return default.model_copy(update={"host": "0.0.0.0", "port": node.port + 1, **asked})
 
 
