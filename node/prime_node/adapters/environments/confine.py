@@ -22,8 +22,33 @@ _FILE_RIGHTS = (
 )  # those that may be granted on a single file: truncate and ioctl among them
 _HANDLED = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Landlock ABI -> number of rights over files that it knows, in the order of the header file."""
-SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/sys", "/usr")
+SYSTEM = ("/bin", "/dev", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/sys", "/usr")
 """What any program may read."""
+OF_ETC = (
+    *(
+        "ca-certificates",
+        "group",
+        "gai.conf",
+        "host.conf",
+        "hosts",
+        "ld.so.cache",
+        "localtime",
+        "mime.types",
+        "nsswitch.conf",
+    ),
+    *(
+        "passwd",
+        "pki",
+        "protocols",
+        "resolv.conf",
+        "services",
+        "ssl/certs",
+        "ssl/cert.pem",
+        "ssl/openssl.cnf",
+        "timezone",
+    ),
+)
+"""Of /etc, where operators keep secrets too: what names, networks and certificates need."""
 OF_PROC = ("cpuinfo", "meminfo", "stat", "sys", "self")
 """Of /proc; the folders of other processes hold their environment variables."""
 
@@ -68,7 +93,11 @@ def confine(readable: Iterable[Path], writable: Iterable[Path], *, hidden: Itera
 
 def python_paths() -> list[Path]:
     """Of the system, of the interpreter, and of everything that it imports from."""
-    system = [*map(Path, SYSTEM), *(Path("/proc") / name for name in OF_PROC)]
+    system = [
+        *map(Path, SYSTEM),
+        *(Path("/etc") / name for name in OF_ETC),
+        *(Path("/proc") / name for name in OF_PROC),
+    ]
     found = [*system, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry)]
     return list(dict.fromkeys(path.resolve() for path in found if path.exists()))
 
