@@ -9,7 +9,8 @@ sampled with, `rescored` those of the right policy (a liar's prefill: no compari
 Tokens: until the evidence reaches 1e5, completion by completion (multiples of 32), median and 95th percentile over orders of the
 same completions; `-` where it never comes. Columns: all statistics together as a run uses them, and three baselines in the same
 run: comparing logprobs alone, hidden states alone (TOPLOC), and the run's thresholds on single bundles of 8 completions (share
-refused). ROC: share of single bundles of 8 completions that are told from honest ones where 1 in 100 honest ones is suspected.
+refused). ROC: share of single bundles of 8 completions that are told from honest ones where 1 in 100 honest ones is suspected
+(rescored ones by margins and flips alone: it would prove nothing that they lack the noise of honest logprobs).
 """
 
 from __future__ import annotations
@@ -274,6 +275,9 @@ def shown(values: list[float]) -> str:
 
 COLUMNS = {"all": CALIBRATION.statistics, "logprobs alone": ("logprob",), "hidden states alone": ("proof",)}
 
+CHOICES = ("flip", "margin")
+"""What a rescored bundle can be told by."""
+
 
 async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
     size, said = QUICK if arguments.quick else FULL, not arguments.json
@@ -328,7 +332,7 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
         bundles = bundles_of(parts, size.bundles, 7)
         refused = refused_share(bundles, judge_class, wide=True)
         told = []
-        for of in (COLUMNS["all"], COLUMNS["logprobs alone"]):
+        for of in (CHOICES if numbers == "rescored" else COLUMNS["all"], COLUMNS["logprobs alone"]):
             limit = float(np.quantile(alone(honest_bundles, judge_class, of), 0.99))
             told.append(float(np.mean(alone(bundles, judge_class, of) > limit)))
         if said:
