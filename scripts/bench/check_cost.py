@@ -4,9 +4,9 @@
 
 Sampling: a batch of 64 rows over 151,936 tokens, beside the plain sampler (softmax, exponential noise, argmax) on the same
 logits. Proofs: the transformers engine with and without them, in the demo's shape (short completions: one proof each) and in a
-longer one; --vllm does the longer one with vLLM too. Validator: the forward pass and all its checks, beside the generation of the
-same tokens. Rounds of the two sides alternate; the figure is the ratio of the medians, the spread that of
-the rounds. One thread.
+longer one; --vllm measures vLLM instead, in a shape of its own. Validator: the forward pass and all its checks, beside the
+generation of the same tokens. Rounds of the two sides alternate; the figure is the ratio of the medians, the spread that of the
+rounds. One thread.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Shape:
 
 DEMO = Shape("demo", 128, 2, 128, 7)
 LONGER = Shape("longer", 256, 4, 64, 96)
+IN_VLLM = Shape("vllm", 256, 4, 64, 40)
 
 
 @dataclass(frozen=True)
@@ -183,19 +184,21 @@ def model_folder(shape: Shape, parent: Path) -> Path:
 
 async def measured(arguments: argparse.Namespace) -> dict[str, Timing]:
     rounds = 3 if arguments.quick else 9
-    found = await sampling(rounds)
     with tempfile.TemporaryDirectory() as place:
-        for shape in (DEMO, LONGER):
+        if arguments.vllm:
+            from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+            folder = model_folder(IN_VLLM, Path(place))
+            vllm = VllmEngine(folder, context_tokens_max=256)
+            found = await engines(IN_VLLM, rounds, folder, vllm)
+            await vllm.close()
+            return found
+        found = await sampling(2 if arguments.quick else rounds)
+        for shape in (DEMO, replace(LONGER, completions=32, tokens=40) if arguments.quick else LONGER):
             folder = model_folder(shape, Path(place))
             engine = TransformersEngine(folder)
             found |= await engines(shape, rounds, folder, engine)
             await engine.close()
-        if arguments.vllm:
-            from prime_node.adapters.engines.vllm_engine import VllmEngine
-
-            vllm = VllmEngine(Path(place) / LONGER.name, context_tokens_max=256)
-            found |= await engines(LONGER, rounds, Path(place) / LONGER.name, vllm)
-            await vllm.close()
     return found
 
 
@@ -211,8 +214,8 @@ def checks(found: dict[str, Timing]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
-    parser.add_argument("--vllm", action="store_true", help="with vLLM too; it needs half a minute to start")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and shorter completions")
+    parser.add_argument("--vllm", action="store_true", help="vLLM; it needs half a minute to start")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
