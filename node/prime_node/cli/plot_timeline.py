@@ -1,8 +1,9 @@
-"""The timeline as a picture: a line a lane, coloured by the policy at work."""
+"""The timeline as a picture: a line a lane, coloured by the policy at work. Checks wait for one another and overlap, so pale."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from prime_node.cli.timeline import CHECKS, TRAINER, Activity, Timeline
 
@@ -15,18 +16,17 @@ def save_png(timeline: Timeline, path: Path, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lanes = [lane for lane in timeline.lanes if lane != CHECKS]
-    shown = [each for each in timeline.activities if each.lane != CHECKS]
-    begin_s = min(each.begin_s for each in shown if each.lane == TRAINER)
-    end_s = max(each.end_s for each in shown if each.lane == TRAINER)
+    lanes = timeline.lanes
+    begin_s = min(each.begin_s for each in timeline.activities if each.lane == TRAINER)
+    end_s = max(each.end_s for each in timeline.activities if each.lane == TRAINER)
     figure = Figure(figsize=(10, 0.5 * len(lanes) + 1.3), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for each in shown:
+    for each in timeline.activities:
         row, width_s = lanes.index(each.lane), each.end_s - each.begin_s
-        axes.barh(row, width_s, left=each.begin_s - begin_s, height=0.7, color=_colour(each), edgecolor="white", lw=0.4)
+        axes.barh(row, width_s, left=each.begin_s - begin_s, height=0.7, color=_colour(each), **_look(each.lane))
         label = str(each.step if each.lane == TRAINER and each.name == "train" else each.policy_version)
-        if label != "-1" and each.name not in PALE and width_s > (end_s - begin_s) / 40:
+        if label != "-1" and each.name not in PALE and each.lane != CHECKS and width_s > (end_s - begin_s) / 40:
             middle = (max(each.begin_s, begin_s) + min(each.end_s, end_s)) / 2 - begin_s
             axes.text(middle, row, label, ha="center", va="center", color="white", fontsize=7)
     axes.set(
@@ -36,6 +36,10 @@ def save_png(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.invert_yaxis()
     axes.set_title(title)
     figure.savefig(path)
+
+
+def _look(lane: str) -> dict[str, Any]:
+    return {"edgecolor": "white", "lw": 0.4, "alpha": 0.35 if lane == CHECKS else 1.0}
 
 
 def _colour(activity: Activity) -> str:
