@@ -47,8 +47,10 @@ from prime_protocol.verdict import RejectReason
 QUICK = ("older-1", "int8", "smaller-rescored", "best-of-n", "older-proofs", "equivocation")
 SOFT = ("equivocation", "time-shift", "hoarding", "picking")
 """Nothing that they upload is false; the scheduler limits what they can do."""
-ROLLOUTS_MAX = 400
+ROLLOUTS_MAX = 160
 """Of a cheat, before it is taken for not caught."""
+SECONDS_MAX = 25.0
+"""Of one run, on however busy a machine."""
 STREAM_ROLLOUTS = 32
 """Of a cheat, for the baselines."""
 LEASE_ROLLOUTS = 8
@@ -131,7 +133,9 @@ class Baselines:
 
 async def try_cheat(arena: Arena, baselines: Baselines, name: str, seed: int) -> dict[str, Any]:
     soft = {"lease_seconds": 0.5, "max_steps": 4} if name in SOFT else {}
-    outcome = await arena.fight(name, seed=seed, rollouts_max=None if soft else ROLLOUTS_MAX, **soft)
+    outcome = await arena.fight(
+        name, seed=seed, rollouts_max=None if soft else ROLLOUTS_MAX, seconds_max=SECONDS_MAX, **soft
+    )
     cheat = outcome.parts[0]
     found: dict[str, Any] = {"name": name, "seed": seed, **_caught(outcome, cheat), "stream": [], "honest": []}
     found["poisoned"] = await _poisoned(outcome, cheat, arena)
@@ -141,7 +145,7 @@ async def try_cheat(arena: Arena, baselines: Baselines, name: str, seed: int) ->
     found["waits"] = sum("brought nothing" in reason for reason in cheat.waits)
     if not soft:
         free = CheckPolicy(proofs=True, strikes_max=10**6)
-        outcome = await arena.fight(name, seed=seed, rollouts_max=STREAM_ROLLOUTS, checks=free)
+        outcome = await arena.fight(name, seed=seed, rollouts_max=STREAM_ROLLOUTS, seconds_max=SECONDS_MAX, checks=free)
         keys = [part.key.key_id for part in outcome.parts]
         for judged in outcome.judged:
             place = "stream" if judged.worker == keys[0] else "honest"
@@ -190,7 +194,7 @@ async def fill(names: Sequence[str], seeds: Sequence[int], out: Path, *, seconds
     missing = [(seed, name) for seed in seeds for name in names if not (out / f"{name}-{seed}.json").exists()]
     with tempfile.TemporaryDirectory() as scratch:
         policies = await make_policies(
-            Path(scratch), shape=SHAPE, small_shape=SMALL, taught_steps=120, small_steps=60, rl_steps=SEEN + 20
+            Path(scratch), shape=SHAPE, small_shape=SMALL, taught_steps=60, small_steps=40, rl_steps=SEEN + 8
         )
         arena = Arena(policies, Path(scratch))
         baselines = Baselines(arena)
@@ -248,6 +252,8 @@ def spread(values: Sequence[int | None], *, most: int) -> str:
     known = sorted(value for value in values if value is not None)
     if not known:
         return f"- (of {most})"
+    if len(values) == 1:
+        return str(known[0])
     missed = len(values) - len(known)
     last = known[min(len(known) - 1, int(0.95 * len(known)))]
     return f"{statistics.median(known):.0f}, {last}" + (f", missed {missed} of {len(values)}" if missed else "")

@@ -41,15 +41,14 @@ def bands(runs: Sequence[dict[str, Any]], path: Path, *, by: str, names: Sequenc
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
-    for name in names:
+    for style, name in zip(itertools.cycle(("-", "--", ":")), names, strict=False):  # equal curves hide each other
         marks = [run["evaluations"] for run in runs if run[by] == name]
         if marks:
             shortest = min(map(len, marks))
             steps = [mark["step"] for mark in marks[0][:shortest]]
             values = [[each[place]["sampled"] for each in marks] for place in range(shortest)]
-            (line,) = panel.plot(
-                steps, [statistics.fmean(each) for each in values], label=f"{name} ({len(marks)} seeds)"
-            )
+            means = [statistics.fmean(each) for each in values]
+            (line,) = panel.plot(steps, means, style, label=f"{name} ({len(marks)} seeds)")
             panel.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2, color=line.get_color())
     panel.set_xlabel("step")
     panel.set_ylabel("sampled accuracy, held out")

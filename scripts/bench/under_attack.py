@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,7 @@ from prime_node.worker.leases import bundle_for, requests_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.identity import SigningKey
+from prime_protocol.rollout import rollouts_for
 from prime_protocol.weights import Weights
 
 TASK, LOSS, ASYNC_LEVEL, LR = "spell_backward", "aipo", 2, 4e-4
@@ -132,8 +133,9 @@ class AttackedBench(Bench):
         """One lease, from its assignment to its verdict; None where it is refused."""
         key = self._keys["root"] if engine is self._cheat else self._keys["coordinator"]
         lease = self._lease(slots, step, policy, key)
-        completions = await engine.generate(requests_for(lease, proofs=self._run.spec.checks.proofs), lease.sampling)
-        parcel = bundle_for(lease, completions, key=key, engine=engine.info, created_at_ms=0)
+        asked = [replace(one, proofs=self._run.spec.checks.proofs) for one in requests_for(lease)]
+        completions = await engine.generate(asked, lease.sampling)
+        parcel = bundle_for(lease, rollouts_for(lease, completions), key=key, engine=engine.info, created_at_ms=0)
         opened = open_bundle(parcel, lease, self._run)
         judgement = await self._judge(opened) if isinstance(opened, OpenedBundle) else opened
         if not judgement.verdict.accepted:

@@ -247,7 +247,7 @@ class Arena:
         await self._grow(1)
         policy = self.policies.chain[SEEN + lease.policy_version]
         await self._engines[0].load(policy, policy_version=lease.policy_version)
-        return await self._engines[0].generate(requests_for(lease, proofs=False), lease.sampling)
+        return await self._engines[0].generate(requests_for(lease), lease.sampling)
 
     # The parts of a run
 

@@ -9,8 +9,8 @@ from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LOGPROBS, SEEDS = RejectReason.LOGPROB_MISMATCH, RejectReason.SEED_MISMATCH
-NUMBERS = {LOGPROBS, SEEDS}
-"""Other weights show in both; the comparison of logprobs comes first."""
+NUMBERS = {LOGPROBS, SEEDS, RejectReason.PROOF_MISMATCH}
+"""Other weights show in all of them, and first in the one that they are furthest off in."""
 EXPECTED = {
     "older-1": NUMBERS,
     "older-2": NUMBERS,
@@ -19,7 +19,6 @@ EXPECTED = {
     "base": NUMBERS,
     "int8": NUMBERS,
     "int4": NUMBERS,
-    "older-1-as-vllm": NUMBERS,
     "altered": NUMBERS,
     "smaller": NUMBERS,
     "smaller-rescored": {SEEDS},
@@ -47,12 +46,13 @@ EXPECTED = {
     "poison": {SEEDS},
     "loud-poison": {LOGPROBS},
     "partial-10": {SEEDS},
-    "partial-1": {SEEDS},
     "colluding": {SEEDS},
 }
-"""The reasons that a cheat's refused bundles may have, beside that the evidence of all of them is enough."""
-BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown")
-"""These get through: SECURITY.md says what they gain, and what limits it."""
+"""The reasons that a cheat's refused bundles may have, beside those that any may."""
+ANY_CHEAT = {RejectReason.STATISTICAL, RejectReason.BAD_TERMINATION}
+"""And that a stop token was not the one that its seed chooses, which is the first to be seen where the tokens are wrong."""
+BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown", "older-1-as-vllm")
+"""These get through, the last one now and then: SECURITY.md says what they gain, and what limits it."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -62,7 +62,14 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
     reasons = [receipt.reason for receipt in outcome.receipts_of(cheat) if receipt.reason is not None]
     dishonest = [reason for reason in reasons if reason.is_dishonest]
     assert dishonest
-    assert set(dishonest) <= EXPECTED[name] | {RejectReason.STATISTICAL}
+    assert set(dishonest) <= EXPECTED[name] | ANY_CHEAT
+    assert outcome.worker(cheat)["banned"] is not None
+    _nobody_else_is_hurt(outcome, cheat)
+
+
+async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
+    outcome = await arena.fight("partial-1", rollouts_max=400, seed=156)  # it cheats in four of its first fifty
+    cheat = outcome.parts[0]
     assert outcome.worker(cheat)["banned"] is not None
     _nobody_else_is_hurt(outcome, cheat)
 
@@ -116,7 +123,7 @@ async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(aren
 
 def test_every_cheat_of_the_table_is_tried() -> None:
     soft = {"equivocation", "time-shift", "hoarding", "picking"}
-    assert {*EXPECTED, *BY_DESIGN, *soft} == set(ADVERSARIES)
+    assert {*EXPECTED, *BY_DESIGN, *soft, "partial-1"} == set(ADVERSARIES)
     assert len(ADVERSARIES) >= 25
 
 
