@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -27,10 +28,10 @@ from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle
-from prime_node.replay.feed import Feed
+from prime_node.replay.feed import Feed, StepBatch
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.weights import WeightTensor
@@ -74,6 +75,31 @@ async def test_the_next_batch_is_fetched_while_this_one_trains(coordinator: Batc
     assert coordinator.asked == [0, 1]
     assert (await feed.take(1)).step == 1
     assert coordinator.asked.count(1) == 1
+
+
+async def test_the_next_batch_is_worked_on_while_this_one_trains(feed: Feed) -> None:
+    next_is_worked_on = threading.Event()
+
+    def work(batch: StepBatch) -> str:
+        if batch.step == 1:
+            next_is_worked_on.set()
+        return f"{len(batch.groups)} groups of step {batch.step}"
+
+    feed.work_ahead(work)
+    assert (await feed.take(0)).made == "3 groups of step 0"
+    assert await asyncio.to_thread(next_is_worked_on.wait, 60.0)
+    assert (await feed.take(1)).made == "3 groups of step 1"
+
+
+async def test_what_goes_wrong_ahead_is_raised_where_the_batch_is_taken(feed: Feed) -> None:
+    def work(batch: StepBatch) -> None:
+        if batch.step == 1:
+            raise LocalError("a sequence is too long")
+
+    feed.work_ahead(work)
+    await feed.take(0)
+    with pytest.raises(LocalError, match="too long"):
+        await feed.take(1)
 
 
 async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator) -> None:

@@ -131,6 +131,14 @@ def test_rows_and_micro_batches_change_nothing_but_rounding(
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
 
 
+def test_a_batch_packed_ahead_trains_as_its_samples_do(folder: Path) -> None:
+    alone, ahead = exact(folder), exact(folder)
+    packed = ahead.pack(samples())
+    expected, found = (one.train_step(batch, AIPO, lr=1e-3) for one, batch in ((alone, samples()), (ahead, packed)))
+    assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert root_of(ahead.snapshot()) == root_of(alone.snapshot())
+
+
 def test_the_order_of_the_samples_changes_nothing_but_rounding(folder: Path) -> None:
     batch = samples()
     forward = exact(folder).train_step(batch, AIPO, lr=1e-3)

@@ -21,7 +21,15 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainBackend, TrainSample
+from prime_node.ports.train_backend import (
+    Loss,
+    OptimizerSettings,
+    PackedBatch,
+    PolicyCopy,
+    StepStats,
+    TrainBackend,
+    TrainSample,
+)
 from prime_node.ports.transport import Unreachable
 from prime_node.replay.feed import Feed
 from prime_node.trainer.checkpointing import Checkpoints
@@ -337,7 +345,10 @@ class FusedBackend:
         self.inner.new_optimizer(settings)
         self._fuse.passes("after new_optimizer")
 
-    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+    def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        return self.inner.pack(samples)
+
+    def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         self._fuse.passes("before train_step")
         stats = self.inner.train_step(samples, loss, lr=lr)
         self._fuse.passes("after train_step")

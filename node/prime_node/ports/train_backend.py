@@ -180,6 +180,14 @@ class PolicyCopy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Samples that `TrainBackend.pack` has divided among the ranks and packed, for one `train_step`."""
+
+    shares: Sequence[Any]
+    """The backend's own kind, one for each rank."""
+
+
 class TrainBackend(Protocol):
     """Synchronous: it is called from the trainer's own thread, but for what says otherwise.
 
@@ -190,7 +198,11 @@ class TrainBackend(Protocol):
         """Forget the optimizer's state and begin with a fresh one: a new phase of training."""
         ...
 
-    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+    def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        """Ahead of its step and from any thread: it touches no weights. Raises LocalError where a sample is too long."""
+        ...
+
+    def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         """Forward, backward and one optimizer step on all samples of the batch, divided as the loss says.
 
         Without trainable tokens nothing changes. Raises TrainingDiverged where the gradient is not finite, before any weight has

@@ -1,8 +1,8 @@
 """The trainer's feed: a batch of step n, and behind its back the one that follows.
 
 Who waits for whom: `take` waits for the coordinator, which holds the request open until the batch is complete (workers and
-validators complete it). While it trains, the next batch and its bundles are fetched. An absent coordinator is waited for without
-a deadline, the reason in the log; `close` or cancelling `take` ends every wait.
+validators complete it). While it trains, the next batch and its bundles are fetched and worked on. An absent coordinator is
+waited for without a deadline, the reason in the log; `close` or cancelling `take` ends every wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
@@ -34,6 +35,8 @@ class StepBatch:
     digest: str
     """Of the signed batch, for the manifest's provenance."""
     groups: tuple[Group, ...]
+    made: Any = None
+    """What `Feed.work_ahead` has made of it."""
 
 
 async def _at_once(check: Callable[[], TrainBatch]) -> TrainBatch:
@@ -64,6 +67,11 @@ class Feed:
         self._verified = verified or _at_once
         self._durable_step = 0
         self._train_ms: int | None = None
+        self._work: Callable[[StepBatch], Any] | None = None
+
+    def work_ahead(self, work: Callable[[StepBatch], Any]) -> None:
+        """From now on do this with each batch, in a thread, as soon as it is there; `StepBatch.made` is what it returns."""
+        self._work = work
 
     async def take(
         self, step: int, part: int = 0, *, durable_step: int = 0, train_seconds: float | None = None
@@ -101,7 +109,8 @@ class Feed:
         if previous is not None and batch.previous != (previous.digest if part else None):
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
         bundles = await self._bundles(batch.groups)
-        return StepBatch(step, part, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
+        found = StepBatch(step, part, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
+        return found if self._work is None else replace(found, made=await asyncio.to_thread(self._work, found))
 
     async def _batch(self, step: int, part: int) -> Envelope:
         said_s = -SAY_AGAIN_S

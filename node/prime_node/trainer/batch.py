@@ -1,17 +1,18 @@
-"""From a step's groups to what is trained, and to what is logged. Pure."""
+"""From a step's groups to what is trained, and to what is logged. Pure, so it runs ahead of the step."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.algo.advantages import inputs_of
 from prime_node.algo.filters import FilterInputs, flags
 from prime_node.algo.trajectories import interleave
-from prime_node.ports.train_backend import Group, TrainingMode, TrainSample
-from prime_node.trainer.recipe import Recipe
+from prime_node.ports.train_backend import Group, PackedBatch, TrainBackend, TrainingMode, TrainSample
+from prime_node.replay.feed import StepBatch
+from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_protocol import step as step_rule
 from prime_protocol.rollout import FinishReason
 
@@ -22,6 +23,41 @@ class Prepared:
 
     samples: tuple[TrainSample, ...]
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """What one optimizer step needs."""
+
+    num_groups: int
+    prepared: Prepared
+    packed: PackedBatch | None
+    """None where the samples lack something yet: a teacher's or the proximal policy's logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBatch:
+    """A batch that was worked on ahead of its step."""
+
+    minis: tuple[MiniBatch, ...]
+    seconds: float
+    """What that took, beside an earlier step where there was one."""
+
+
+def ready_batch(
+    batch: StepBatch, recipe: Recipe, backend: TrainBackend, *, minis: int, now_s: Callable[[], float]
+) -> ReadyBatch:
+    """All that can be done before the weights are there: in a thread, while an earlier step trains. Raises LocalError."""
+    began_s, made = now_s(), []
+    size = len(batch.groups) // minis
+    for start in range(0, len(batch.groups), size):
+        groups = batch.groups[start : start + size]
+        prepared = prepare(groups, recipe, step=batch.step)
+        is_whole = recipe.proximal is ProximalPolicy.CURRENT and not any(
+            sample.mode is TrainingMode.OPD for sample in prepared.samples
+        )
+        made.append(MiniBatch(len(groups), prepared, backend.pack(prepared.samples) if is_whole else None))
+    return ReadyBatch(tuple(made), now_s() - began_s)
 
 
 def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:

@@ -2,9 +2,9 @@
 
 Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch), in mode opd for the teacher's server, and, when
 more than async_level policies are unpublished, for the publisher; the publisher's failure ends the other waits. The feed fetches
-step n + 1 and the publisher announces policy n while the backend's thread works. Setting `stop` wakes a wait for a batch or for
-the teacher; a step that has begun to train is finished, saved and published. Where the coordinator is away just then,
-`leave_seconds` end the wait for it: the next start announces what is left.
+step n + 1, filters and packs it, and the publisher announces policy n while the backend's thread works. Setting `stop` wakes a
+wait for a batch or for the teacher; a step that has begun to train is finished, saved and published. Where the coordinator is
+away just then, `leave_seconds` end the wait for it: the next start announces what is left.
 
 Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of the announced
 policies is found again, the steps after it are computed again from the same batches, and the publisher compares each with what
@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from prime_node.replay.feed import StepBatch
+from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
@@ -55,6 +56,8 @@ async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
 async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> None:
     """Steps of reinforcement learning: step n makes policy n + 1."""
     now_s = trainer.clock.monotonic_s
+    minis = trainer.run.spec.schedule.require_batches
+    trainer.feed.work_ahead(lambda batch: ready_batch(batch, recipe, trainer.backend, minis=minis, now_s=now_s))
     await trainer.save()
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
@@ -83,6 +86,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             step=step,
             **numbers,
             idle_seconds=trained.idle_seconds,
+            ahead_seconds=trained.ahead_seconds,
             train_seconds=trainer.train_seconds,
             **speed(numbers, trainer.train_seconds, trainer.config.device_flops_max),
             save_seconds=saved_s - trained_s,

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from prime_node.patience import unless
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_backend import PackedBatch, TrainSample
 from prime_node.replay.feed import StepBatch
-from prime_node.trainer.batch import prepare
+from prime_node.trainer.batch import ReadyBatch
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.trainer.teaching import taught
 from prime_node.trainer.trainer import Trainer
@@ -29,6 +29,8 @@ class Trained:
     """Digest of its last batch, which stands for those before it."""
     lr_multiplier: float
     idle_seconds: float = 0.0
+    ahead_seconds: float = 0.0
+    """Advantages, filters and packing, done beside an earlier step."""
     rows: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """Numbers of each mini-batch, with their weight in a mean."""
 
@@ -64,21 +66,22 @@ async def train_step(
         trained.idle_seconds += trainer.clock.monotonic_s() - began_s
         trained.batch = batch.digest
         is_first = part == 0
-        size = len(batch.groups) // schedule.require_batches
-        for start in range(0, len(batch.groups), size):
-            groups = batch.groups[start : start + size]
-            prepared = prepare(groups, recipe, step=step)
-            known = await unless(stop.wait(), taught(prepared.samples, trainer.teacher, clock=trainer.clock))
-            if known is None:
-                return None
-            lr = recipe.schedule.at(step) * trained.lr_multiplier
-            samples = await _with_proximal(trainer, recipe, known, is_first=is_first)
+        ready: ReadyBatch = batch.made
+        trained.ahead_seconds += ready.seconds
+        for mini in ready.minis:
+            samples: Sequence[TrainSample] | PackedBatch | None = mini.packed
+            if samples is None:
+                known = await unless(stop.wait(), taught(mini.prepared.samples, trainer.teacher, clock=trainer.clock))
+                if known is None:
+                    return None
+                samples = await _with_proximal(trainer, recipe, known, is_first=is_first)
             is_first = False
+            lr = recipe.schedule.at(step) * trained.lr_multiplier
             stats = await trainer.train(samples, recipe.loss, lr=lr)
             if stats.num_tokens:
                 trained.lr_multiplier = recipe.next_multiplier(trained.lr_multiplier, stats.log_ratio_abs)
             numbers = {
-                **prepared.metrics,
+                **mini.prepared.metrics,
                 "loss": stats.loss,
                 "grad_norm": stats.grad_norm,
                 "lr": lr,
@@ -87,7 +90,7 @@ async def train_step(
                 **stats.metrics,
                 **stats.work,
             }
-            trained.rows.append((float(len(groups)), numbers))
+            trained.rows.append((float(mini.num_groups), numbers))
     return trained
 
 

@@ -14,7 +14,7 @@ from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher
-from prime_node.ports.train_backend import Loss, StepStats, TrainBackend, TrainSample
+from prime_node.ports.train_backend import Loss, PackedBatch, StepStats, TrainBackend, TrainSample
 from prime_node.replay.feed import Feed, StepBatch
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import TrainerConfig
@@ -71,7 +71,7 @@ class Trainer:
         durable_step = self.checkpoints.durable_step(self.publisher.head)
         return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
 
-    async def train(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+    async def train(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
         if stats.num_tokens:
             self.state = self.state.updated(optimizer_steps=self.state.optimizer_steps + 1)

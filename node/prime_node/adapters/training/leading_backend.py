@@ -21,7 +21,7 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.shares import Share
-from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainSample
+from prime_node.ports.train_backend import Loss, OptimizerSettings, PackedBatch, PolicyCopy, StepStats, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -51,7 +51,10 @@ class LeadingBackend:
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self._call("new_optimizer", settings)
 
-    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+    def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        return self._backend.pack(samples)
+
+    def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         stats: StepStats = self._call("train_share", loss, lr, own=self._backend.shares(samples))
         return stats
 

@@ -46,7 +46,15 @@ from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, Share, shares
 from prime_node.broadcast.publish.whole_copy import WholeCopy
-from prime_node.ports.train_backend import Loss, OptimizerSettings, PolicyCopy, StepStats, TrainingDiverged, TrainSample
+from prime_node.ports.train_backend import (
+    Loss,
+    OptimizerSettings,
+    PackedBatch,
+    PolicyCopy,
+    StepStats,
+    TrainingDiverged,
+    TrainSample,
+)
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -112,8 +120,13 @@ class TorchBackend:
         trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._optimizer = make_optimizer(trained, settings)
 
-    def shares(self, samples: Sequence[TrainSample]) -> list[Share]:
+    def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        return PackedBatch(self.shares(samples))
+
+    def shares(self, samples: Sequence[TrainSample] | PackedBatch) -> Sequence[Share]:
         """What each rank computes of a batch. Pure. Raises LocalError."""
+        if isinstance(samples, PackedBatch):
+            return samples.shares
         longest = max(
             (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
         )
@@ -124,7 +137,7 @@ class TorchBackend:
             )
         return shares(samples, self.packing, ranks=self._ranks.count)
 
-    def train_step(self, samples: Sequence[TrainSample], loss: Loss, *, lr: float) -> StepStats:
+    def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
 
     def train_share(self, share: Share, loss: Loss, lr: float) -> StepStats:
