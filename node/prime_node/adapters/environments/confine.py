@@ -24,30 +24,27 @@ _HANDLED = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Landlock ABI -> number of rights over files that it knows, in the order of the header file."""
 SYSTEM = ("/bin", "/dev", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/sys", "/usr")
 """What any program may read."""
-OF_ETC = (
-    *(
-        "ca-certificates",
-        "group",
-        "gai.conf",
-        "host.conf",
-        "hosts",
-        "ld.so.cache",
-        "localtime",
-        "mime.types",
-        "nsswitch.conf",
-    ),
-    *(
-        "passwd",
-        "pki",
-        "protocols",
-        "resolv.conf",
-        "services",
-        "ssl/certs",
-        "ssl/cert.pem",
-        "ssl/openssl.cnf",
-        "timezone",
-    ),
-)
+OF_ETC = [
+    "ca-certificates",
+    "fonts",
+    "group",
+    "gai.conf",
+    "host.conf",
+    "hosts",
+    "ld.so.cache",
+    "localtime",
+    "mime.types",
+    "nsswitch.conf",
+    "passwd",
+    "pki",
+    "protocols",
+    "resolv.conf",
+    "services",
+    "ssl/certs",
+    "ssl/cert.pem",
+    "ssl/openssl.cnf",
+    "timezone",
+]
 """Of /etc, where operators keep secrets too: what names, networks and certificates need."""
 OF_PROC = ("cpuinfo", "meminfo", "stat", "sys", "self")
 """Of /proc; the folders of other processes hold their environment variables."""
