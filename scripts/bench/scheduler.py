@@ -22,43 +22,26 @@ from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Grant, choose_slots, forgettable_step
 from prime_node.coordinator.state.tick import tick
-from prime_protocol.schedule import Schedule, Selection, lag_of, slots_ahead
+from prime_node.sim.world import make_rules
+from prime_protocol.schedule import Schedule
 
 G = 8
 REWARDS = (1.0,) * G
 
 
-def make_rules(preset: str, groups: int) -> Rules:
-    schedule = Schedule.model_validate({"preset": preset})
-    eta = 2.0 if schedule.staleness_threshold is None else schedule.staleness_threshold
-    return Rules(
-        run="r" * 64,
-        async_level=lag_of(eta),
-        groups_per_step=groups,
-        rollouts_per_group=G,
-        max_steps=10**6,
-        lease_ms=60_000,
-        strikes_max=2,
-        workers_max=10**6,
-        leases_per_worker_max=4,
-        bundles_pending_per_worker_max=8,
-        slots_ahead=slots_ahead(eta, groups),
-        selection=schedule.selection,
-        window_groups=2 * groups if schedule.selection is Selection.WINDOW else 0,
-        batches_per_step=schedule.batches_per_step,
-        lag_max=schedule.max_off_policy_steps,
-        staleness_from=schedule.staleness_from,
-        stale=schedule.stale,
-    )
-
-
 def measure(preset: str, num_workers: int, num_events: int) -> float:
     """Events a second."""
     rng = random.Random(num_workers)
-    rules = make_rules(preset, -(-max(1_024, num_workers) // 4) * 4)
+    rules = make_rules(
+        Schedule.model_validate({"preset": preset}),
+        async_level=2,
+        groups_per_step=-(-max(1_024, num_workers) // 4) * 4,
+        max_steps=10**6,
+        workers=10**6,
+        rollouts_per_group=G,
+    )
     state, names = State(rules), [f"w{number}" for number in range(num_workers)]
     for name in names:
         tick(state, ev.WorkerJoined(name, name, "1", "engine", 64), 0)
