@@ -163,7 +163,7 @@ def _caught(outcome: Outcome, cheat: Part) -> dict[str, Any]:
                 first, check = had, str(judged.verdict.reason)
     ban = outcome.worker(cheat)["banned"]
     if ban is not None and first is None:
-        first, check = had, "evidence"
+        first, check = had, f"ban, {ban['kind']}"
     return {"caught": first, "check": check, "judged": had, "banned": None if ban is None else ban["kind"]}
 
 
