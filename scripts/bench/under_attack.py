@@ -149,7 +149,7 @@ class AttackedBench(Bench):
     async def _judge(self, opened: OpenedBundle) -> Judgement:
         worlds = {TASK: self._environment}
         if self._condition is not Condition.CHECKED:
-            return reward_bundle(opened, run=self._run, environments=worlds, tokenizer=self._tokenizer)
+            return await reward_bundle(opened, run=self._run, environments=worlds, tokenizer=self._tokenizer)
         return await judge_bundle(opened, self._engine, run=self._run, environments=worlds, tokenizer=self._tokenizer)
 
     def _lease(self, slots: Sequence[int], step: int, policy: int, key: SigningKey) -> Lease:
