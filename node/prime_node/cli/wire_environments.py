@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.wire import missing_extra
+from prime_node.cli.missing_extra import missing_extra
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, read_json_lines
 from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
 from prime_node.ports.environment import Environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.wire import missing_extra
+from prime_node.cli.missing_extra import missing_extra
 from prime_node.observe import JsonLines, Recorder, Recorders
 
 if TYPE_CHECKING:

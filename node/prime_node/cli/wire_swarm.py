@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from prime_node.cli.wire import clock, missing_extra, trust
+from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.wire import clock, trust
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun

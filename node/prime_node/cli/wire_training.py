@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli import wire_adapters
-from prime_node.cli.wire import missing_extra
+from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun, RunSpec

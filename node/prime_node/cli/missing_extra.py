@@ -1,0 +1,9 @@
+"""What is said where a command needs an extra that is not installed."""
+
+from __future__ import annotations
+
+from prime_protocol.errors import LocalError
+
+
+def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
+    return LocalError(f'{purpose} need the extra {extra!r} ({error}); install it: pip install "prime-node[{extra}]"')
