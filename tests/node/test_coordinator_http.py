@@ -41,7 +41,7 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
 )
 from prime_protocol.rollout import RolloutHeader
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 
 
 @pytest.fixture
@@ -143,6 +143,22 @@ async def test_two_bundles_for_one_lease_are_a_strike_and_both_headers_are_kept(
     answer = (await world.client(ANNA).upload(first)).verdict
     assert answer is not None
     assert answer.reason is RejectReason.EQUIVOCATION
+
+
+@pytest.mark.parametrize("judged", [False, True])
+async def test_nobody_can_make_a_second_bundle_of_a_header_that_another_signed(world: World, judged: bool) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    first = await world.client(ANNA).upload(parcel)
+    if judged:
+        await world.judge()
+    broken = parcel[:-1] + bytes([parcel[-1] ^ 1])
+    await refused(world, ErrorCode.DIGEST_MISMATCH, "/v1/rollouts", broken)
+    length = int.from_bytes(parcel[4:8], "big")
+    wrapped = parcel[:4] + (length + 1).to_bytes(4, "big") + b" " + parcel[8:]
+    answer = await world.client(BEN).upload(wrapped)
+    assert answer.verdict == (Verdict.accept() if judged else first.verdict)
+    (worker,) = [each for each in (await world.status())["workers"] if each["worker"] == ANNA.key_id]
+    assert (worker["strikes"], worker["refused"]) == (0, {})
 
 
 async def test_a_bundle_for_a_returned_lease_is_refused_once_and_for_all(world: World) -> None:

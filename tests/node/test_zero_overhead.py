@@ -57,6 +57,13 @@ def test_the_time_of_a_step_is_that_of_the_formula(k: int, usable: float) -> Non
     assert sum(steps) / len(steps) == pytest.approx(max(1.0, (1.0 + 1.0 + usable) / (k + 1)), rel=0.03)
 
 
+def test_leases_that_do_not_tile_the_steps_wedge_nothing() -> None:
+    works = [Work(0, 3, 2.0), Work(3, 3, 2.0), Work(6, 2, 2.0)]
+    how = Mode(Admission(R, R, is_in_order=True))
+    found = published_at(works, how, workers=2, train_seconds=lambda step: 1.0, usable_seconds=0.0, num_steps=2)
+    assert found == [3.0, 6.0]
+
+
 def test_one_lease_may_hold_several_groups() -> None:
     mode = Mode(Admission(R, R, is_in_order=True))
     works = [Work(0, 3, 2.0), Work(3, 1, 1.0)]

@@ -52,15 +52,13 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
     decision = decide(core.state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
     if isinstance(decision, UploadReply):
         return decision
-    if isinstance(decision, ev.BundleContradicted):
-        return await _keep_both(core, decision, lease, opened)
     check_sizes(header, lease, core.run)  # (7)
-    opened.check_body(header)  # (8)
+    opened.check_body(header)  # (8); before anybody is convicted: who has seen a header can put another body behind it
     if isinstance(decision, ev.BundleArrived):
         decision = await _store(core, header, decision, parcel)
     if isinstance(decision, UploadReply):
         return decision
-    if isinstance(decision, ev.BundleContradicted):  # two at once
+    if isinstance(decision, ev.BundleContradicted):
         return await _keep_both(core, decision, lease, opened)
     if isinstance(decision, ev.BundleArrived):
         drawn = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
@@ -163,14 +161,19 @@ async def _store(
 async def _keep_both(
     core: Core, contradicted: ev.BundleContradicted, lease: LeaseRecord, opened: Parcel
 ) -> UploadReply:
-    """Two signed headers for one lease convict their worker: they are kept for the operator before anything follows."""
+    """Two signed headers for one lease convict their worker: they are kept for the operator before anything follows.
+
+    The same header, wrapped in other JSON, does not: anybody can do that. Nor does one whose first one is deleted.
+    """
     assert lease.bundle is not None
     try:
         first = open_parcel(await core.bundles.get(lease.bundle), body_bytes_max=core.run.spec.limits.rollout_bytes_max)
-    except KeyError:  # its step is trained, and its bytes are deleted
-        headers = [opened.envelope]
-    else:
-        headers = [first.envelope, opened.envelope]
+    except KeyError:  # its step is trained
+        refusal = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
+        return UploadReply(bundle=contradicted.other, verdict=refusal)
+    if first.envelope.payload == opened.envelope.payload:
+        return UploadReply(bundle=contradicted.other, verdict=_verdict_on(core.state, lease))
+    headers = [first.envelope, opened.envelope]
     name = f"equivocation-{lease.worker}-{lease.lease_id[:16]}.jsonl"
     await core.private.write(name, b"".join(header.to_bytes() + b"\n" for header in headers))
     if lease.reason is None:  # it may have come twice meanwhile

@@ -110,7 +110,7 @@ class _Replay:
         slots_end = self.mode.admission.slots_end(self.usable)
         while self.idle and self.next_work < len(self.works):
             work = self.works[self.next_work]
-            if work.first_slot + work.num_groups > slots_end:
+            if work.first_slot >= slots_end:  # some may reach beyond it: what is known of a run need not tile its steps
                 break
             heappush(self.events, (now_s + work.seconds, _WORK, self.next_work))
             self.next_work += 1
