@@ -108,6 +108,23 @@ def test_refusals_wasted_leases_and_dropped_groups_are_counted_by_reason() -> No
     assert row["fully_async/count/current_param_version"] == 2
 
 
+def test_what_is_refused_beside_or_against_a_verdict_is_told_as_refused_and_forgotten() -> None:
+    run = Observed()
+    run.join("anna", "ben")
+    run.publish()
+    mark = "m" * 24
+    for worker in ("anna", "ben"):
+        lease = run.granted(worker, 0, 2)
+        rewards = (0.5,) * (len(lease.slots) * run.state.rules.rollouts_per_group)
+        bundle = run.upload(lease)
+        run.do(ev.VerdictGiven(bundle, None, "", rewards, 10, "v", fingerprints=((lease.slots[0], mark),)))
+        run.now_ms += 1_000
+    assert [span.outcome for span in run.of(SpanKind.CHECK)] == ["accepted", "copied"]
+    run.upload(run.granted("ben", 0, 2))
+    run.do(ev.WorkerBanned("ben", "by the operator"))
+    assert not run.tracker._judged
+
+
 def test_a_straggler_s_lease_that_was_overtaken_is_told_as_such() -> None:
     run = Observed(replace(RULES, leases_per_slot_max=2, straggler_factor=1.0))
     run.join("anna", "ben")

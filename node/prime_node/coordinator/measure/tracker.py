@@ -167,6 +167,9 @@ class Tracker:
                 pass
         if len(self._held) != len(state.leases):
             spans += self._let_go(state, at_ms)
+        if len(self._judged) != len(state.bundles):  # refused with their worker, without a verdict of their own
+            for bundle in [bundle for bundle in self._judged if bundle not in state.bundles]:
+                del self._judged[bundle]
         self._num_active = state.num_active
         return spans, done
 
@@ -193,7 +196,11 @@ class Tracker:
 
     def _judge(self, event: ev.VerdictGiven, state: State, at_ms: int) -> list[Span]:
         lease = self._judged.pop(event.bundle)
-        outcome = "accepted" if event.reason is None else str(event.reason)
+        worker = state.workers.get(lease.worker)
+        ended = worker.ended.values() if worker is not None else ()
+        # The state machine refuses some that the validator accepted: copies, and what all evidence together speaks against.
+        reason = event.reason or next((one.reason for one in ended if one.bundle == event.bundle), None)
+        outcome = "accepted" if reason is None else str(reason)
         check = Span(
             SpanKind.CHECK,
             lease.end_ms,
@@ -205,12 +212,12 @@ class Tracker:
             lease.slots,
         )
         step = state.steps.get(lease.step)
-        for slot in lease.slots if event.reason is None and step is not None else ():
+        for slot in lease.slots if reason is None and step is not None else ():
             if step is not None and slot in step.accepted and step.accepted[slot].bundle == event.bundle:
                 self._waiting[slot] = _Waiting(at_ms, lease)
         log = self._log(self._step)
         log.check_seconds.append(check.seconds)
-        if event.reason is not None:
+        if reason is not None:
             log.refused[outcome] += 1
         return [check]
 
