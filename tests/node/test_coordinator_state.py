@@ -89,6 +89,9 @@ def test_nothing_is_leased_beyond_the_last_step() -> None:
     run.join("anna")
     run.publish()
     run.accept(run.upload(run.granted("anna", 0)))
+    assert isinstance(run.lease("anna", 0), Refusal)
+    assert not run.state.is_complete, "what no batch has taken may be taken back, and wanted again"
+    assert run.fix()
     assert run.state.is_complete
     refusal = run.lease("anna", 0)
     assert isinstance(refusal, Refusal)

@@ -294,13 +294,11 @@ class State:
 
     @property
     def is_complete(self) -> bool:
-        """Every rollout of the run is in: nothing will be leased any more."""
-        if self.last_step < self.rules.max_steps - 1:
-            return False
-        # Until it is trained, a group may be dropped and wanted again.
-        if self.rules.admission.lag_max is not None or self.rules.audit_share_min < 1:
-            return all(step.fixed for step in self.steps.values())
-        return all(self.is_ready(step) for step in self.steps)
+        """Every batch of the run is settled: nothing will be leased any more.
+
+        Before that an accepted group may be dropped (stale, copied, taken back from a cheat) and wanted again.
+        """
+        return self.last_step >= self.rules.max_steps - 1 and all(step.fixed for step in self.steps.values())
 
     def is_ready(self, step: int) -> bool:
         """All slots of a step of the window are accepted."""
