@@ -131,26 +131,33 @@ def has_assigned_seeds(rollouts: Rollouts, lease: Lease) -> bool:
 def check_turns(rollouts: Rollouts, lease: Lease, spec: RunSpec) -> str | None:
     """Why a bundle's turns are not what the lease's environments allow, or None. Raises PeerError where they cannot be read."""
     environments = {environment.name: environment for environment in spec.environments}
-    problems = [group.problem for group in lease.groups for _ in group.seeds]
-    for problem, prompt, turns in zip(problems, _prompts_of_lease(lease), episodes_of(rollouts, lease), strict=True):
-        fault = _fault(turns, prompt, environments[problem.environment], spec)
-        if fault is not None:
-            return fault
+    of_rollouts = [environments[group.problem.environment] for group in lease.groups for _ in group.seeds]
+    fault = _size_fault(rollouts, of_rollouts, spec)
+    if fault is not None:
+        return fault
+    for environment, prompt, turns in zip(
+        of_rollouts, _prompts_of_lease(lease), episodes_of(rollouts, lease), strict=True
+    ):
+        if environment.turns_max == 1 and turns[0].prompt_token_ids != prompt:
+            return "another prompt than the lease's"
+        if any(max(turn.prompt_token_ids) >= spec.vocab_size for turn in turns):
+            return "a token of a prompt is outside of the vocabulary"
     return None
 
 
-def _fault(turns: Sequence[Turn], prompt: TokenIds, environment: EnvironmentSpec, spec: RunSpec) -> str | None:
-    if len(turns) > environment.turns_max:
-        return f"{len(turns)} turns, environment {environment.name} has {environment.turns_max}"
-    if environment.turns_max == 1 and turns[0].prompt_token_ids != prompt:
-        return "another prompt than the lease's"
-    for turn in turns:
-        length = len(turn.prompt_token_ids)
-        bound = spec.context_tokens_max(environment) - spec.sampling.completion_tokens_max
+def _size_fault(rollouts: Rollouts, of_rollouts: Sequence[EnvironmentSpec], spec: RunSpec) -> str | None:
+    """Looked at before any prompt is spelled out: each may repeat all of the turns before it, however small the bundle is."""
+    if rollouts.turns_N3 is None or rollouts.num_rollouts != len(of_rollouts):
+        return None
+    numbers_N = rollouts.rollout_numbers
+    for environment, turns in zip(of_rollouts, np.bincount(numbers_N).tolist(), strict=True):
+        if turns > environment.turns_max:
+            return f"{turns} turns, environment {environment.name} has {environment.turns_max}"
+    lengths_N = rollouts.turns_N3[:, 1:].sum(axis=1, dtype=np.int64)
+    for number, length in zip(numbers_N.tolist(), lengths_N.tolist(), strict=True):
+        bound = spec.context_tokens_max(of_rollouts[number]) - spec.sampling.completion_tokens_max
         if not 1 <= length <= bound:
-            return f"a prompt of {length} tokens; environment {environment.name} has 1 to {bound}"
-        if max(turn.prompt_token_ids) >= spec.vocab_size:
-            return "a token of a prompt is outside of the vocabulary"
+            return f"a prompt of {length} tokens; environment {of_rollouts[number].name} has 1 to {bound}"
     return None
 
 

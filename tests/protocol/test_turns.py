@@ -164,9 +164,17 @@ def test_turns_that_do_not_fit_together_are_malformed(sample: Sample, tamper: Ca
 
 
 def test_a_turn_cannot_keep_more_than_was_said(sample: Sample) -> None:
-    rollouts = rows(rollouts_of_turns(sample.lease, game(sample)), 1, 1, 10_000)
-    with pytest.raises(PeerError, match="keeps 10000"):
+    rollouts = rows(rollouts_of_turns(sample.lease, game(sample)), 1, 1, 100)
+    with pytest.raises(PeerError, match="keeps 100 "):
         check_assignment(sample.header, rollouts, sample.lease, vocab_size=264, turns=spec_of(sample))
+
+
+def test_too_many_or_too_long_turns_are_refused_before_any_prompt_is_spelled_out(sample: Sample) -> None:
+    unreadable = rows(rollouts_of_turns(sample.lease, game(sample)), 1, 1, 2**31 - 1)  # to spell it out is an error
+    for spec, why in ((spec_of(sample, turns_max=2), "has 2"), (spec_of(sample), "a prompt of 214748")):
+        verdict = check_assignment(sample.header, unreadable, sample.lease, vocab_size=264, turns=spec)
+        assert verdict.reason is RejectReason.WRONG_CONTEXT
+        assert why in verdict.detail
 
 
 def test_an_environment_must_have_room_for_a_prompt_and_a_completion(sample: Sample) -> None:
