@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -348,3 +349,18 @@ async def test_an_environment_that_fails_too_often_is_named_and_is_nobodys_fault
     judgement = await verdict_on(engine, run, lease, made, policies, environment=Lengths(fails_on=fails_on))
     assert judgement.verdict.reason is RejectReason.UNVERIFIABLE
     assert f"environment {name} cannot score" in judgement.verdict.detail
+
+
+async def test_a_reward_that_is_no_number_is_no_reward(
+    engine: TransformersEngine, policies: dict[int, Weights]
+) -> None:
+    class Divides(Lengths):
+        def score(self, index: int, completion: str, *, finished: bool) -> float:
+            return float("nan") if super().score(index, completion, finished=finished) else math.inf
+
+    run = run_with(group_rollouts_min=1)
+    made = await engine.generate(REQUESTS, SAMPLING)
+    lease = lease_of(run, run.spec.environments[0].name)
+    judgement = await verdict_on(engine, run, lease, made, policies, environment=Divides())
+    assert judgement.verdict.reason is RejectReason.UNVERIFIABLE
+    assert judgement.rewards == ()

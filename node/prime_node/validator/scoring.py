@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ async def score_rollouts(
                 reward = statistics.median(
                     environment.score(problem.index, text, finished=finished) for _ in range(its.scorings)
                 )
+            if not math.isfinite(reward):
+                raise ValueError(f"its reward is {reward}")
             rewards.append(reward)
         except WrongContext as error:
             raise WrongContext(f"rollout {index}, environment {problem.environment}: {error}") from None
