@@ -17,9 +17,10 @@ from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.algo.advantages import inputs_of
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs.episodes import Bounds, Recorder, WrongContext, bounds_of, replayed, scored
-from prime_node.envs.partners import calculate
+from prime_node.envs.partners import calculate, calculator
+from prime_node.envs.source import SourceProblem
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.environment import Ask, TurnEnvironment
+from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
@@ -225,6 +226,27 @@ async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: Pi
         await play_lease(lease_of(run, model), run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
 
 
+async def test_an_environment_whose_process_ends_hands_the_lease_back(run: PinnedRun, model: Path) -> None:
+    class Dying:
+        async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+            await ask(prompt_token_ids)
+            raise EnvironmentGone("it ran out of memory")
+
+    class Answers:
+        async def generate(self, requests: list[GenerateRequest], sampling: object) -> list[Completion]:
+            return [Completion((1,), (-0.5,), FinishReason.STOP) for _ in requests]
+
+    generated = await generate(
+        Answers(),  # type: ignore[arg-type]
+        lease_of(run, model),
+        SwapPolicy.DRAIN,
+        held=0,
+        wait_newer=never,  # type: ignore[arg-type]
+        play=lambda lease, sample: play_lease(lease, run.spec, {"again": Dying()}, sample),  # type: ignore[dict-item]
+    )
+    assert generated.rollouts is None  # what it said so far would be refused as another context
+
+
 # Episodes by themselves
 
 
@@ -290,6 +312,10 @@ def test_the_calculator_calculates(expression: str, value: int) -> None:
 def test_the_calculator_refuses_what_it_does_not_understand(expression: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (each has its own words)
         calculate(expression)
+
+
+def test_a_long_line_of_blanks_is_no_call_and_is_seen_at_once() -> None:
+    assert calculator(SourceProblem("1 + 1?", "2"), ["calc" + " " * 2**20], lambda problem, answer: 0.0) is None
 
 
 async def test_a_calculator_is_a_turn_and_the_last_answer_is_scored(model: Path) -> None:

@@ -16,7 +16,7 @@ from prime_node.adapters.environments.process import EnvironmentFailed, ProcessE
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.cli.wire_environments import build_environments, start_environments
-from prime_node.ports.environment import TurnEnvironment, TurnProblem
+from prime_node.ports.environment import EnvironmentGone, TurnEnvironment, TurnProblem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -129,6 +129,19 @@ async def test_an_episode_is_played_across_the_pipe(started: dict[str, ProcessEn
         return None
 
     assert await problem.play(tuple(tokenizer.encode_prompt(problem.prompt)), silence) == 0.0
+
+
+async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec], model: Path) -> None:
+    world = start_environments(specs[1:], model, hidden=[])["again"]
+    assert isinstance(world, TurnEnvironment)
+
+    async def ask(prompt: tuple[int, ...]) -> Completion | None:
+        os.kill(world.process.pid, 9)
+        return None
+
+    with pytest.raises(EnvironmentGone):
+        await world.play(1, tuple(HfTokenizer(model).encode_prompt(world.prompt(1))), ask)
+    world.process.close()
 
 
 def test_an_environment_that_takes_its_process_with_it_is_started_again(

@@ -19,14 +19,14 @@ Partner = Callable[[SourceProblem, Sequence[str], Grade], str | None]
 """What is said to the answers so far; None where the rollout is over."""
 
 EXPRESSION_CHARS_MAX = 200
-_CALL = re.compile(r"\s*calc\s+(?P<expression>.*\S)\s*", re.DOTALL)
+_CALL = re.compile(r"calc\s+(?P<expression>\S.*)", re.DOTALL)
 _TOKEN = re.compile(r"\s*(?:(\d{1,30})|([-+*()]))")
 DEPTH_MAX = 20
 
 
 def calculator(problem: SourceProblem, answers: Sequence[str], grade: Grade) -> str | None:
     """Whole numbers, + - * and parentheses."""
-    call = _CALL.fullmatch(answers[-1])
+    call = _CALL.fullmatch(answers[-1].strip())
     if call is None:
         return None
     try:

@@ -8,6 +8,10 @@ from typing import Protocol, runtime_checkable
 from prime_protocol.rollout import Completion
 
 
+class EnvironmentGone(Exception):
+    """The process that held an environment ended in the middle of a question: whatever was under way says nothing."""
+
+
 class Environment(Protocol):
     """A numbered, endless set of problems with a deterministic score.
 

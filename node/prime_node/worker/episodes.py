@@ -1,7 +1,8 @@
 """Generating for a lease whose environments answer.
 
 Who waits for whom: every rollout of the lease is an episode of its own; those that ask at the same time are asked together
-(envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts.
+(envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts. Where its
+process ends, nothing counts: a validator would find that the environment had more to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from prime_node.envs.episodes import Desk, Recorder, bounds_of
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.environment import Ask, TurnEnvironment
+from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
 from prime_protocol.assignment import GroupAssignment, Lease
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import RunSpec
@@ -35,7 +36,8 @@ async def play_lease(
     environments: Mapping[str, TurnEnvironment],
     sample: Sample,
 ) -> list[list[Turn]]:
-    """The turns of each rollout, in the lease's order of groups and seeds. Raises NothingSampled, and what `sample` raises."""
+    """The turns of each rollout, in the lease's order of groups and seeds. Raises NothingSampled and EnvironmentGone, and what
+    `sample` raises."""
     desk = Desk(sample)
     bounds = bounds_of(spec)
     recorders: list[Recorder] = []
@@ -57,6 +59,8 @@ async def _episode(group: GroupAssignment, environment: TurnEnvironment | None, 
         return 0.0
     try:
         return await environment.play(group.problem.index, group.prompt_token_ids, ask)
+    except EnvironmentGone:
+        raise
     except Exception:
         problem = group.problem
         log.warning("environment %s, problem %d: an episode failed", problem.environment, problem.index, exc_info=True)

@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prime_node.ports.environment import Ask
+from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
 
@@ -48,6 +48,10 @@ FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
 
 class EnvironmentFailed(Exception):
     """An environment's code raised, took too long, or took its process with it."""
+
+
+class _Ended(EnvironmentFailed, EnvironmentGone):
+    """The process is what failed."""
 
 
 class EnvironmentProcess:
@@ -192,7 +196,7 @@ class _Child:
         while self._waiting:
             _, answer = self._waiting.popitem()
             if not answer.done():
-                answer.set_exception(EnvironmentFailed("the environments' process ended"))
+                answer.set_exception(_Ended("the environments' process ended"))
 
 
 def passed_on(folder: Path) -> dict[str, str]:
