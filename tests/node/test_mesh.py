@@ -7,14 +7,23 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
 from tests.node.swarm_world import CORA, until
 
 from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.swarm.directory import Directory
+from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.mesh import LINKS_WISHED, Mesh
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.peer import Peer
+from prime_node.broadcast.swarm.serving import PeerService
+from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.peers import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -134,3 +143,22 @@ async def test_hints_are_few_and_never_in_the_way_of_what_the_coordinator_says()
     assert not {ANNA.key_id, BEN.key_id, CORA.key_id} & directory.hinted.keys()
     assert next(iter(directory.candidates)) == BEN.key_id
     assert directory.candidates[BEN.key_id] == where(BEN)
+
+
+async def test_where_the_peer_network_ends_the_swarm_goes_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Ended(MemoryNetwork):
+        async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
+            raise Unreachable("the libp2p thread ended")
+
+    finder, clock, rng = Finder(is_away=True), SystemClock(), random.Random(1)
+    network = Ended(MemorySwitch(), ANNA.key_id, run=RUN.digest)
+    directory = Directory(RUN, ANNA, finder, clock=clock, rng=rng)
+    mesh = Mesh(RUN, network, directory, clock=clock, rng=rng)
+    uplink = Uplink(clock=clock)
+    parts = PartStore(tmp_path / "parts", bytes_max=2**20)
+    service = PeerService(RUN, ANNA, Holdings(), parts, uplink, clock, lambda version: None)
+    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, None, network, mesh)
+    async with peer.running():
+        await until(lambda: "no links are kept" in caplog.text)
+        finder.is_away, finder.peers = False, (where(BEN),)
+        await until(lambda: BEN.key_id in directory.records)

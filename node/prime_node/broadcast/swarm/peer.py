@@ -97,6 +97,14 @@ class Peer:
                 else:
                     tasks.create_task(self.directory.run(list, lambda: None))
                 if self.mesh is not None:
-                    tasks.create_task(self.mesh.run())
+                    tasks.create_task(_linked(self.mesh))
         except Exception:
             log.exception("the swarm has stopped here; policies still come from the coordinator and the mirrors")
+
+
+async def _linked(mesh: Mesh) -> None:
+    """Peers are reached over HTTP too: where the peer network ends, the rest of the swarm goes on."""
+    try:
+        await mesh.run()
+    except Exception:
+        log.exception("no links are kept over the peer network any more")
