@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,28 @@ async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec
 
     with pytest.raises(EnvironmentGone):
         await world.play(1, tuple(HfTokenizer(model).encode_prompt(world.prompt(1))), ask)
+    world.process.close()
+
+
+async def test_an_episode_that_hangs_fails_and_the_next_one_is_played(
+    specs: list[EnvironmentSpec], model: Path
+) -> None:
+    world = start_environments(specs[1:], model, hidden=[])["again"]
+    assert isinstance(world, TurnEnvironment)
+    prompt = tuple(HfTokenizer(model).encode_prompt(world.prompt(1)))
+    world.process.silence_s_max = 0.5
+
+    async def hang(_: tuple[int, ...]) -> Completion | None:
+        os.kill(world.process.pid, signal.SIGSTOP)
+        return None
+
+    async def silence(_: tuple[int, ...]) -> Completion | None:
+        return None
+
+    with pytest.raises(EnvironmentFailed, match="did nothing"):
+        await world.play(1, prompt, hang)
+    world.process.silence_s_max = 60.0
+    assert await world.play(1, prompt, silence) == 0.0
     world.process.close()
 
 

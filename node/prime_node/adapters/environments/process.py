@@ -39,6 +39,8 @@ START_S_MAX = 120.0
 """Imports, data sets and all."""
 ANSWER_S_MAX = 60.0
 """One problem or one score; an environment that takes longer has failed."""
+SILENCE_S_MAX = 300.0
+"""For an episode that neither ends nor asks for anything. Tools and judges may be slow; a hostile answer may hang a grader."""
 CACHED_PROMPTS = 4_096
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """Of our own environment variables; whatever else is there may be a secret."""
@@ -57,8 +59,11 @@ class _Ended(EnvironmentFailed, EnvironmentGone):
 class EnvironmentProcess:
     """A child that holds some environments. Starts when it is made; `close` ends it, and so does our own end."""
 
-    def __init__(self, command: Sequence[str], description: Mapping[str, Any]) -> None:
+    def __init__(
+        self, command: Sequence[str], description: Mapping[str, Any], *, silence_s_max: float = SILENCE_S_MAX
+    ) -> None:
         """`command`: what runs prime_node.cli.environment_process. Raises LocalError with what the child says is wrong."""
+        self.silence_s_max = silence_s_max
         self._command = list(command)
         self._description = dict(description)
         self._lock = threading.Lock()
@@ -78,16 +83,34 @@ class EnvironmentProcess:
 
     async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
         """The reward of one episode. Raises EnvironmentFailed. Cancelling it cancels the episode."""
-        child, number = self._started(), next(self._numbers)
-        child.asks[number] = (asyncio.get_running_loop(), ask)
+        child, number, loop = self._started(), next(self._numbers), asyncio.get_running_loop()
+        open_asks = 0
+
+        async def answered(prompt: tuple[int, ...]) -> Completion | None:
+            """While the model is asked it is our turn, however long that takes."""
+            nonlocal open_asks
+            open_asks += 1
+            silence.reschedule(None)
+            try:
+                return await ask(prompt)
+            finally:
+                open_asks -= 1
+                if number in child.asks and not open_asks:
+                    silence.reschedule(loop.time() + self.silence_s_max)
+
         try:
-            answer = child.send(number, method="play", environment=environment, **arguments)
-            return float(await asyncio.wrap_future(answer))
+            async with asyncio.timeout(self.silence_s_max) as silence:
+                child.asks[number] = (loop, answered)
+                answer = child.send(number, method="play", environment=environment, **arguments)
+                return float(await asyncio.wrap_future(answer))
+        except TimeoutError:
+            child.end()
+            raise EnvironmentFailed(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
         except asyncio.CancelledError:
             child.tell(cancel=number)
             raise
         finally:
-            del child.asks[number]
+            child.asks.pop(number, None)
 
     @property
     def pid(self) -> int:
@@ -165,7 +188,11 @@ class _Child:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except ValueError:
+                log.warning("the environments' process wrote what is no answer: %.80r", line)
+                break
             if "ask" in message:
                 self._pass_on(message)
                 continue
