@@ -23,9 +23,9 @@ def run() -> Run:
     return run
 
 
-def uploaded(run: Run, worker: str) -> str:
+def uploaded(run: Run, worker: str, *, audited: bool = True) -> str:
     run.now_ms += 10
-    return run.upload(run.granted(worker, 0, rollouts_max=2))
+    return run.upload(run.granted(worker, 0, rollouts_max=2), audited=audited)
 
 
 def accept(run: Run, bundle: str, *marks: str) -> list[Effect]:
@@ -84,6 +84,24 @@ def test_refused_bundles_are_nobody_s_original(run: Run) -> None:
     fingerprints = ((0, MARK),)
     run.do(ev.VerdictGiven(bad, RejectReason.SEED_MISMATCH, "", (), 0, "v", fingerprints=fingerprints))
     assert receipts(accept(run, good, MARK)) == {good: None}
+
+
+def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
+    """It may hold the text that another slot's seeds give, filed where it was not sampled."""
+    forged, honest = uploaded(run, "anna", audited=False), uploaded(run, "ben")
+    accept(run, forged, MARK)
+    assert receipts(accept(run, honest, MARK)) == {honest: None}
+    forged, honest = uploaded(run, "anna", audited=False), uploaded(run, "ben")
+    accept(run, honest, OTHER)
+    assert receipts(accept(run, forged, OTHER)) == {forged: None}
+    assert run.state.workers["ben"].strikes == 0
+    invariants.check(run.state)
+
+
+def test_a_copy_that_is_not_audited_is_found(run: Run) -> None:
+    original, copy = uploaded(run, "anna"), uploaded(run, "ben", audited=False)
+    accept(run, original, MARK)
+    assert receipts(accept(run, copy, MARK)) == {copy: RejectReason.COPIED}
 
 
 def test_the_index_survives_a_restart_and_is_bounded(run: Run) -> None:

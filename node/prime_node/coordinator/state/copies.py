@@ -2,6 +2,9 @@
 
 A copy is the fault of the later one by the coordinator's clock, whichever is judged first. The index is part of the state, so it
 survives restarts; it holds the last FINGERPRINTS_KEPT_MAX fingerprints.
+
+Only an audited bundle accuses others. In one without a forward pass any text may stand: who has had a slot's seeds, and let its
+lease lapse, could file what they give under another slot, and have the honest worker that samples it next refused as a copyist.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ def found_earlier(state: State, pending: PendingBundle, marks: Sequence[tuple[in
 
 def found_later(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
     """Accepted bundles that came after this one and hold the same: they were judged first. Each once."""
+    if not pending.audited:
+        return []
     later = {one.bundle: one for one in _alike(state, pending, marks) if one.arrived_at_ms > pending.arrived_at_ms}
     return list(later.values())
 
 
 def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> None:
-    """An accepted bundle's fingerprints. An original stays the original."""
+    """An accepted bundle's fingerprints, if it was audited. An original stays the original."""
+    if not pending.audited:
+        return
     for slot, mark in marks:
         known = state.originals.get(mark)
         if known is None or known.arrived_at_ms > pending.arrived_at_ms:
