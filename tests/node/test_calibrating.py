@@ -176,6 +176,7 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     }
     assert pairs[1] == read_calibration(first).pairs[0]
     assert set(pairs[0].moments) >= {"margin", "flip", "logprob"}
+    assert "stop" not in pairs[0].moments, "it was measured without stop tokens"
 
 
 def test_an_engine_that_nobody_has_is_told(tmp_path: Path) -> None:

@@ -130,8 +130,10 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
             ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=True)
             for request, completion in zip(_generate_requests(lease), rollouts.completions(), strict=True)
         ]
-        found = statistics(rollouts, await scorer.prefill(requests, lease.sampling))
-        errors.add(dict(found), rollouts.lengths_N)
+        found = dict(statistics(rollouts, await scorer.prefill(requests, lease.sampling)))
+        # Without stop tokens it is 0 everywhere: as a bound it would ban whoever ends by a hair.
+        found.pop("stop", None)
+        errors.add(found, rollouts.lengths_N)
     return errors
 
 
