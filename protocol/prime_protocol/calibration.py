@@ -19,8 +19,12 @@ from pydantic import Field, model_validator
 
 from prime_protocol.assignment import Count, Name, Text
 from prime_protocol.envelope import WireModel
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, sums_of
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
+
+NATS_ERROR_MAX = 1e-3
+"""Logarithms may differ in the last bits between machines."""
 
 
 class PairMoments(WireModel):
@@ -79,3 +83,19 @@ def evidence_of(
     known = calibration.moments_of(worker=worker, validator=validator)
     sums = {name: sums_of(values, known[name]) for name, values in found.items() if name in known and len(values)}
     return BundleEvidence(worker=worker, validator=validator, sums=sums)
+
+
+def require_possible(evidence: BundleEvidence, calibration: Calibration) -> None:
+    """The sums are possible ones under the calibration: it knows each statistic, and no token adds more than the cap.
+
+    Raises PeerError(MALFORMED).
+    """
+    known = calibration.moments_of(worker=evidence.worker, validator=evidence.validator)
+    for name, sums in evidence.sums.items():
+        moments = known.get(name)
+        if moments is None or len(moments.lambdas) != len(sums.log_e):
+            detail = f"the calibration does not know {name} of {evidence.worker} under {evidence.validator}"
+            raise PeerError(ErrorCode.MALFORMED, detail)
+        for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
+            if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
+                raise PeerError(ErrorCode.MALFORMED, f"{name} of a bundle is more than its tokens can say")

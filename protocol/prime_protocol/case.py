@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 
 from prime_protocol.assignment import Count, Step, Text
-from prime_protocol.calibration import Calibration
+from prime_protocol.calibration import NATS_ERROR_MAX, require_possible
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, PeerError
@@ -21,9 +21,6 @@ from prime_protocol.evidence import Wealth, folded, log_evidence
 from prime_protocol.identity import KeyId
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.verdict import BanKind, Receipt
-
-NATS_ERROR_MAX = 1e-3
-"""Logarithms may differ in the last bits between machines."""
 
 
 class BanStatement(WireModel):
@@ -76,26 +73,12 @@ def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
     for number, receipt in enumerate(receipts, 1):
         if receipt.evidence is None or receipt.evidence.number != number:
             raise _no_case(f"receipt {number} is not the worker's bundle {number}")
-        _check_pair(receipt, calibration)
+        require_possible(receipt.evidence, calibration)
         wealth = folded(wealth, receipt.evidence.sums, statistics=calibration.statistics)
         if abs(log_evidence(wealth) - receipt.evidence.log_evidence) > NATS_ERROR_MAX:
             raise _no_case(f"the sums of receipt {number} do not give the evidence that it states")
     if log_evidence(wealth) < math.log(spec.checks.evidence_max) - NATS_ERROR_MAX:
         raise _no_case(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
-
-
-def _check_pair(receipt: Receipt, calibration: Calibration) -> None:
-    """The sums are possible ones under the calibration: no token adds more than the cap."""
-    found = receipt.evidence
-    assert found is not None
-    known = calibration.moments_of(worker=found.worker, validator=found.validator)
-    for name, sums in found.sums.items():
-        moments = known.get(name)
-        if moments is None or len(moments.lambdas) != len(sums.log_e):
-            raise _no_case(f"the calibration does not know {name} of {found.worker} under {found.validator}")
-        for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
-            if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
-                raise _no_case(f"{name} of bundle {receipt.bundle[:12]} is more than its tokens can say")
 
 
 def _no_case(what: str) -> PeerError:

@@ -166,7 +166,7 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
             await world.client(ANNA).upload(make_parcel(lease := await world.lease(ANNA, rollouts_max=2), ANNA))
             task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
             assert isinstance(task, CheckTask)
-            sums = {"margin": Sums(num_tokens=6, log_e=(nats, nats))}
+            sums = {"margin": Sums(num_tokens=6, log_e=(min(nats, 5.9), nats))}
             result = CheckResultRequest(
                 bundle=task.bundle,
                 verdict=Verdict.accept(),
@@ -197,3 +197,35 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
         with pytest.raises(PeerError) as refused:
             await world.client(ANNA).receipts(ReceiptsRequest())
         assert refused.value.code is ErrorCode.BANNED
+
+
+async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes_on() -> None:
+    """A number of lambdas that is not the calibration's would otherwise end the journal, and with it the run."""
+    async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
+        await world.join(ANNA)
+        await world.publish()
+        await world.client(ANNA).upload(make_parcel(lease := await world.lease(ANNA, rollouts_max=2), ANNA))
+        task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
+        assert isinstance(task, CheckTask)
+
+        async def verdict(worker: str, name: str, *log_e: float) -> None:
+            sums = {name: Sums(num_tokens=6, log_e=log_e)}
+            result = CheckResultRequest(
+                bundle=task.bundle,
+                verdict=Verdict.accept(),
+                rewards=(0.5,) * lease.num_rollouts,
+                evidence=BundleEvidence(worker=worker, validator=CLASS, sums=sums),
+            )
+            await world.client(VALIDATOR).check_result(result)
+
+        for found in [
+            (CLASS, "margin", 1.0),
+            (CLASS, "margin", 1.0, 12.0),
+            (CLASS, "proof", 1.0, 1.0),
+            ("a", "margin", 1.0, 1.0),
+        ]:
+            with pytest.raises(PeerError) as refused:
+                await verdict(*found)
+            assert refused.value.code is ErrorCode.MALFORMED
+        await verdict(CLASS, "margin", 1.0, 1.0)
+        assert (await world.status())["workers"][0]["evidence_nats"] != 0.0

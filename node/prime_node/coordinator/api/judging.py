@@ -6,6 +6,7 @@ from prime_node.coordinator import curation
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import Topic
+from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.verdict import RejectReason
@@ -50,6 +51,9 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
     if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
         raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot that is not the lease's")
+    calibration = core.run.spec.checks.calibration
+    if request.evidence is not None and calibration is not None:
+        require_possible(request.evidence, calibration)
     core.decide(
         ev.VerdictGiven(
             bundle=request.bundle,
