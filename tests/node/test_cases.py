@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tests.node.coordinator_world import (
     ANNA,
     COORDINATOR,
@@ -19,9 +20,10 @@ from tests.node.coordinator_world import (
 from tests.node.test_suspicion import CALIBRATED, CLASS
 from typer.testing import CliRunner
 
+from prime_node.cli.evidence import compared, confirmed
 from prime_node.cli.main import app
 from prime_protocol.envelope import PayloadType, open_envelope, seal
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.messages import AdminRequest, CheckRequest, CheckResultRequest, CheckTask
 from prime_protocol.verdict import RejectReason, Verdict
@@ -137,3 +139,24 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
     parcel.unlink()
     repeated = CliRunner().invoke(app, ["evidence", "verify", str(file), "--model", str(tmp_path)])
     assert isinstance(repeated.exception, LocalError)
+
+
+def test_a_forward_pass_speaks_of_what_it_can_see_alone() -> None:
+    """A copy passes it, and its evidence is in its worker's favour."""
+    bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
+    assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
+    assert "says nothing" in confirmed(RejectReason.COPIED, Verdict.accept())
+    with pytest.raises(PeerError, match="says accepted"):
+        confirmed(RejectReason.SEED_MISMATCH, Verdict.accept())
+
+
+def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
+    def adds(*log_e: float) -> BundleEvidence:
+        return BundleEvidence(worker=CLASS, validator=CLASS, sums={"margin": Sums(num_tokens=6, log_e=log_e)})
+
+    for nats in (-0.5, 0.0, 11.0):
+        assert "nats by a forward pass" in compared(adds(nats), adds(nats))
+    assert compared(adds(), adds()) == "its receipt adds nothing"
+    for found in (adds(2.0), adds(), None):
+        with pytest.raises(PeerError, match="margin adds"):
+            compared(adds(11.0), found)

@@ -16,14 +16,25 @@ from prime_protocol.case import BanStatement, check_case
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun, open_run_spec
-from prime_protocol.verdict import Receipt
+from prime_protocol.verdict import BanKind, Receipt, RejectReason, Verdict
 
 if TYPE_CHECKING:
     from prime_node.validator.judge import OpenedBundle
 
 DOES_NOT_HOLD = 1
+BY_FORWARD_PASS = frozenset(
+    {
+        RejectReason.LOGPROB_MISMATCH,
+        RejectReason.SEED_MISMATCH,
+        RejectReason.BAD_TERMINATION,
+        RejectReason.IMPLAUSIBLE,
+        RejectReason.PROOF_MISMATCH,
+    }
+)
+"""What a model finds in a well-formed bundle. Copies, equivocation and contexts are found by other means."""
 
 evidence = typer.Typer(
     help="Check what a ban rests on.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -155,10 +166,13 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
 async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path) -> str:
     """Raises PeerError where the forward pass does not find what was refused."""
     from prime_node.cli import wire
-    from prime_node.validator.judge import weigh_bundle
-    from prime_protocol.verify import judge, summary
+    from prime_node.validator.judge import verdict_on, weigh_bundle
+    from prime_node.validator.spans import policies_of
+    from prime_protocol.verify import summary
 
     decided = case.receipts[-1]
+    if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
+        return "well-formed; several policies sampled it, and --model is one"
     judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
     scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
     try:
@@ -166,19 +180,30 @@ async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path) -> str:
         found, weighed = await weigh_bundle(bundle, scorer, run=case.run)
     finally:
         await scorer.close()
-    verdict = judge(summary(found), case.run.spec.checks)
-    if decided.evidence is None:
-        if verdict.reason is not decided.reason:
-            raise PeerError(
-                ErrorCode.MALFORMED, f"a forward pass says {verdict.reason or 'accepted'}, not {decided.reason}"
-            )
-        return f"{verdict.reason} by a forward pass"
-    claimed = {name: max(sums.log_e) for name, sums in decided.evidence.sums.items()}
-    mine = {} if weighed is None else {name: max(sums.log_e) for name, sums in weighed.sums.items()}
-    loudest = max(claimed, key=lambda name: claimed[name])
-    if mine.get(loudest, 0.0) < claimed[loudest] / 2:
+    if case.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
+        return compared(decided.evidence, weighed)
+    return confirmed(decided.reason, verdict_on(summary(found), weighed, case.run.spec.checks))
+
+
+def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
+    """What a forward pass says of a refusal. Raises PeerError where it ought to have found it, and does not."""
+    if verdict.reason is reason:
+        return f"{reason} by a forward pass"
+    if reason in BY_FORWARD_PASS:
+        raise PeerError(ErrorCode.MALFORMED, f"a forward pass says {verdict.reason or 'accepted'}, not {reason}")
+    return f"{reason}, of which a forward pass says nothing"
+
+
+def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
+    """What a bundle adds, beside what its receipt says. Raises PeerError where it is far less."""
+    nats = {name: max(sums.log_e) for name, sums in claimed.sums.items() if sums.log_e}
+    mine = {name: max(sums.log_e) for name, sums in found.sums.items() if sums.log_e} if found else {}
+    if not nats:
+        return "its receipt adds nothing"
+    loudest = max(nats, key=lambda name: nats[name])
+    if loudest not in mine or mine[loudest] < nats[loudest] - abs(nats[loudest]) / 2:
         raise PeerError(
             ErrorCode.MALFORMED,
-            f"{loudest} adds {mine.get(loudest, 0.0):.1f} nats by a forward pass, not {claimed[loudest]:.1f}",
+            f"{loudest} adds {mine.get(loudest, 0.0):.1f} nats by a forward pass, not {nats[loudest]:.1f}",
         )
-    return f"{loudest} adds {mine[loudest]:.1f} nats by a forward pass, {claimed[loudest]:.1f} in the receipt"
+    return f"{loudest} adds {mine[loudest]:.1f} nats by a forward pass, {nats[loudest]:.1f} in the receipt"

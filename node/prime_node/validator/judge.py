@@ -25,10 +25,11 @@ from prime_protocol.errors import PeerError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
-from prime_protocol.run_spec import PinnedRun
+from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
+    Measured,
     Statistics,
     check_assignment,
     judge,
@@ -105,16 +106,20 @@ async def judge_bundle(
     """(4) to (7). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
     found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
-    checks = run.spec.checks
-    if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
-        checks = widened(checks)
-    verdict = judge(measured, checks)  # (5)
+    verdict = verdict_on(measured, evidence, run.spec.checks)  # (5)
     judgement = Judgement(verdict, measured=asdict(measured))
     if verdict.accepted:
         judgement = await reward_bundle(
             bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
         )
     return replace(judgement, evidence=evidence)
+
+
+def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: CheckPolicy) -> Verdict:
+    """(5) alone, under the thresholds that the run's calibration leaves."""
+    if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
+        checks = widened(checks)
+    return judge(measured, checks)
 
 
 async def weigh_bundle(
