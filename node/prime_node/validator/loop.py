@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -109,7 +110,9 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
             verdict=judgement.verdict,
             num_tokens=judgement.num_tokens,
             rewards=judgement.rewards,
-            measured=dict(judgement.measured),
+            measured={
+                name: value for name, value in judgement.measured.items() if math.isfinite(value)
+            },  # JSON has no others
             versions=judgement.versions,
             unscored=judgement.unscored,
             evidence=judgement.evidence,
