@@ -69,10 +69,6 @@ class AskingStream:
         self.is_open = True
 
     @property
-    def is_idle(self) -> bool:
-        return not self._asked
-
-    @property
     def is_relayed(self) -> bool:
         return leads_through_relay(getattr(self._stream, "swarm_conn", self._stream))
 
