@@ -13,7 +13,6 @@ from tests.node.table_engine import TableEngine, table_weights
 from tests.node.worker_world import (
     COORDINATOR,
     ROOT,
-    STRANGER,
     WORKER,
     JumpClock,
     MemoryCoordinator,
@@ -29,19 +28,20 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.leases import Pace, open_lease
+from prime_node.worker.leases import open_lease
 from prime_node.worker.loop import run
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Sampling
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import Receipt, RejectReason
+from prime_protocol.weights import Weights
 
 RUN = make_run()
 
@@ -134,6 +134,43 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
     world.stop_when(lambda: world.coordinator.accepted >= 4)
     await run(world.worker(Watching(), leases_ahead=leases_ahead), world.stop)
     assert set(ahead) == {leases_ahead}
+
+
+class SlowToStart(TableEngine):
+    """Its first load lasts until it is let go, as that of vLLM lasts for tens of seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loading, self.go = asyncio.Event(), asyncio.Event()
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        self.loading.set()
+        await self.go.wait()
+        await super().load(weights, policy_version=policy_version)
+
+
+async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path) -> None:
+    world, engine = World(tmp_path), SlowToStart()
+    world.stop_when(lambda: world.coordinator.accepted >= 1)
+    working = asyncio.create_task(run(world.worker(engine), world.stop))
+    await engine.loading.wait()
+    said = len(world.said)
+    await until(lambda: len(world.said) > said + 1)
+    assert world.coordinator.leases == {}
+    assert "waiting: the engine to load policy 0" in world.said[-1]
+    world.coordinator.publish_policy(table_weights(1))
+    engine.go.set()
+    await working
+    assert world.coordinator.accepted >= 1
+
+
+async def test_an_engine_that_still_starts_does_not_hold_up_who_wants_to_leave(tmp_path: Path) -> None:
+    world, engine = World(tmp_path), SlowToStart()
+    working = asyncio.create_task(run(world.worker(engine), world.stop))
+    await engine.loading.wait()
+    world.stop.set()
+    assert await working is Ending.STOPPED
+    assert world.coordinator.leases == {}
 
 
 async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> None:
@@ -412,87 +449,6 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
     assert world.status()["waiting_for"] == "no work left"
     world.stop.set()
     await task
-
-
-def offer(**changes: object) -> tuple[Envelope, LeaseRequest, PinnedRun]:
-    """A lease as the coordinator gives it, with some fields changed before it was signed."""
-    asked = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
-    signer = changes.pop("signer", COORDINATOR)
-    coordinator = MemoryCoordinator(RUN, JumpClock())
-    coordinator.known = True
-    envelope = asyncio.run(_lease(coordinator, asked))
-    fields = json.loads(envelope.payload) | changes
-    return seal(json.dumps(fields).encode(), PayloadType.LEASE, signer), asked, RUN  # type: ignore[arg-type]
-
-
-async def _lease(coordinator: MemoryCoordinator, asked: LeaseRequest) -> Envelope:
-    reply = await coordinator.lease(asked)
-    assert isinstance(reply, Envelope)
-    return reply
-
-
-def test_an_honest_lease_is_taken() -> None:
-    envelope, asked, pinned = offer()
-    assert open_lease(envelope, asked, run=pinned, worker=WORKER.key_id).num_rollouts == 8
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"signer": STRANGER}, ErrorCode.BAD_SIGNATURE),
-        ({"run": "1" * 64}, ErrorCode.LEASE_FOREIGN),
-        ({"worker": STRANGER.key_id}, ErrorCode.LEASE_FOREIGN),
-        ({"policy_version": 1}, ErrorCode.MALFORMED),
-        ({"policy_digest": "1" * 64}, ErrorCode.MALFORMED),
-        ({"step": 3}, ErrorCode.MALFORMED),
-        ({"sampling": {"temperature": 0.5, "completion_tokens_max": 8, "stop_token_ids": [15]}}, ErrorCode.MALFORMED),
-        ({"unknown": 1}, ErrorCode.UNKNOWN_FIELD),
-    ],
-)
-def test_a_lease_that_is_not_ours_or_not_the_runs_is_not_taken(changes: dict[str, object], code: ErrorCode) -> None:
-    envelope, asked, pinned = offer(**changes)
-    with pytest.raises(PeerError) as caught:
-        open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
-    assert caught.value.code is code
-
-
-def test_a_lease_for_more_than_we_offered_is_not_taken() -> None:
-    envelope, asked, pinned = offer()
-    with pytest.raises(LimitExceeded):
-        open_lease(envelope, asked.model_copy(update={"rollouts_max": 7}), run=pinned, worker=WORKER.key_id)
-
-
-def test_a_prompt_outside_the_vocabulary_is_not_taken() -> None:
-    group = {
-        "slot": 0,
-        "problem": {"environment": "toy", "index": 0},
-        "prompt_token_ids": [RUN.spec.vocab_size],
-        "seeds": [1, 2, 3, 4],
-    }
-    envelope, asked, pinned = offer(groups=[group])
-    with pytest.raises(PeerError, match="vocabulary"):
-        open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
-
-
-def test_a_machine_that_was_held_up_once_does_not_refuse_work_for_ever() -> None:
-    pace = Pace()
-    pace.measured(rollouts=8, tokens=64, seconds=1e6)
-    refusals = 0
-    while not pace.fits(8, seconds_left=100.0):
-        pace.doubt()
-        refusals += 1
-        assert refusals < 20
-
-
-def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
-    pinned, pace = make_run(lease_seconds=100.0), Pace()
-    assert pace.rollouts_max(pinned, wanted=128) == 128
-    pace.measured(rollouts=128, tokens=1_280, seconds=256.0)
-    assert pace.rollouts_max(pinned, wanted=128) == 20
-    assert not pace.fits(128, seconds_left=100.0)
-    assert pace.fits(20, seconds_left=100.0)
-    pace.measured(rollouts=1, tokens=1, seconds=10_000.0)
-    assert pace.rollouts_max(pinned, wanted=128) == pinned.spec.rollouts_per_group
 
 
 async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:

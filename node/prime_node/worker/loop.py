@@ -1,9 +1,10 @@
 """The worker's loop: join, then lease, generate, sign, spool, upload; beside it, follow the policies.
 
-Who waits for whom. `lease_ahead` waits for a policy, for room (config.leases_ahead) and for the coordinator; it asks for nothing
-while `trust` cannot say which policy is the newest; `_generate` waits for leases and gives room back; the spool's `flush` waits
-for bundles and for the coordinator; the follower waits for new heads. Nothing waits without an end: `quit` wakes everyone, and
-an absent coordinator is asked again with growing pauses.
+Who waits for whom. `load_first` waits for a policy, and for the engine to hold it: nothing is leased before. `lease_ahead` waits
+for room (config.leases_ahead) and for the coordinator; it asks for nothing while `trust` cannot say which policy is the newest;
+`_generate` waits for leases and gives room back; the spool's `flush` waits for bundles and for the coordinator; the follower
+waits for new heads. Nothing waits without an end: `quit` wakes everyone, and an absent coordinator is asked again with growing
+pauses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prime_node.patience import causes_of, unless
 from prime_node.worker.reporting import fetch_receipts, heartbeat, last_receipts, show_status, status_of
 from prime_node.worker.session import Banned
 from prime_node.worker.status import write_status
-from prime_node.worker.work import fulfil, hand_back, lease_ahead
+from prime_node.worker.work import fulfil, hand_back, lease_ahead, load_first
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.messages import UploadReply, WorkerState
@@ -66,6 +67,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),
             ]
             fetching = tasks.create_task(fetch_receipts(worker))
+            await load_first(worker)
             leases: asyncio.Queue[Lease] = asyncio.Queue()
             leasing = tasks.create_task(lease_ahead(worker, leases))
             await _generate(worker, leases)

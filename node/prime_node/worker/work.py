@@ -34,6 +34,16 @@ LOADS_MAX = 2
 """Tries to make the engine compute what its weights say, before we give up on it."""
 
 
+async def load_first(worker: Worker) -> None:
+    """Hold a policy before asking for work: starting an engine takes long enough for a lease to become stale."""
+    policy = await unless(worker.quit.wait(), worker.follower.wait_newer(-1))
+    if policy is None:
+        return
+    worker.waiting_for = f"the engine to load policy {policy.version}"
+    await unless(worker.quit.wait(), _load(worker, policy))
+    worker.waiting_for = ""
+
+
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
     """Keep the line filled: one lease being generated, `leases_ahead` behind it."""
     while True:
