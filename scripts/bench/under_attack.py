@@ -112,6 +112,10 @@ class AttackedBench(Bench):
         found = await self.run(attacked.row)
         return {**found, "condition": attacked.condition, "refused": self.refused, "poisoned_groups": self.poisoned}
 
+    async def _evaluate(self, weights: Weights, step: int) -> dict[str, float]:
+        marks = await self._evaluator.evaluate(weights, step)
+        return {"step": step, "greedy": round(marks["eval_greedy"], 4), "sampled": round(marks["eval_sampled"], 4)}
+
     async def _rollouts(self, step: int, policy: int, weights: Weights) -> list[Group]:
         """One step's groups, in the order of their slots, by ten workers."""
         await self._cheat.load(weights, policy_version=policy)  # the same engine as the honest ones': it is loaded once

@@ -27,6 +27,8 @@ class Question:
     environment: str
     prompt_token_ids: tuple[int, ...]
     problem: HeldOutProblem
+    answers: bool = False
+    """Whether its environment answers: `problem` is a TurnProblem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def held_out(
     sets: tuple[list[Question], list[Question]] = ([], [])
     for name, environment in environments.items():
         for number, problem in enumerate(environment.held_out(evaluation + stopping)):
-            question = Question(name, tuple(tokenizer.encode_prompt(problem.prompt)), problem)
+            prompt = tuple(tokenizer.encode_prompt(problem.prompt))
+            question = Question(name, prompt, problem, isinstance(problem, TurnProblem))
             sets[number >= evaluation].append(question)
     return HeldOut(tuple(sets[0]), tuple(sets[1]))
 
@@ -121,12 +124,19 @@ class Evaluator:
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
         """Sampled accuracy on the stopping rule's own questions."""
-        await self._engine.load(weights, policy_version=sft_step)
-        return _mean([mark.share for mark in await self._ask(self._questions.stopping, self._sampling, samples=1)])
+        return await self._accuracy(self._questions.stopping, weights, sft_step)
+
+    async def sampled_accuracy(self, weights: Weights, policy_version: int) -> float:
+        """`eval_sampled` alone, with one sample of each problem: half of the work."""
+        return await self._accuracy(self._questions.evaluation, weights, policy_version)
 
     async def close(self) -> None:
         """Free the engine. Idempotent."""
         await self._engine.close()
+
+    async def _accuracy(self, questions: Sequence[Question], weights: Weights, policy_version: int) -> float:
+        await self._engine.load(weights, policy_version=policy_version)
+        return _mean([mark.share for mark in await self._ask(questions, self._sampling, samples=1)])
 
     async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[_Mark]:
         """One mark for each question, over `samples` completions."""
@@ -134,8 +144,8 @@ class Evaluator:
             [self._seed * 2**32 + sample * 2**20 + number for sample in range(samples)]
             for number in range(len(questions))
         ]
-        answers = [place for place, question in enumerate(questions) if isinstance(question.problem, TurnProblem)]
-        asked = [place for place in range(len(questions)) if place not in set(answers)]
+        answers = [place for place, question in enumerate(questions) if question.answers]
+        asked = [place for place, question in enumerate(questions) if not question.answers]
         requests = [
             GenerateRequest(questions[place].prompt_token_ids, seed) for place in asked for seed in seeds[place]
         ]
