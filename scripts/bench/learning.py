@@ -30,6 +30,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,14 +57,18 @@ from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
+from prime_protocol.digest import digest_of
 from prime_protocol.rollout import FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.weights import Weights
 
 TASKS: dict[str, dict[str, str | int | float | bool]] = {
     "spell_backward": {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6},
-    "chain_sum": {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "sort_letters": {"prefix": "Sort the letters: "},
 }
+"""Options of their environments. The first gives credit for a part of the answer; the second, a dataset made here, for none."""
+SORTED_WORDS, SORTED_LETTERS = 20_000, (3, 4, 5)
+"""Questions of sort_letters, and how many letters they have."""
 LOSSES: dict[str, dict[str, str | float]] = {
     "aipo": {"type": "aipo"},
     "dppo_kl": {"type": "dppo_kl"},
@@ -106,6 +112,19 @@ class Check:
     ok: bool
 
 
+def environment_spec(task: str, seed: int, folder: Path) -> EnvironmentSpec:
+    """Writes the task's dataset into `folder` where it has one."""
+    if task != "sort_letters":
+        return EnvironmentSpec(name=task, id="reasoning_gym", seed=seed, options=TASKS[task])
+    random = Random(0)
+    words = ["".join(random.choices(ascii_lowercase, k=random.choice(SORTED_LETTERS))) for _ in range(SORTED_WORDS)]
+    lines = [json.dumps({"question": word, "answer": "".join(sorted(word))}) + "\n" for word in words]
+    path, data = folder / "sort_letters.jsonl", "".join(lines).encode()
+    path.write_bytes(data)
+    options = {**TASKS[task], "path": str(path), "digest": digest_of(data)}
+    return EnvironmentSpec(name=task, id="jsonl", seed=seed, options=options)
+
+
 class Bench:
     """The parts that all runs of a task and a seed share."""
 
@@ -113,7 +132,7 @@ class Bench:
         for name, data in model_files().items():
             (folder / name).write_bytes(data)
         self._folder, self._seed = folder, seed
-        spec = EnvironmentSpec(name=task, id="reasoning_gym", seed=seed, options=TASKS[task])
+        spec = environment_spec(task, seed, folder)
         self._environment = build_environments([spec], folder)[task]
         self._tokenizer = HfTokenizer(folder)
         stop = (self._tokenizer.stop_token_id,)
