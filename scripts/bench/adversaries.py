@@ -1,14 +1,17 @@
 """What is caught, how soon and by what: every cheat of sim/adversaries as a real worker against the real daemon.
 
-    python scripts/bench/adversaries.py --out DIR --seeds 1 2 3 [--seconds 50]   goes on where it stopped
-    python scripts/bench/adversaries.py --out DIR --report                       the table of what there is
-    python scripts/bench/adversaries.py --quick [--json]                         six cheats, one seed, under a minute
+    python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   goes on where it stopped
+    python scripts/bench/adversaries.py --out DIR [--audits floor] --report          the table of what there is
+    python scripts/bench/adversaries.py --quick [--json]                             six cheats, one seed, under a minute
 
-For each cheat and seed two runs with one honest worker beside it (tests/adversaries/arena.py; a Qwen3-shaped model of two layers,
-trained on the spot). In the first everything is as a run has it: the cheat is banned, and what the trainer got of it is counted.
-In the second nobody is banned, so that the baselines get as many bundles to judge: TOPLOC alone with its published thresholds,
-a comparison of logprobs alone, and INTELLECT-2's published checks (TOPLOC, termination, token sampling, fixed problems, form).
-Thresholds that are not published are 1.5 times what the honest bundles of all runs reach, which is as tight as it may be.
+For each cheat and seed a run with one honest worker beside it (tests/adversaries/arena.py; a Qwen3-shaped model of two layers,
+trained on the spot and kept in DIR): the cheat is banned, and what the trainer got of it is counted. Rollouts are counted from
+the first bundle on that is not what an honest worker would have uploaded, that one included.
+
+Audits in full: every bundle gets a forward pass, and a second run, in which nobody is banned, shows the same cheat's bundles to
+the baselines of cheat_baselines.py. At the floor: the cheat is honest until it is audited as seldom as anybody, one bundle in
+four, and begins then. Of a cheat that shows in every bundle that is audited, the number of bundles until the first refused one
+is geometric: 4 on average, 11 or fewer in 95 of 100.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -31,36 +35,56 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
-from tests.adversaries.arena import SEEN, Arena, Judged, Outcome, Part
+from cheat_baselines import BASELINES, STOP_PROBABILITY, Baselines, Cuts, Numbers
+from tests.adversaries.arena import SEEN, Arena
+from tests.adversaries.conditions import FLOOR, FLOOR_AUDITS, SOFT, conditions_for
 from tests.adversaries.conftest import SHAPE, SMALL
-from tests.adversaries.policies import make_policies
+from tests.adversaries.policies import Policies, kept_policies
+from tests.adversaries.watching import Judged, Outcome, Part
 
-from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.ports.engine import ScoreRequest
 from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.sim.adversaries.uploads import opened
 from prime_protocol.errors import PeerError
-from prime_protocol.proof import compare_proofs
-from prime_protocol.run_spec import CheckPolicy
-from prime_protocol.verdict import RejectReason
 
 QUICK = ("older-1", "int8", "smaller-rescored", "best-of-n", "older-proofs", "equivocation")
-SOFT = ("equivocation", "time-shift", "hoarding", "picking")
-"""Nothing that they upload is false; the scheduler limits what they can do."""
-ROLLOUTS_MAX = 160
-"""Of a cheat, before it is taken for not caught."""
-SECONDS_MAX = 25.0
+AT_THE_FLOOR = (
+    "older-1",
+    "older-2",
+    "int8",
+    "smaller-rescored",
+    "escalation",
+    "prompt-swap",
+    "best-of-n",
+    "forged-seed",
+    "temperature-0.95",
+    "poison",
+    "partial-10",
+    "partial-1",
+)
+"""All of them change the text: what an audit sees of others does not depend on how often there is one."""
+BY_DESIGN = (
+    "escalation-3",
+    "int8-as-vllm",
+    "int8-as-unknown",
+    "older-1-as-vllm",
+    "ties-as-vllm",
+    "ties-as-unknown",
+    "unseeded-best-of-n",
+)
+"""They get through, or may: SECURITY.md says so."""
+ROLLOUTS_MAX = {"partial-1": 800, "partial-10": 400}
+"""Of a cheat, before it is taken for not caught, ..."""
+ROLLOUTS_MAX_OTHERS = 160
+AT_THE_FLOOR_TIMES = 4
+"""... and so many times as many at the floor."""
+SECONDS_MAX = 90.0
 """Of one run, on however busy a machine."""
 STREAM_ROLLOUTS = 32
 """Of a cheat, for the baselines."""
 LEASE_ROLLOUTS = 8
-TOPLOC_EXPONENTS, TOPLOC_MEAN, TOPLOC_MEDIAN = 38, 10.0, 8.0
-"""Published for bf16: more exponents that differ, or larger mantissa errors, are refused (arXiv 2501.16007)."""
-STOP_PROBABILITY = 0.1
-"""Published: a stop token of a smaller probability is refused."""
-UNLIKELY = 0.01
-"""Probability below which a token counts for the token sampling check, whose cut-off is not published."""
-SLACK = 1.5
+NATS = 1e-3
+"""A logprob that is further off than this is not an honest worker's: same engine, same machine."""
+BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
 
 
 @dataclass(frozen=True)
@@ -71,116 +95,100 @@ class Check:
     ok: bool
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a bundle shows to the baselines."""
+class Bench:
+    """Runs of one process: they share the policies and the engines."""
 
-    logprob_error: float = 0.0
-    toploc: bool = False
-    """A proof is beyond TOPLOC's thresholds."""
-    unlikely: float = 0.0
-    """Share of tokens that the policy gives a small probability."""
-    stop_probability: float = 1.0
-    """Of the least likely stop token."""
-    form: bool = False
-    """Refused for its form: what cannot be parsed, other problems than assigned, a wrong end."""
+    def __init__(self, policies: Policies, scratch: Path) -> None:
+        self._arena = Arena(policies, scratch)
+        self._baselines = Baselines(self._arena)
 
+    async def close(self) -> None:
+        await self._baselines.close()
+        await self._arena.close()
 
-FORM = {RejectReason.MALFORMED, RejectReason.WRONG_ASSIGNMENT, RejectReason.BAD_TERMINATION}
+    async def try_cheat(self, name: str, seed: int, *, at_the_floor: bool) -> dict[str, Any]:
+        began = time.perf_counter()
+        audits, times = (FLOOR, AT_THE_FLOOR_TIMES) if at_the_floor else (None, 1)
+        rollouts_max = times * ROLLOUTS_MAX.get(name, ROLLOUTS_MAX_OTHERS)
+        outcome = await self._arena.fight(
+            name,
+            seed=seed,
+            rollouts_max=None if name in SOFT else rollouts_max,
+            groups_per_step=max(8, rollouts_max // 20),
+            seconds_max=SECONDS_MAX,
+            audits_first=FLOOR_AUDITS if at_the_floor else 0,
+            **conditions_for(name, audits=audits),
+        )
+        cheat = outcome.parts[0]
+        found = {"name": name, "seed": seed, **await self._caught(outcome, cheat), "stream": [], "honest": []}
+        found["hurt"] = sum(_is_hurt(outcome, part) for part in outcome.parts[1:])
+        found["honest_workers"] = len(outcome.parts) - 1
+        found["turned_away"] = dict(cheat.replies)
+        found["waits"] = sum("brought nothing" in reason for reason in cheat.waits)
+        if not at_the_floor and name not in SOFT:
+            await self._add_streams(found, name, seed)
+        found["seconds"] = round(time.perf_counter() - began, 1)
+        return found
 
+    async def _caught(self, outcome: Outcome, cheat: Part) -> dict[str, Any]:
+        """After how many rollouts, in the order in which they were judged, by what, and what the trainer got."""
+        assert cheat.adversary is not None
+        key, text = cheat.key.key_id, cheat.adversary.changes_text
+        trained = {group.slot for batch in outcome.batches for group in batch.groups if group.worker == key}
+        had = since = dishonest = poisoned = accepted = 0
+        first, check = None, None
+        for judged in (one for one in outcome.judged if one.worker == key and one.verdict is not None):
+            assert judged.verdict is not None
+            had += judged.lease.num_rollouts
+            wrong = await self._wrong(judged)
+            if first is None:
+                dishonest += len(wrong)
+                since += judged.lease.num_rollouts if since or wrong or not text else 0
+                accepted += bool(wrong) and judged.verdict.accepted
+                if judged.verdict.reason is not None and judged.verdict.reason.is_dishonest:
+                    first, check = since, str(judged.verdict.reason)
+            if judged.verdict.accepted:
+                poisoned += sum(slot in trained for slot in wrong)
+        ban = outcome.worker(cheat)["banned"]
+        if ban is not None and first is None:
+            first, check = since, f"ban, {ban['kind']}"
+        return {
+            "caught": first,
+            "check": check,
+            "judged": had,
+            "dishonest": dishonest,
+            "bundles_accepted_before": accepted,
+            "poisoned": poisoned,
+            "banned": None if ban is None else ban["kind"],
+        }
 
-class Baselines:
-    """A forward pass of the claimed policy over bundles that were judged."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._policies = arena.policies
-        self._engine = TransformersEngine(arena.policies.folder, threads=1)
-        self._loaded = -1
-
-    async def numbers(self, judged: Judged) -> Numbers:
-        reason = None if judged.verdict is None else judged.verdict.reason
-        form = reason in FORM
+    async def _wrong(self, judged: Judged) -> list[int]:
+        """Slots of completions that are not an honest worker's."""
+        slots = [group.slot for group in judged.lease.groups for _ in group.seeds]
         try:
             _, rollouts = opened(judged.parcel)
         except PeerError:
-            return Numbers(form=True)
-        if judged.lease.policy_version != self._loaded:
-            self._loaded = judged.lease.policy_version
-            await self._engine.load(self._policies.chain[SEEN + self._loaded], policy_version=self._loaded)
-        prompts = [group.prompt_token_ids for group in judged.lease.groups for _ in group.seeds]
-        requests = [
-            ScoreRequest(prompt, completion.token_ids, 0, hidden=True)
-            for prompt, completion in zip(prompts, rollouts.completions(), strict=True)
+            return slots
+        honest = await self._arena.honest(judged.lease)
+        return [
+            slot
+            for slot, mine, theirs in zip(slots, rollouts.completions(), honest, strict=True)
+            if mine.token_ids != theirs.token_ids or np.abs(np.subtract(mine.logprobs, theirs.logprobs)).max() > NATS
         ]
-        prefill = await self._engine.prefill(requests, judged.lease.sampling)
-        toploc = True
-        if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
-            errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
-            toploc = bool(
-                (errors.exponent_mismatches_C > TOPLOC_EXPONENTS).any()
-                or (errors.mantissa_error_mean_C > TOPLOC_MEAN).any()
-                or (errors.mantissa_error_median_C > TOPLOC_MEDIAN).any()
-            )
-        ends_T = np.isin(rollouts.token_ids_T, judged.lease.sampling.stop_token_ids)
-        return Numbers(
-            logprob_error=float(np.abs(rollouts.logprobs_T - prefill.logprobs_T).mean()),
-            toploc=toploc,
-            unlikely=float((prefill.logprobs_T < np.log(UNLIKELY)).mean()),
-            stop_probability=float(np.exp(prefill.logprobs_T[ends_T]).min()) if ends_T.any() else 1.0,
-            form=form,
+
+    async def _add_streams(self, found: dict[str, Any], name: str, seed: int) -> None:
+        """What the baselines have to judge by: nobody is banned."""
+        outcome = await self._arena.fight(
+            name,
+            seed=seed,
+            rollouts_max=STREAM_ROLLOUTS,
+            seconds_max=SECONDS_MAX,
+            **conditions_for(name, strikes_max=10**6),
         )
-
-
-async def try_cheat(arena: Arena, baselines: Baselines, name: str, seed: int) -> dict[str, Any]:
-    soft = {"lease_seconds": 0.5, "max_steps": 4} if name in SOFT else {}
-    outcome = await arena.fight(
-        name, seed=seed, rollouts_max=None if soft else ROLLOUTS_MAX, seconds_max=SECONDS_MAX, **soft
-    )
-    cheat = outcome.parts[0]
-    found: dict[str, Any] = {"name": name, "seed": seed, **_caught(outcome, cheat), "stream": [], "honest": []}
-    found["poisoned"] = await _poisoned(outcome, cheat, arena)
-    found["hurt"] = sum(_is_hurt(outcome, part) for part in outcome.parts[1:])
-    found["honest_workers"] = len(outcome.parts) - 1
-    found["turned_away"] = dict(cheat.replies)
-    found["waits"] = sum("brought nothing" in reason for reason in cheat.waits)
-    if not soft:
-        free = CheckPolicy(proofs=True, strikes_max=10**6)
-        outcome = await arena.fight(name, seed=seed, rollouts_max=STREAM_ROLLOUTS, seconds_max=SECONDS_MAX, checks=free)
         keys = [part.key.key_id for part in outcome.parts]
         for judged in outcome.judged:
             place = "stream" if judged.worker == keys[0] else "honest"
-            found[place].append(asdict(await baselines.numbers(judged)))
-    return found
-
-
-def _caught(outcome: Outcome, cheat: Part) -> dict[str, Any]:
-    """After how many rollouts, in the order in which they were judged, and by what."""
-    had, first, check = 0, None, None
-    for judged in outcome.judged:
-        if judged.worker == cheat.key.key_id and judged.verdict is not None:
-            had += judged.lease.num_rollouts
-            if first is None and judged.verdict.reason is not None and judged.verdict.reason.is_dishonest:
-                first, check = had, str(judged.verdict.reason)
-    ban = outcome.worker(cheat)["banned"]
-    if ban is not None and first is None:
-        first, check = had, f"ban, {ban['kind']}"
-    return {"caught": first, "check": check, "judged": had, "banned": None if ban is None else ban["kind"]}
-
-
-async def _poisoned(outcome: Outcome, cheat: Part, arena: Arena) -> int:
-    """Completions of the cheat that the trainer got and that an honest worker would not have given."""
-    leases = {judged.lease.lease_id: judged for judged in outcome.judged if judged.worker == cheat.key.key_id}
-    trained = {group.slot for batch in outcome.batches for group in batch.groups if group.worker == cheat.key.key_id}
-    num = 0
-    for judged in leases.values():
-        slots = [group.slot for group in judged.lease.groups for _ in group.seeds]
-        if judged.verdict is None or not judged.verdict.accepted or not trained.intersection(slots):
-            continue
-        honest = await arena.honest(judged.lease)
-        _, rollouts = opened(judged.parcel)
-        for slot, mine, theirs in zip(slots, rollouts.completions(), honest, strict=True):
-            num += slot in trained and mine.token_ids != theirs.token_ids
-    return num
+            found[place].append(asdict(await self._baselines.numbers(judged)))
 
 
 def _is_hurt(outcome: Outcome, part: Part) -> bool:
@@ -188,141 +196,116 @@ def _is_hurt(outcome: Outcome, part: Part) -> bool:
     return outcome.worker(part)["banned"] is not None or any(reason.is_dishonest for reason in reasons)
 
 
-async def fill(names: Sequence[str], seeds: Sequence[int], out: Path, *, seconds: float) -> None:
+async def fill(names: Sequence[str], seeds: Sequence[int], out: Path, *, at_the_floor: bool, seconds: float) -> None:
     """Every cheat and seed that DIR does not have yet; none is begun after so many seconds."""
-    began = time.monotonic()
-    missing = [(seed, name) for seed in seeds for name in names if not (out / f"{name}-{seed}.json").exists()]
+    began, runs = time.monotonic(), runs_in(out, at_the_floor=at_the_floor)
+    runs.mkdir(parents=True, exist_ok=True)
+    missing = [(seed, name) for seed in seeds for name in names if not (runs / f"{name}-{seed}.json").exists()]
+    if not missing:
+        return
+    policies = await kept_policies(
+        out / "policies", shape=SHAPE, small_shape=SMALL, taught_steps=60, small_steps=40, rl_steps=SEEN + 8
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        policies = await make_policies(
-            Path(scratch), shape=SHAPE, small_shape=SMALL, taught_steps=60, small_steps=40, rl_steps=SEEN + 8
-        )
-        arena = Arena(policies, Path(scratch))
-        baselines = Baselines(arena)
+        bench = Bench(policies, Path(scratch))
         for seed, name in missing:
             if time.monotonic() - began > seconds:
                 break
-            found = await try_cheat(arena, baselines, name, seed)
-            (out / f"{name}-{seed}.json").write_text(json.dumps(found))
-            print(f"{name} {seed}: caught {found['caught']} by {found['check']}", file=sys.stderr, flush=True)
-        await arena.close()
+            found = await bench.try_cheat(name, seed, at_the_floor=at_the_floor)
+            (runs / f"{name}-{seed}.json").write_text(json.dumps(found))
+            said = f"{name} {seed}: caught {found['caught']} by {found['check']}, {found['seconds']} s"
+            print(said, file=sys.stderr, flush=True)
+        await bench.close()
+
+
+def runs_in(out: Path, *, at_the_floor: bool) -> Path:
+    return out / ("floor" if at_the_floor else "full")
 
 
 # What it says
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """The baselines' thresholds that are not published, from honest bundles."""
-
-    logprob_error: float
-    unlikely: float
-    stop_probability: float
-
-    @classmethod
-    def of(cls, honest: Sequence[Numbers]) -> Cuts:
-        return cls(
-            SLACK * max(one.logprob_error for one in honest),
-            SLACK * max(one.unlikely for one in honest),
-            min(one.stop_probability for one in honest) / SLACK,
-        )
-
-    def verdicts(self, one: Numbers) -> dict[str, bool]:
-        """Who refuses a bundle."""
-        sampling = one.unlikely > self.unlikely or one.stop_probability < self.stop_probability
-        return {
-            "logprobs alone": one.logprob_error > self.logprob_error,
-            "TOPLOC alone": one.toploc and not one.form,
-            "INTELLECT-2": one.form or one.toploc or sampling,
-        }
-
-
-BASELINES = ("logprobs alone", "TOPLOC alone", "INTELLECT-2")
-
-
-def after(stream: Sequence[Numbers], cuts: Cuts, who: str) -> int | None:
-    """Rollouts until the first refused bundle."""
-    for place, one in enumerate(stream):
-        if cuts.verdicts(one)[who]:
-            return LEASE_ROLLOUTS * (place + 1)
-    return None
-
-
 def spread(values: Sequence[int | None], *, most: int) -> str:
-    """Median and 95th percentile over seeds."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
+    """Median and 95th percentile over seeds; one that was not caught counts as longer than any."""
+    known = sorted(math.inf if value is None else float(value) for value in values)
+    if math.isinf(known[0]):
         return f"- (of {most})"
-    if len(values) == 1:
-        return str(known[0])
-    missed = len(values) - len(known)
-    last = known[min(len(known) - 1, int(0.95 * len(known)))]
-    return f"{statistics.median(known):.0f}, {last}" + (f", missed {missed} of {len(values)}" if missed else "")
+    if len(known) == 1:
+        return f"{known[0]:.0f}"
+    median, high = statistics.median_high(known), known[math.ceil(0.95 * len(known)) - 1]
+    missed = sum(map(math.isinf, known))
+    shown = [f"{each:.0f}" if math.isfinite(each) else "-" for each in (median, high)]
+    return ", ".join(shown) + (f" (missed {missed} of {len(known)}, in {most})" if missed else "")
 
 
-def numbers_of(runs: Sequence[dict[str, Any]], place: str) -> list[Numbers]:
-    return [Numbers(**one) for run in runs for one in run[place]]
+def numbers_of(run: dict[str, Any], place: str) -> list[Numbers]:
+    return [Numbers(**one) for one in run[place]]
 
 
-def report(runs: Sequence[dict[str, Any]]) -> None:
-    honest = numbers_of(runs, "honest")
-    cuts = Cuts.of(honest)
-    print(
-        "| cheat | caught after rollouts: median, p95 | by | poisoned, trained on | logprobs alone | TOPLOC alone | INTELLECT-2 |"
-    )
-    print("|---|---|---|---|---|---|---|")
+def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
+    honest = [one for run in runs for one in numbers_of(run, "honest")]
+    cuts = Cuts.of(honest) if honest else None
+    columns = ["cheat", "caught after rollouts: median, p95", "by", "dishonest ones among them", "poisoned, trained on"]
+    columns += ["cheated bundles accepted before"] if at_the_floor else BASELINES
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
     for name in ADVERSARIES:
         mine = [run for run in runs if run["name"] == name]
         if not mine:
             continue
-        checks = sorted({run["check"] or "-" for run in mine})
         poisoned = [run["poisoned"] for run in mine]
-        cells = [spread([run["caught"] for run in mine], most=max(run["judged"] for run in mine)), ", ".join(checks)]
-        cells.append(f"{statistics.median(poisoned):.0f} ({max(poisoned)})")
-        for who in BASELINES:
-            streams = [[Numbers(**one) for one in run["stream"]] for run in mine]
-            cells.append(
-                spread([after(one, cuts, who) for one in streams], most=STREAM_ROLLOUTS) if any(streams) else ""
-            )
+        cells = [spread([run["caught"] for run in mine], most=max(run["judged"] for run in mine))]
+        cells.append(", ".join(sorted({run["check"] or "-" for run in mine})))
+        cells.append(", ".join(str(run["dishonest"]) for run in mine))
+        cells.append(f"{statistics.median(poisoned):.0f} (most {max(poisoned)})")
+        if at_the_floor:
+            cells.append(", ".join(str(run["bundles_accepted_before"]) for run in mine))
+        for who in () if at_the_floor else BASELINES:
+            streams = [numbers_of(run, "stream") for run in mine]
+            found = [None if cuts is None else cuts.first_refused(stream, who) for stream in streams]
+            rollouts = [None if one is None else LEASE_ROLLOUTS * one for one in found]
+            cells.append(spread(rollouts, most=STREAM_ROLLOUTS) if any(streams) else "")
         print(f"| {name} | " + " | ".join(cells) + " |")
-    published = sum(one.stop_probability < STOP_PROBABILITY for one in honest)
-    print(f"\nHonest bundles: {len(honest)}; refused by the baselines as they are set here: none, by construction.")
-    print(f"With the published stop probability of {STOP_PROBABILITY}: {published} of {len(honest)}.")
+    if honest:
+        published = sum(one.stop_probability < STOP_PROBABILITY for one in honest)
+        print(f"\nHonest bundles: {len(honest)}; refused by the baselines as they are set here: none, by construction.")
+        print(f"With the published stop probability of {STOP_PROBABILITY}: {published} of {len(honest)}.")
+    workers, hurt = (sum(run[each] for run in runs) for each in ("honest_workers", "hurt"))
     print(
-        f"Honest workers: {sum(run['honest_workers'] for run in runs)}, refused or banned: {sum(run['hurt'] for run in runs)}."
+        f"\nHonest workers: {workers}, refused or banned: {hurt}. Runs took {sum(run['seconds'] for run in runs):.0f} s."
     )
 
 
-def checks(runs: Sequence[dict[str, Any]], *, wanted: int) -> list[Check]:
-    by_design = ("escalation-3", "int8-as-vllm", "int8-as-unknown")
-    hard = [run for run in runs if run["name"] not in (*SOFT, *by_design)]
+def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -> list[Check]:
+    hard = [run for run in runs if run["name"] not in (*SOFT, *BY_DESIGN) and "partial" not in run["name"]]
     text = [run for run in hard if ADVERSARIES[run["name"]].changes_text]
-    worst = max((run["caught"] or ROLLOUTS_MAX + 1 for run in text if "partial" not in run["name"]), default=0)
-    tried = len({run["name"] for run in runs})
-    missed = sum(run["caught"] is None for run in hard)
+    tried, missed = len({run["name"] for run in runs}), sum(run["caught"] is None for run in hard)
+    hurt = sum(run["hurt"] for run in runs)
     found = [
         Check("cheats tried", float(tried), f">= {wanted}", tried >= wanted),
-        Check("rollouts until a cheat that changes the text is caught, the most of any seed", worst, "<= 50", worst <= 50),
         Check("runs whose cheat was not caught", missed, "0", missed == 0),
-        Check("honest workers hurt", sum(run["hurt"] for run in runs), "0", not any(run["hurt"] for run in runs)),
-    ]  # fmt: skip
-    older = [run["caught"] for run in runs if run["name"] == "older-1"]
+        Check("honest workers hurt", hurt, "0", hurt == 0),
+    ]
+    if at_the_floor:
+        beyond = statistics.fmean((run["caught"] or math.inf) > LEASE_ROLLOUTS * BUNDLES_95 for run in text)
+        name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
+        return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]
+    worst = max((run["caught"] or 10**6 for run in text), default=0)
+    name = "rollouts until a cheat that changes the text is caught, the most of any seed"
+    found.append(Check(name, worst, "<= 50", worst <= 50))
+    older = [run["caught"] or 10**6 for run in runs if run["name"] == "older-1"]
     if older:
-        found.append(
-            Check(
-                "rollouts until one policy step is caught, the most",
-                max(o or 10**6 for o in older),
-                "<= 50",
-                all(o and o <= 50 for o in older),
-            )
-        )
+        worst = max(older)
+        found.append(Check("rollouts until one policy step is caught, the most", worst, "<= 50", worst <= 50))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
+    parser.add_argument("--audits", choices=("full", "floor"), default="full", help="of the cheat's bundles")
     parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3))
-    parser.add_argument("--names", nargs="+", choices=ADVERSARIES, default=list(ADVERSARIES))
+    parser.add_argument("--names", nargs="+", choices=ADVERSARIES, help="these cheats only")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after this long")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="six cheats, one seed")
@@ -330,25 +313,25 @@ def main() -> None:
     options = parser.parse_args()
     if options.out is None and not options.quick:
         parser.error("give --out DIR, or --quick")
+    at_the_floor = options.audits == "floor"
+    names = options.names or (QUICK if options.quick else AT_THE_FLOOR if at_the_floor else tuple(ADVERSARIES))
+    seeds = (1,) if options.quick else options.seeds
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
-        out.mkdir(parents=True, exist_ok=True)
         if not options.report:
-            names, seeds = (QUICK, (1,)) if options.quick else (options.names, options.seeds)
-            asyncio.run(fill(names, seeds, out, seconds=options.seconds))
-        runs = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+            asyncio.run(fill(names, seeds, out, at_the_floor=at_the_floor, seconds=options.seconds))
+        runs = [json.loads(path.read_text()) for path in sorted(runs_in(out, at_the_floor=at_the_floor).glob("*.json"))]
     if not runs:
         sys.exit(f"no runs in {out}")
+    found = checks(
+        runs, at_the_floor=at_the_floor, wanted=len(QUICK) if options.quick else 25 if not at_the_floor else 12
+    )
     if options.json:
-        print(
-            json.dumps(
-                {"checks": [asdict(check) for check in checks(runs, wanted=len(QUICK) if options.quick else 25)]}
-            )
-        )
+        print(json.dumps({"checks": [asdict(check) for check in found]}))
         return
-    report(runs)
+    report(runs, at_the_floor=at_the_floor)
     print()
-    for check in checks(runs, wanted=len(QUICK) if options.quick else 25):
+    for check in found:
         print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
 
 

@@ -12,24 +12,23 @@ import contextlib
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from tests.adversaries.policies import ENVIRONMENT, Policies, logits_of
+from tests.adversaries.watching import Judged, Noting, Outcome, Part, Watched
 from tests.node.coordinator_world import World, memory_parts, running
 from tests.node.worker_world import COORDINATOR, TRAINER, MemorySource, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.sim.adversaries.engine import Means
-from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES, Adversary
+from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run as run_validator
@@ -40,126 +39,18 @@ from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
-from prime_protocol.errors import PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import (
     BatchRequest,
-    BundleRequest,
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    LeaseRequest,
-    NotYet,
     TrainBatch,
-    UploadReply,
 )
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import CheckPolicy, ModelFile, PinnedRun
-from prime_protocol.verdict import Receipt, RejectReason, Verdict
+from prime_protocol.verdict import Receipt
 from prime_protocol.weights import Weights
 
 SEEN = 8
 """Policies of the chain that come before the run: a cheat may be eight steps behind from the first lease on."""
-EXCUSED = frozenset(reason for reason in RejectReason if not reason.is_dishonest)
-
-
-@dataclass
-class Judged:
-    """One bundle as the validator had it."""
-
-    worker: str
-    lease: Lease
-    parcel: bytes = b""
-    verdict: Verdict | None = None
-
-
-@dataclass
-class Part:
-    """What one worker was, and what became of it."""
-
-    key: SigningKey
-    adversary: Adversary | None
-    means: Means
-    worker: Worker | None = None
-    replies: Counter[str] = field(default_factory=Counter)
-    """Uploads that were turned away at once: by verdict's reason or error's code."""
-    waits: list[str] = field(default_factory=list)
-    """Why it got no lease, each time."""
-
-
-@dataclass
-class Outcome:
-    """What came of a run."""
-
-    parts: Sequence[Part]
-    """Cheats in the order of their names, then their accomplices, then the honest."""
-    judged: list[Judged]
-    batches: list[TrainBatch]
-    status: Mapping[str, Any]
-    """The status of each worker, by key."""
-    receipts: Mapping[str, list[Receipt]]
-    """By key, in the order of the last change."""
-
-    def worker(self, part: Part) -> Any:
-        return self.status[part.key.key_id]
-
-    def receipts_of(self, part: Part) -> list[Receipt]:
-        return self.receipts[part.key.key_id]
-
-
-class Watched:
-    """Implements ports.transport.ValidatorPort around a real one, and keeps what passes."""
-
-    def __init__(self, port: HttpClient, judged: list[Judged], news: asyncio.Event) -> None:
-        self._port, self._judged, self._news = port, judged, news
-        self._of: dict[str, Judged] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._port, name)
-
-    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
-        task = await self._port.check(request)
-        if isinstance(task, CheckTask):
-            self._of[task.bundle] = Judged(task.lease.worker, task.lease)
-        return task
-
-    async def bundle(self, request: BundleRequest) -> bytes:
-        parcel = await self._port.bundle(request)
-        self._of[request.bundle].parcel = parcel
-        return parcel
-
-    async def check_result(self, request: CheckResultRequest) -> None:
-        await self._port.check_result(request)
-        judged = self._of.pop(request.bundle)
-        judged.verdict = request.verdict
-        self._judged.append(judged)
-        self._news.set()
-
-
-class Noting:
-    """Implements ports.transport.WorkerPort around a real one, and notes what it is refused."""
-
-    def __init__(self, port: HttpClient, part: Part) -> None:
-        self._port, self._part = port, part
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._port, name)
-
-    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
-        answer = await self._port.lease(request)
-        if isinstance(answer, NotYet):
-            self._part.waits.append(answer.reason)
-        return answer
-
-    async def upload(self, parcel: bytes) -> UploadReply:
-        try:
-            reply = await self._port.upload(parcel)
-        except PeerError as error:
-            self._part.replies[str(error.code)] += 1
-            raise
-        if reply.verdict is not None and reply.verdict.reason is not None:
-            self._part.replies[str(reply.verdict.reason)] += 1
-        return reply
 
 
 class Arena:
@@ -186,10 +77,13 @@ class Arena:
         rollouts_per_group: int = 4,
         seed: int = 0,
         seconds_max: float = 30.0,
-        validator: ValidatorConfig | None = None,
+        audits_first: int = 0,
         **spec: object,
     ) -> Outcome:
-        """One run with these cheats, and so many honest workers. `rollouts_max` None: up to the last policy."""
+        """One run with these cheats, and so many honest workers. `rollouts_max` None: up to the last policy.
+
+        `audits_first`: passed audits, which receipts tell, after which the cheats begin.
+        """
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         run = self._make_run(groups_per_step, rollouts_per_group, seed, **spec)
@@ -203,15 +97,17 @@ class Arena:
             for number, one in enumerate((*cast_of, *partners, *[None] * honest))
         ]
         judged: list[Judged] = []
+        passed = Counter[str]()
+        for part in parts:
+            part.means.is_trusted = lambda key=part.key.key_id: passed[key] >= audits_first
         news = asyncio.Event()
         await self._grow(len(parts) + 1)
         async with running(await self._parts(run)) as world, asyncio.TaskGroup() as tasks:
             stop = asyncio.Event()
             batches: list[TrainBatch] = []
             training = tasks.create_task(self._train(world, run, batches))
-            tasks.create_task(
-                run_validator(self._validator(world, run, judged, news, validator or ValidatorConfig()), stop)
-            )
+            watched = Watched(world.client(COORDINATOR), judged, passed, news)
+            tasks.create_task(run_validator(self._validator(world, run, watched), stop))
             working = [
                 tasks.create_task(self._work(world, run, part, engine, folder / str(number), stop))
                 for number, (part, engine) in enumerate(zip(parts, self._engines[1:], strict=False))
@@ -322,16 +218,14 @@ class Arena:
         while len(self._engines) < num:
             self._engines.append(TransformersEngine(self.policies.folder, threads=1))
 
-    def _validator(
-        self, world: World, run: PinnedRun, judged: list[Judged], news: asyncio.Event, config: ValidatorConfig
-    ) -> Validator:
+    def _validator(self, world: World, run: PinnedRun, port: Watched) -> Validator:
         async def policy(version: int) -> Weights:
             return self.policies.chain[SEEN + version]
 
         return Validator(
             run=run,
-            config=config,
-            coordinator=cast("ValidatorPort", Watched(world.client(COORDINATOR), judged, news)),
+            config=ValidatorConfig(),
+            coordinator=cast("ValidatorPort", port),
             scorer=self._engines[0],
             environments={"spell": self.policies.environment},
             tokenizer=self.policies.tokenizer,

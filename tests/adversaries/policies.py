@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
+from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Environment
@@ -38,6 +40,8 @@ ENVIRONMENT = EnvironmentSpec(
 COMPLETION_TOKENS = 8
 LR = 4e-4
 """The demo's."""
+DONE = "done.safetensors"
+"""Written last."""
 Shape = dict[str, int]
 
 
@@ -88,6 +92,32 @@ async def make_policies(
         chain.append(backend.snapshot())
     await engine.close()
     return Policies(place, small_place, tuple(chain), made.base, made.small, environment, tokenizer)
+
+
+async def kept_policies(folder: Path, **how: Any) -> Policies:
+    """make_policies, or what it made in this folder before."""
+    kept = _read(folder)
+    if kept is not None:
+        return kept
+    made = await make_policies(folder, **how)
+    for name, weights in {"base": made.base, "small": made.small, **_numbered(made.chain)}.items():
+        write_safetensors(folder / f"{name}.safetensors", weights)
+    write_safetensors(folder / DONE, {})
+    return made
+
+
+def _read(folder: Path) -> Policies | None:
+    if not (folder / DONE).exists():
+        return None
+    held = {path.stem: read_weights(path) for path in folder.glob("*.safetensors")}
+    chain = tuple(held[name] for name in sorted(held) if name.startswith("policy"))
+    place = folder / "model"
+    environment, tokenizer = build_environments([ENVIRONMENT], place)["spell"], HfTokenizer(place)
+    return Policies(place, folder / "small", chain, held["base"], held["small"], environment, tokenizer)
+
+
+def _numbered(chain: Sequence[Weights]) -> dict[str, Weights]:
+    return {f"policy-{number:03}": weights for number, weights in enumerate(chain)}
 
 
 def logits_of(folder: Path, weights: Weights) -> Logits:

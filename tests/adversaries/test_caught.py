@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.adversaries.arena import Arena, Outcome, Part
+from tests.adversaries.arena import Arena
+from tests.adversaries.conditions import SOFT, conditions_for
+from tests.adversaries.watching import Outcome, Part
 
 from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -46,18 +48,28 @@ EXPECTED = {
     "poison": {SEEDS},
     "loud-poison": {LOGPROBS},
     "partial-10": {SEEDS},
+    "ties": {SEEDS},
+    "framing": {RejectReason.COPIED},
     "colluding": {SEEDS},
 }
 """The reasons that a cheat's refused bundles may have, beside those that any may."""
 ANY_CHEAT = {RejectReason.STATISTICAL, RejectReason.BAD_TERMINATION}
 """And that a stop token was not the one that its seed chooses, which is the first to be seen where the tokens are wrong."""
-BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown", "older-1-as-vllm")
-"""These get through, the last one now and then: SECURITY.md says what they gain, and what limits it."""
+BY_DESIGN = (
+    "escalation-3",
+    "int8-as-vllm",
+    "int8-as-unknown",
+    "older-1-as-vllm",
+    "ties-as-vllm",
+    "ties-as-unknown",
+    "unseeded-best-of-n",
+)
+"""These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
-    outcome = await arena.fight(name, rollouts_max=400)
+    outcome = await arena.fight(name, rollouts_max=400, **conditions_for(name))
     cheat = outcome.parts[0]
     reasons = [receipt.reason for receipt in outcome.receipts_of(cheat) if receipt.reason is not None]
     dishonest = [reason for reason in reasons if reason.is_dishonest]
@@ -122,8 +134,7 @@ async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(aren
 
 
 def test_every_cheat_of_the_table_is_tried() -> None:
-    soft = {"equivocation", "time-shift", "hoarding", "picking"}
-    assert {*EXPECTED, *BY_DESIGN, *soft, "partial-1"} == set(ADVERSARIES)
+    assert {*EXPECTED, *BY_DESIGN, *SOFT, "partial-1"} == set(ADVERSARIES)
     assert len(ADVERSARIES) >= 25
 
 

@@ -70,11 +70,11 @@ class Run:
         assert isinstance(lease, records.LeaseRecord), lease
         return lease
 
-    def upload(self, lease: records.LeaseRecord, *, audited: bool = True) -> str:
+    def upload(self, lease: records.LeaseRecord, *, audited: bool = True, seeded: bool = True) -> str:
         bundle = f"bundle-{self.num_bundles}"
         self.num_bundles += 1
         num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
-        self.do(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1_000, audited))
+        self.do(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1_000, audited, seeded))
         return bundle
 
     def accept(self, bundle: str, versions: tuple[tuple[int, int], ...] = ()) -> list[Effect]:

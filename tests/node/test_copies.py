@@ -23,9 +23,9 @@ def run() -> Run:
     return run
 
 
-def uploaded(run: Run, worker: str, *, audited: bool = True) -> str:
+def uploaded(run: Run, worker: str, *, audited: bool = True, seeded: bool = True) -> str:
     run.now_ms += 10
-    return run.upload(run.granted(worker, 0, rollouts_max=2), audited=audited)
+    return run.upload(run.granted(worker, 0, rollouts_max=2), audited=audited, seeded=seeded)
 
 
 def accept(run: Run, bundle: str, *marks: str) -> list[Effect]:
@@ -96,6 +96,33 @@ def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
     assert receipts(accept(run, forged, OTHER)) == {forged: None}
     assert run.state.workers["ben"].strikes == 0
     invariants.check(run.state)
+
+
+def test_an_unseeded_bundle_accuses_no_seeded_one_and_is_the_copy_itself(run: Run) -> None:
+    """It may hold the text that another slot's seeds give: a forward pass alone cannot tell."""
+    framed, honest = uploaded(run, "anna", seeded=False), uploaded(run, "ben")
+    accept(run, framed, MARK)
+    assert receipts(accept(run, honest, MARK)) == {honest: None, framed: RejectReason.COPIED}
+    assert (run.state.workers["ben"].strikes, run.state.workers["anna"].banned is not None) == (0, True)
+    invariants.check(run.state)
+
+
+def test_an_unseeded_copy_of_what_seeds_gave_is_refused_whenever_it_came(run: Run) -> None:
+    early, honest = uploaded(run, "anna", seeded=False), uploaded(run, "ben")
+    accept(run, honest, MARK)
+    assert receipts(accept(run, early, MARK)) == {early: RejectReason.COPIED}
+
+
+def test_nobody_is_accused_where_one_is_unseeded_and_the_other_was_not_audited(run: Run) -> None:
+    first, second = uploaded(run, "anna", seeded=False), uploaded(run, "ben", audited=False)
+    accept(run, first, MARK)
+    assert receipts(accept(run, second, MARK)) == {second: None}
+
+
+def test_of_two_unseeded_bundles_the_later_one_is_the_copy(run: Run) -> None:
+    first, second = uploaded(run, "anna", seeded=False), uploaded(run, "ben", seeded=False)
+    accept(run, second, MARK)
+    assert receipts(accept(run, first, MARK)) == {first: None, second: RejectReason.COPIED}
 
 
 def test_a_copy_that_is_not_audited_is_found(run: Run) -> None:

@@ -62,7 +62,8 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> Uplo
         return await _keep_both(core, decision, lease, opened)
     if isinstance(decision, ev.BundleArrived):
         drawn = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
-        decision = replace(decision, audited=drawn or not header.engine.seeded)
+        seeded = header.engine.seeded
+        decision = replace(decision, audited=drawn or not seeded, seeded=seeded)
     core.decide(decision)
     if isinstance(decision, ev.BundleTurnedAway):
         return UploadReply(bundle=bundle, verdict=Verdict.refuse(decision.reason, decision.detail))

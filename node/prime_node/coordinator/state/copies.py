@@ -5,6 +5,8 @@ survives restarts; it holds the last FINGERPRINTS_KEPT_MAX fingerprints.
 
 Only an audited bundle accuses others. In one without a forward pass any text may stand: who has had a slot's seeds, and let its
 lease lapse, could file what they give under another slot, and have the honest worker that samples it next refused as a copyist.
+An unseeded engine could do the same with a forward pass. But what is proven to follow from its slot's seeds was copied from
+nobody, so between the two the unseeded one is at fault, whenever it came.
 """
 
 from __future__ import annotations
@@ -18,16 +20,15 @@ SAID_BEFORE = "a bundle that came before it, but was judged later, said the same
 
 
 def found_earlier(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> Original | None:
-    """An accepted bundle that came before this one, for another slot, and holds the same."""
-    return next((one for one in _alike(state, pending, marks) if one.arrived_at_ms <= pending.arrived_at_ms), None)
+    """An accepted bundle for another slot that holds the same, and that this one is a copy of."""
+    return next((one for one in _alike(state, pending, marks) if _is_original(one, pending)), None)
 
 
 def found_later(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
-    """Accepted bundles that came after this one and hold the same: they were judged first. Each once."""
+    """Accepted bundles that hold the same and are copies of this one, but were judged first. Each once."""
     if not pending.audited:
         return []
-    later = {one.bundle: one for one in _alike(state, pending, marks) if one.arrived_at_ms > pending.arrived_at_ms}
-    return list(later.values())
+    return list({one.bundle: one for one in _alike(state, pending, marks) if not _is_original(one, pending)}.values())
 
 
 def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> None:
@@ -36,10 +37,18 @@ def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, st
         return
     for slot, mark in marks:
         known = state.originals.get(mark)
-        if known is None or known.arrived_at_ms > pending.arrived_at_ms:
-            state.originals[mark] = Original(pending.bundle, pending.lease.worker, slot, pending.arrived_at_ms)
+        if known is None or not _is_original(known, pending):
+            made = Original(pending.bundle, pending.lease.worker, slot, pending.arrived_at_ms, pending.seeded)
+            state.originals[mark] = made
     while len(state.originals) > FINGERPRINTS_KEPT_MAX:
         del state.originals[next(iter(state.originals))]
+
+
+def _is_original(known: Original, pending: PendingBundle) -> bool:
+    """Of two that hold the same, whether the known one was first, or must have been."""
+    if known.seeded is not pending.seeded:
+        return known.seeded
+    return known.arrived_at_ms <= pending.arrived_at_ms
 
 
 def _alike(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:

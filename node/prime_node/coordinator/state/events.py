@@ -109,6 +109,8 @@ class BundleArrived:
     num_bytes: int
     audited: bool = True
     """A validator makes a forward pass for it."""
+    seeded: bool = True
+    """Its engine says that it samples by the assigned seeds."""
     type: Literal["bundle_arrived"] = "bundle_arrived"
 
 

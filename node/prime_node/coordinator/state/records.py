@@ -67,6 +67,8 @@ class PendingBundle:
     arrived_at_ms: int
     audited: bool = True
     """It gets a forward pass (audits.py)."""
+    seeded: bool = True
+    """Its tokens are claimed to be those of the assigned seeds."""
 
 
 @dataclass(slots=True)
@@ -221,6 +223,8 @@ class Original:
     worker: str
     slot: int
     arrived_at_ms: int
+    seeded: bool = True
+    """Proven to be what the slot's seeds give."""
 
 
 @dataclass(slots=True)

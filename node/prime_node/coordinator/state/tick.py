@@ -155,7 +155,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     step.bundles.append(event.bundle)
     worker.pending[lease.lease_id] = event.bundle
     state.bundles[event.bundle] = PendingBundle(
-        event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited
+        event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited, event.seeded
     )
     batches.measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)

@@ -85,14 +85,18 @@ def sample(
     sampling: Sampling,
     *,
     vocab_size: int,
+    begun: Sequence[TokenIds] | None = None,
 ) -> list[Completion]:
-    """Token by token, without a cache. `choose` gets the unfinished sequences and their noise [B, V]; logprobs are left at 0."""
-    chosen: list[TokenIds] = [() for _ in requests]
+    """Token by token, without a cache. `choose` gets the unfinished sequences and their noise [B, V]; logprobs are left at 0.
+
+    `begun`: what each completion begins with.
+    """
+    chosen: list[TokenIds] = [() for _ in requests] if begun is None else list(begun)
     stops = set(sampling.stop_token_ids)
-    for position in range(sampling.completion_tokens_max):
-        rows = [row for row, ids in enumerate(chosen) if not stops.intersection(ids)]
+    for position in range(min(map(len, chosen)), sampling.completion_tokens_max):
+        rows = [row for row, ids in enumerate(chosen) if len(ids) == position and not stops.intersection(ids)]
         if not rows:
-            break
+            continue
         noise_BV = gumbel_noise([requests[row].seed for row in rows], [position] * len(rows), vocab_size)
         tokens = choose([requests[row].prompt_token_ids + chosen[row] for row in rows], noise_BV)
         for row, token in zip(rows, tokens, strict=True):

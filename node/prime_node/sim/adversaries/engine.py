@@ -59,6 +59,8 @@ class Means:
     overheard: list[bytes] = field(default_factory=list)
     """Bundles of an accomplice."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    is_trusted: Callable[[], bool] = lambda: True
+    """Whether it has been honest for long enough to begin: a sleeper waits until it is audited seldom."""
 
 
 ChooseWeights = Callable[[Means], Weights]
@@ -112,7 +114,7 @@ class DishonestEngine:
 
     @property
     def _cheats(self) -> bool:
-        return self._loads > self._honest_loads
+        return self._loads > self._honest_loads and self._means.is_trusted()
 
 
 async def rescored(

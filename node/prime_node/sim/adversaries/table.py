@@ -7,7 +7,7 @@ from typing import cast
 
 from prime_node.ports.engine import Engine
 from prime_node.ports.transport import WorkerPort
-from prime_node.sim.adversaries import cheap, proofs, tokens, uploads, weights
+from prime_node.sim.adversaries import cheap, proofs, ties, tokens, uploads, weights
 from prime_node.sim.adversaries.engine import Answer, ChooseWeights, DishonestEngine, Means
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -45,6 +45,7 @@ class Adversary:
 
 VLLM_BF16 = EngineInfo(name="vllm", version="1", dtype="bf16", device="cpu")
 UNKNOWN = EngineInfo(name="homegrown", version="1", dtype="fp8", device="gpu")
+UNSEEDED = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu", seeded=False)
 
 ADVERSARIES: dict[str, Adversary] = {
     "older-1": Adversary("Samples from the policy before the claimed one.", weights=weights.older(1)),
@@ -110,6 +111,24 @@ ADVERSARIES: dict[str, Adversary] = {
     ),
     "loud-poison": Adversary(
         "The same, and claims logprobs two nats too low, to be learned from more.", answer=tokens.poison(2.0)
+    ),
+    "ties": Adversary("Takes the runner-up where it is close and the answer is better for it.", answer=ties.near_ties),
+    "ties-as-vllm": Adversary(
+        "The same, and claims an engine that is known to be less exact.", answer=ties.near_ties, claims=VLLM_BF16
+    ),
+    "ties-as-unknown": Adversary(
+        "The same, and claims an engine that no calibration knows.", answer=ties.near_ties, claims=UNKNOWN
+    ),
+    "unseeded-best-of-n": Adversary(
+        "Says that its engine takes no seeds, samples four times and uploads the best.",
+        answer=tokens.best_of_n,
+        claims=UNSEEDED,
+    ),
+    "framing": Adversary(
+        "Says so too, and files what another lease's seeds give: who samples that one next is to seem a copyist.",
+        answer=tokens.refiled,
+        port=uploads.Framing,
+        claims=UNSEEDED,
     ),
     "equivocation": Adversary("Signs two bundles for each lease.", port=uploads.Equivocating, changes_text=False),
     "time-shift": Adversary(

@@ -128,6 +128,16 @@ async def handed(model: Model, requests: Requests, sampling: Sampling, means: Me
     return await rescored(model, requests, taken, sampling)
 
 
+async def refiled(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+    """Every other lease is answered with what the seeds of the one before it gave, which uploads.Framing keeps to itself."""
+    kept, means.mailbox[:] = list(means.mailbox), []
+    honest = await model.generate(requests, sampling)
+    if kept:
+        return await rescored(model, requests, [*kept, *honest[len(kept) :]][: len(honest)], sampling)
+    means.mailbox[:] = honest
+    return honest
+
+
 def partly(share: float, cheat: Answer) -> Answer:
     """Cheats in this share of the completions only."""
 

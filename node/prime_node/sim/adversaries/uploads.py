@@ -164,6 +164,28 @@ class Hoarding(DishonestPort):
         return pretended(parcel)
 
 
+class Framing(DishonestPort):
+    """Holds a lease back until what its seeds give is filed under another one, and then lets it go to an honest worker,
+    who must say the same: a copyist, it is hoped. The engine answers by tokens.refiled."""
+
+    held: str | None = None
+
+    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        if self.held is not None and request.holding is not None:
+            request = request.model_copy(update={"holding": (*request.holding, self.held)})
+        return await super().lease(request)
+
+    async def upload(self, parcel: bytes) -> UploadReply:
+        header, _ = opened(parcel)
+        if self.held is None:
+            self.held = header.lease_id
+            return pretended(parcel)
+        reply = await self.port.upload(parcel)
+        await self.port.return_lease(ReturnLeaseRequest(lease_id=self.held))
+        self.held = None
+        return reply
+
+
 class Picking(DishonestPort):
     """Hands back every lease whose prompts are longer than it has seen on average, and asks again for quicker work."""
 

@@ -1,0 +1,120 @@
+"""What others' checks would say of a bundle: TOPLOC alone, a comparison of logprobs alone, and INTELLECT-2's published checks.
+
+Each looks at the same bundles as our validator, by a forward pass of the claimed policy. Cut-offs that are not published are
+1.5 times what the honest bundles reach, which is as tight as they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tests.adversaries.arena import SEEN, Arena
+from tests.adversaries.watching import Judged
+
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.ports.engine import ScoreRequest
+from prime_node.sim.adversaries.uploads import opened
+from prime_protocol.errors import PeerError
+from prime_protocol.proof import compare_proofs
+from prime_protocol.verdict import RejectReason
+
+TOPLOC_EXPONENTS, TOPLOC_MEAN, TOPLOC_MEDIAN = 38, 10.0, 8.0
+"""Published for bf16: more exponents that differ, or larger mantissa errors, are refused (arXiv 2501.16007)."""
+STOP_PROBABILITY = 0.1
+"""Published: a stop token of a smaller probability is refused."""
+UNLIKELY = 0.01
+"""Probability below which a token counts for the token sampling check, whose cut-off is not published."""
+SLACK = 1.5
+FORM = {RejectReason.MALFORMED, RejectReason.WRONG_ASSIGNMENT, RejectReason.BAD_TERMINATION}
+BASELINES = ("logprobs alone", "TOPLOC alone", "INTELLECT-2")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a bundle shows to the baselines."""
+
+    logprob_error: float = 0.0
+    toploc: bool = False
+    """A proof is beyond TOPLOC's thresholds."""
+    unlikely: float = 0.0
+    """Share of tokens that the policy gives a small probability."""
+    stop_probability: float = 1.0
+    """Of the least likely stop token."""
+    form: bool = False
+    """Refused for its form: what cannot be parsed, other problems than assigned, a wrong end."""
+
+
+class Baselines:
+    """A forward pass of the claimed policy over bundles that were judged."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._policies = arena.policies
+        self._engine = TransformersEngine(arena.policies.folder, threads=1)
+        self._loaded = -1
+
+    async def numbers(self, judged: Judged) -> Numbers:
+        reason = None if judged.verdict is None else judged.verdict.reason
+        try:
+            _, rollouts = opened(judged.parcel)
+        except PeerError:
+            return Numbers(form=True)
+        if judged.lease.policy_version != self._loaded:
+            self._loaded = judged.lease.policy_version
+            await self._engine.load(self._policies.chain[SEEN + self._loaded], policy_version=self._loaded)
+        prompts = [group.prompt_token_ids for group in judged.lease.groups for _ in group.seeds]
+        requests = [
+            ScoreRequest(prompt, completion.token_ids, 0, hidden=True)
+            for prompt, completion in zip(prompts, rollouts.completions(), strict=True)
+        ]
+        prefill = await self._engine.prefill(requests, judged.lease.sampling)
+        toploc = True
+        if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
+            errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
+            toploc = bool(
+                (errors.exponent_mismatches_C > TOPLOC_EXPONENTS).any()
+                or (errors.mantissa_error_mean_C > TOPLOC_MEAN).any()
+                or (errors.mantissa_error_median_C > TOPLOC_MEDIAN).any()
+            )
+        ends_T = np.isin(rollouts.token_ids_T, judged.lease.sampling.stop_token_ids)
+        return Numbers(
+            logprob_error=float(np.abs(rollouts.logprobs_T - prefill.logprobs_T).mean()),
+            toploc=toploc,
+            unlikely=float((prefill.logprobs_T < np.log(UNLIKELY)).mean()),
+            stop_probability=float(np.exp(prefill.logprobs_T[ends_T]).min()) if ends_T.any() else 1.0,
+            form=reason in FORM,
+        )
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The thresholds that are not published, from honest bundles."""
+
+    logprob_error: float
+    unlikely: float
+    stop_probability: float
+
+    @classmethod
+    def of(cls, honest: Sequence[Numbers]) -> Cuts:
+        return cls(
+            SLACK * max(one.logprob_error for one in honest),
+            SLACK * max(one.unlikely for one in honest),
+            min(one.stop_probability for one in honest) / SLACK,
+        )
+
+    def verdicts(self, one: Numbers) -> dict[str, bool]:
+        """Who refuses a bundle."""
+        sampling = one.unlikely > self.unlikely or one.stop_probability < self.stop_probability
+        return {
+            "logprobs alone": one.logprob_error > self.logprob_error,
+            "TOPLOC alone": one.toploc and not one.form,
+            "INTELLECT-2": one.form or one.toploc or sampling,
+        }
+
+    def first_refused(self, stream: Sequence[Numbers], who: str) -> int | None:
+        """Bundles up to the first one that is refused."""
+        return next((place + 1 for place, one in enumerate(stream) if self.verdicts(one)[who]), None)

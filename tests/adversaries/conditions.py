@@ -1,0 +1,32 @@
+"""What a run must be like for a cheat to have anything to do, and how seldom its workers are audited."""
+
+from __future__ import annotations
+
+from prime_node.cli.shipped import shipped_calibration
+from prime_protocol.assignment import Sampling
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+
+SOFT = ("equivocation", "time-shift", "hoarding", "picking")
+"""Nothing that they upload is false; the scheduler limits what they can do."""
+UNSEEDED = ("unseeded-best-of-n", "framing")
+"""They need a run that takes engines without seeds."""
+FLOOR = AuditPolicy(newcomer_bundles=1)
+"""A worker is at the default floor, one bundle in four, after four passed audits."""
+FLOOR_AUDITS = 4
+
+
+def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max: int = 2) -> dict[str, object]:
+    """Fields of the RunSpec that differ from the arena's own."""
+    checks = CheckPolicy(
+        proofs=True,
+        calibration=shipped_calibration(),
+        audits=audits,
+        strikes_max=strikes_max,
+        unseeded=name in UNSEEDED,
+    )
+    fields: dict[str, object] = {"checks": checks}
+    if name in SOFT:
+        fields |= {"lease_seconds": 0.5, "max_steps": 5}
+    if name == "framing":  # a text has to be long and surprising to be anybody's own
+        fields["sampling"] = Sampling(temperature=1.5, completion_tokens_max=160, stop_token_ids=())
+    return fields
