@@ -28,7 +28,7 @@ FLOORS = (
     {"broadcast"},
     {"replay", "algo", "envs"},
     {"config", "observe", "keyfile", "patience"},
-    {"files", "folder_lock"},
+    {"files", "folder_lock", "scratch"},
     {"ports"},
     {"prime_node"},
     {"prime_protocol"},

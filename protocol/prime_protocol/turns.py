@@ -26,7 +26,7 @@ from prime_protocol.assignment import Lease
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import Completion, Rollouts, recorded
-from prime_protocol.run_spec import EnvironmentSpec, RunSpec
+from prime_protocol.run_spec import RunSpec
 
 TokenIds = tuple[int, ...]
 
@@ -128,13 +128,36 @@ def has_assigned_seeds(rollouts: Rollouts, lease: Lease) -> bool:
     return same_slots and bool(rollouts.seeds_N.tolist() == wanted)
 
 
-def check_turns(rollouts: Rollouts, lease: Lease, spec: RunSpec) -> str | None:
-    """Why a bundle's turns are not what the lease's environments allow, or None. Raises PeerError where they cannot be read."""
+def size_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | None:
+    """Why turns are not as many, or their prompts not as long, as the lease's environments allow, or None.
+
+    To be looked at before any prompt is spelled out, each of which may repeat all of the turns before it, however small the
+    bundle is. Without `spec` there is one turn of each rollout.
+    """
+    of_rollouts = [group.problem.environment for group in lease.groups for _ in group.seeds]
+    if rollouts.turns_N3 is None or rollouts.num_rollouts != len(of_rollouts):
+        return None
+    if spec is None:
+        return "the run has no environment of several turns"
+    environments = {environment.name: environment for environment in spec.environments}
+    numbers_N = rollouts.rollout_numbers
+    for name, turns in zip(of_rollouts, np.bincount(numbers_N).tolist(), strict=True):
+        if turns > environments[name].turns_max:
+            return f"{turns} turns, environment {name} has {environments[name].turns_max}"
+    lengths_N = rollouts.turns_N3[:, 1:].sum(axis=1, dtype=np.int64)
+    for number, length in zip(numbers_N.tolist(), lengths_N.tolist(), strict=True):
+        bound = spec.context_tokens_max(environments[of_rollouts[number]]) - spec.sampling.completion_tokens_max
+        if not 1 <= length <= bound:
+            return f"a prompt of {length} tokens; environment {of_rollouts[number]} has 1 to {bound}"
+    return None
+
+
+def prompt_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | None:
+    """Why prompts of turns whose sizes are sound cannot be the lease's, or None. Raises PeerError where they cannot be read."""
+    if rollouts.turns_N3 is None or spec is None:
+        return None
     environments = {environment.name: environment for environment in spec.environments}
     of_rollouts = [environments[group.problem.environment] for group in lease.groups for _ in group.seeds]
-    fault = _size_fault(rollouts, of_rollouts, spec)
-    if fault is not None:
-        return fault
     for environment, prompt, turns in zip(
         of_rollouts, _prompts_of_lease(lease), episodes_of(rollouts, lease), strict=True
     ):
@@ -142,22 +165,6 @@ def check_turns(rollouts: Rollouts, lease: Lease, spec: RunSpec) -> str | None:
             return "another prompt than the lease's"
         if any(max(turn.prompt_token_ids) >= spec.vocab_size for turn in turns):
             return "a token of a prompt is outside of the vocabulary"
-    return None
-
-
-def _size_fault(rollouts: Rollouts, of_rollouts: Sequence[EnvironmentSpec], spec: RunSpec) -> str | None:
-    """Looked at before any prompt is spelled out: each may repeat all of the turns before it, however small the bundle is."""
-    if rollouts.turns_N3 is None or rollouts.num_rollouts != len(of_rollouts):
-        return None
-    numbers_N = rollouts.rollout_numbers
-    for environment, turns in zip(of_rollouts, np.bincount(numbers_N).tolist(), strict=True):
-        if turns > environment.turns_max:
-            return f"{turns} turns, environment {environment.name} has {environment.turns_max}"
-    lengths_N = rollouts.turns_N3[:, 1:].sum(axis=1, dtype=np.int64)
-    for number, length in zip(numbers_N.tolist(), lengths_N.tolist(), strict=True):
-        bound = spec.context_tokens_max(of_rollouts[number]) - spec.sampling.completion_tokens_max
-        if not 1 <= length <= bound:
-            return f"a prompt of {length} tokens; environment {of_rollouts[number].name} has 1 to {bound}"
     return None
 
 

@@ -32,6 +32,8 @@ class RejectReason(StrEnum):
     """Other groups, order or seeds than assigned."""
     WRONG_CONTEXT = "wrong_context"
     """A turn's prompt is not what the environment says behind the answers so far."""
+    INCOMPLETE = "incomplete"
+    """An environment goes on where a rollout ends: it failed on its worker's machine. Counts as a lease that was handed back."""
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     """A token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"

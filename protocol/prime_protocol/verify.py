@@ -1,8 +1,8 @@
 """The checks on a bundle of rollouts. Numbered, cheap ones first; the first that fails gives the reason.
 
     (1) the policy is the lease's, spans as allowed       WRONG_POLICY
-    (2) lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
-        turns are as many as allowed, of that length      WRONG_CONTEXT
+    (2) turns are as many as allowed, of that length      WRONG_CONTEXT
+        lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
     (5) claimed logprobs are the policy's                 LOGPROB_MISMATCH
@@ -31,7 +31,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
 from prime_protocol.run_spec import CheckPolicy, RunSpec
-from prime_protocol.turns import check_turns, has_assigned_seeds
+from prime_protocol.turns import has_assigned_seeds, prompt_fault, size_fault
 from prime_protocol.verdict import RejectReason, Verdict
 
 GROSS_FACTOR = 10.0
@@ -121,14 +121,14 @@ def check_assignment(
         lease.lease_id,
         lease.step,
     )
-    if not same_lease or not has_assigned_seeds(rollouts, lease):  # (2)
+    fault = size_fault(rollouts, lease, turns) if same_lease else None  # (2), before anything is computed for each turn
+    if fault is not None:
+        return Verdict.refuse(RejectReason.WRONG_CONTEXT, fault)
+    if not same_lease or not has_assigned_seeds(rollouts, lease):
         return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "lease, groups, order or seeds are not the assigned ones")
-    if rollouts.turns_N3 is not None:
-        turn_fault = (
-            "the run has no environment of several turns" if turns is None else check_turns(rollouts, lease, turns)
-        )
-        if turn_fault is not None:
-            return Verdict.refuse(RejectReason.WRONG_CONTEXT, turn_fault)
+    fault = prompt_fault(rollouts, lease, turns)
+    if fault is not None:
+        return Verdict.refuse(RejectReason.WRONG_CONTEXT, fault)
     if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
         return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids are below {vocab_size}")
     fault = _termination_fault(rollouts, lease.sampling)
@@ -229,6 +229,9 @@ def widened(policy: CheckPolicy) -> CheckPolicy:
             "logprob_error_mean_max": GROSS_FACTOR * policy.logprob_error_mean_max,
             "logprob_error_max": GROSS_FACTOR * policy.logprob_error_max,
             "seed_flips_share_max": min(1.0, GROSS_FACTOR * policy.seed_flips_share_max),
+            "stop_margin_max": max(
+                policy.stop_margin_max, policy.seed_margin_max
+            ),  # an end is held to what any token is
         }
     )
 

@@ -30,6 +30,7 @@ from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.sim.adversaries.engine import Means
 from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run as run_validator
 from prime_node.worker.config import WorkerConfig
@@ -227,7 +228,7 @@ class Arena:
             config=ValidatorConfig(),
             coordinator=cast("ValidatorPort", port),
             scorer=self._engines[0],
-            environments={"spell": self.policies.environment},
+            lanes=Lanes(lambda: {"spell": self.policies.environment}, lanes_max=1),
             tokenizer=self.policies.tokenizer,
             policy=policy,
             policy_versions=lambda: (),

@@ -177,6 +177,7 @@ def test_one_wasted_lease_is_forgiven(run: Run) -> None:
         lambda run, lease: run.do(ev.WorkersLost((lease.worker,))),
         lambda run, lease: run.do(ev.WorkerLeft(lease.worker)),
         lambda run, lease: run.join(lease.worker),
+        lambda run, lease: run.refuse(run.upload(lease), RejectReason.INCOMPLETE),
     ],
 )
 def test_a_worker_that_wastes_its_leases_waits_ever_longer_for_one_group_at_a_time(

@@ -187,12 +187,27 @@ def spoil(change: Callable[[list[Turn]], list[Turn]]) -> Callable[[list[list[Tur
     return lambda episodes: [change(turns) if len(turns) == 3 else turns for turns in episodes]
 
 
+def other_words(turns: list[Turn]) -> list[Turn]:
+    return [*turns[:-1], replace(turns[-1], prompt_token_ids=(*turns[-1].prompt_token_ids[:-1], 1))]
+
+
+def one_of_each(episodes: list[list[Turn]]) -> list[list[Turn]]:
+    """The first of three turns is cut short, the next one has other words."""
+    first, second, *_ = (number for number, turns in enumerate(episodes) if len(turns) == 3)
+    changes = {first: episodes[first][:-1], second: other_words(episodes[second])}
+    return [changes.get(number, turns) for number, turns in enumerate(episodes)]
+
+
 @pytest.mark.parametrize(
-    "tamper",
+    ("tamper", "reason"),
     [
-        spoil(lambda turns: turns[:-1]),  # it gave up early
-        spoil(lambda turns: [*turns[:-1], replace(turns[-1], prompt_token_ids=(*turns[-1].prompt_token_ids[:-1], 1))]),
-        spoil(lambda turns: [turns[0], *turns[:-1]]),  # it asked twice, and keeps the better one
+        (spoil(lambda turns: turns[:-1]), RejectReason.INCOMPLETE),  # its worker's environment failed, it says
+        (one_of_each, RejectReason.WRONG_CONTEXT),  # which hides nothing else
+        (spoil(other_words), RejectReason.WRONG_CONTEXT),
+        (
+            spoil(lambda turns: [turns[0], *turns[:-1]]),
+            RejectReason.WRONG_CONTEXT,
+        ),  # it asked twice, and kept the better
     ],
 )
 async def test_turns_that_the_environment_does_not_ask_for_are_refused(
@@ -200,6 +215,7 @@ async def test_turns_that_the_environment_does_not_ask_for_are_refused(
     run: PinnedRun,
     model: Path,
     tamper: Callable[[list[list[Turn]]], list[list[Turn]]],
+    reason: RejectReason,
 ) -> None:
     lease = lease_of(run, model)
     honest: list[list[Turn]] = await play_lease(
@@ -211,7 +227,7 @@ async def test_turns_that_the_environment_does_not_ask_for_are_refused(
     assert isinstance(opened, judge.OpenedBundle)
     worlds = build_environments(run.spec.environments, model)
     judgement = await judge.reward_bundle(opened, run=run, environments=worlds, tokenizer=HfTokenizer(model))
-    assert judgement.verdict.reason is RejectReason.WRONG_CONTEXT
+    assert judgement.verdict.reason is reason
 
 
 async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: PinnedRun, model: Path) -> None:

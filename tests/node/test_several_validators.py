@@ -26,6 +26,7 @@ from tests.node.coordinator_world import (
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.ports.engine import ScoreRequest
 from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run as run_validator
 from prime_protocol.assignment import Sampling
@@ -75,7 +76,7 @@ def validator_of(world: World, key: SigningKey, scorer: Scorer) -> Validator:
         config=ValidatorConfig.load({"validator": {"wait_seconds": 0.2, "prefetch": 1}}),
         coordinator=world.client(key),
         scorer=scorer,  # type: ignore[arg-type]
-        environments={"letters": Letters()},
+        lanes=Lanes(lambda: {"letters": Letters()}, lanes_max=1),
         tokenizer=Bytes(),
         policy=policy,
         policy_versions=lambda: (0,),

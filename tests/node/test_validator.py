@@ -1,30 +1,24 @@
-"""A validator finds out each way in which a bundle can lie, and goes on through every misfortune."""
+"""A validator finds out each way in which a bundle can lie."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
-from tests.node.worker_world import STRANGER, WORKER, JumpClock, MemorySource, make_run
+from tests.node.worker_world import STRANGER, WORKER, make_run
 
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
-from prime_node.ports.environment import HeldOutProblem
-from prime_node.ports.transport import Unreachable
-from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
-from prime_node.validator.loop import Validator, run
+from prime_node.ports.environment import EnvironmentGone, HeldOutProblem
+from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
-from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, rollouts_for
@@ -273,113 +267,18 @@ async def test_a_zstd_bomb_is_malformed_and_never_unpacked() -> None:
     assert await reason_for(rollouts, lease, decompressed_bytes=2**40) is RejectReason.MALFORMED
 
 
-class MemoryCheckQueue(MemorySource):
-    """Implements ports.transport.ValidatorPort over a list of tasks."""
-
-    def __init__(self, tasks: list[tuple[Lease, bytes]], stop: asyncio.Event) -> None:
-        super().__init__(RUN)
-        self.bundles = {digest_of(parcel): parcel for _, parcel in tasks}
-        self.results: dict[str, CheckResultRequest] = {}
-        self.failures: list[Exception] = []
-        self.deadline_ms = 10**12
-        self._tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
-        self._stop = stop
-
-    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
-        self._fail()
-        if not self._tasks:
-            if len(self.results) == len(self.bundles) or self.deadline_ms == 0:
-                self._stop.set()
-            return NotYet(reason="nothing to check", retry_after_s=0.1)
-        lease, bundle = self._tasks.pop(0)
-        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms)
-
-    async def bundle(self, request: BundleRequest) -> bytes:
-        self._fail()
-        return self.bundles[request.bundle]
-
-    async def check_result(self, request: CheckResultRequest) -> None:
-        self._fail()
-        self.results[request.bundle] = request
-
-    def _fail(self) -> None:
-        if self.failures:
-            raise self.failures.pop(0)
+async def test_a_grader_that_is_gone_is_not_asked_again_where_the_bundle_is_lost_anyway() -> None:
+    lease, failing = make_lease(), FailingEnvironment()
+    opened = open_bundle(make_bundle(lease, await generate(lease)), lease, RUN)
+    assert isinstance(opened, OpenedBundle)
+    judgement = await reward_bundle(opened, run=RUN, environments={"toy": failing}, tokenizer=LetterTokenizer())
+    assert judgement.verdict.reason is RejectReason.UNVERIFIABLE
+    assert failing.calls == 1
 
 
-def make_validator(queue: MemoryCheckQueue, scorer: TableScorer) -> Validator:
-    async def policy(version: int) -> Weights:
-        return table_weights(version)
+class FailingEnvironment(LengthEnvironment):
+    calls = 0
 
-    return Validator(
-        run=RUN,
-        config=ValidatorConfig(),
-        coordinator=queue,
-        scorer=scorer,
-        environments={"toy": LengthEnvironment()},
-        tokenizer=LetterTokenizer(),
-        policy=policy,
-        policy_versions=lambda: (),
-        clock=JumpClock(),
-    )
-
-
-async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryCheckQueue:
-    leases = [make_lease(version) for version in versions]
-    return MemoryCheckQueue(
-        [(lease, make_bundle(lease, await generate(lease, table_weights(v)), created_at_ms=number))
-         for number, (lease, v) in enumerate(zip(leases, versions, strict=True))],
-        stop,
-    )  # fmt: skip
-
-
-async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_once_in_a_row() -> None:
-    stop, scorer = asyncio.Event(), TableScorer()
-    queue = await make_queue(stop, [0, 0, 1, 1, 0])
-    validator = make_validator(queue, scorer)
-    await run(validator, stop)
-    assert all(result.verdict.accepted for result in queue.results.values())
-    assert len(queue.results) == 5
-    assert scorer.loaded == [0, 1, 0]
-
-
-async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
-    stop = asyncio.Event()
-    queue = await make_queue(stop, [0, 0])
-    queue.failures = [Unreachable("refused"), PeerError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
-    await run(make_validator(queue, TableScorer()), stop)
-    assert len(queue.results) == 2
-
-
-async def test_without_proofs_samples_of_another_policy_pass_and_no_policy_is_loaded() -> None:
-    stop, scorer = asyncio.Event(), TableScorer()
-    lease = make_lease()
-    forged = make_bundle(lease, await generate(lease, OTHER_POLICY))
-    queue = MemoryCheckQueue([(lease, forged)], stop)
-    validator = make_validator(queue, scorer)
-    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
-    await run(validator, stop)
-    (result,) = queue.results.values()
-    assert result.verdict.accepted
-    assert len(result.rewards) == lease.num_rollouts
-    assert scorer.loaded == []
-
-
-async def test_without_proofs_what_the_lease_alone_decides_is_still_refused() -> None:
-    stop = asyncio.Event()
-    lease = make_lease()
-    rollouts = await generate(lease)
-    queue = MemoryCheckQueue([(lease, make_bundle(lease, replace(rollouts, seeds_N=rollouts.seeds_N + 1)))], stop)
-    validator = make_validator(queue, TableScorer())
-    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
-    await run(validator, stop)
-    (result,) = queue.results.values()
-    assert result.verdict.reason is RejectReason.WRONG_ASSIGNMENT
-
-
-async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() -> None:
-    stop = asyncio.Event()
-    queue = await make_queue(stop, [0])
-    queue.deadline_ms = 0
-    await run(make_validator(queue, TableScorer()), stop)
-    assert queue.results == {}
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        self.calls += 1
+        raise EnvironmentGone("it took too long, and was ended")

@@ -177,6 +177,14 @@ def test_too_many_or_too_long_turns_are_refused_before_any_prompt_is_spelled_out
         assert why in verdict.detail
 
 
+def test_too_many_turns_are_refused_before_the_seed_of_each_is_computed(sample: Sample) -> None:
+    rollouts = seed_of_a_turn(rollouts_of_turns(sample.lease, game(sample)))
+    verdict = check_assignment(
+        sample.header, rollouts, sample.lease, vocab_size=264, turns=spec_of(sample, turns_max=2)
+    )
+    assert verdict.reason is RejectReason.WRONG_CONTEXT
+
+
 def test_an_environment_must_have_room_for_a_prompt_and_a_completion(sample: Sample) -> None:
     with pytest.raises(ValueError, match="must fit"):
         spec_of(sample, context_tokens_max=10)

@@ -12,7 +12,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure, statistics
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure, statistics, widened
 
 STOP = 257
 S, L = FinishReason.STOP, FinishReason.LENGTH
@@ -185,3 +185,11 @@ def test_7_hidden_states_that_are_not_those_of_the_proofs_are_refused(mean: floa
 def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
     with pytest.raises(AssertionError):
         measure(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
+
+
+def test_what_a_calibration_speaks_for_is_refused_at_a_stop_token_only_where_any_token_would_be() -> None:
+    measured = Measured(0.0, 0.0, 0.0, seed_margin_max=1.0, stop_margin_max=1.0)
+    assert judge(measured, CheckPolicy()).reason is RejectReason.BAD_TERMINATION
+    assert judge(measured, widened(CheckPolicy())).accepted
+    gross = replace(measured, seed_margin_max=2.5, stop_margin_max=2.5)
+    assert judge(gross, widened(CheckPolicy())).reason is RejectReason.BAD_TERMINATION

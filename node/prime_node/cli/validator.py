@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prime_node.cli.options import Options
     from prime_node.cli.place import Place
     from prime_node.ports.engine import Scorer
+    from prime_node.validator.lanes import Lanes
     from prime_protocol.run_spec import PinnedRun
 
 GRACE_S = 8.0
@@ -31,17 +32,20 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
-        async def set_up() -> tuple[PinnedRun, Scorer]:
-            """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+        async def set_up() -> tuple[PinnedRun, Scorer, Lanes]:
+            """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             await wire.model_folder(client, run, model)
-            return run, await asyncio.to_thread(wire.scorer, settings, model, run)
+            scorer = await asyncio.to_thread(wire.scorer, settings, model, run)
+            lanes = wire.scoring_lanes(run.spec, model, folder=place.folder, lanes_max=settings.scorers)
+            await lanes.open()
+            return run, scorer, lanes
 
         ready = await unless(stop.wait(), set_up())
         if ready is None:
             return 0
-        run, scorer = ready
+        run, scorer, lanes = ready
         kept = max(settings.policies_kept, run.spec.async_level + 2)
         following = wire_swarm.swarm_follower(
             run, place.key, client, place.folder, settings.model_copy(update={"policies_kept": kept})
@@ -57,7 +61,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                             config=settings,
                             coordinator=client,
                             scorer=scorer,
-                            environments=wire.environments(run.spec, model, folder=place.folder),
+                            lanes=lanes,
                             tokenizer=wire.tokenizer(model),
                             policy=follower.weights,
                             policy_versions=follower.versions,
@@ -70,6 +74,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
         finally:
+            lanes.close()
             await scorer.close()
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
+    from prime_node.validator.lanes import Lanes
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.messages import Hardware
     from prime_protocol.weights import Weights
@@ -162,11 +164,20 @@ def environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, Envir
     return dict(start_environments(spec.environments, model, hidden=_secrets(folder)))
 
 
+def scoring_lanes(spec: RunSpec, model: Path, *, folder: Path, lanes_max: int) -> Lanes:
+    """For a validator: so many times all environments of a run, each time in a process of its own."""
+    from prime_node.cli.wire_environments import end_environments, start_environments
+    from prime_node.validator.lanes import Lanes
+
+    start = partial(start_environments, spec.environments, model, hidden=_secrets(folder))
+    return Lanes(start, lanes_max=lanes_max, end=end_environments)
+
+
 def check_environments(spec: RunSpec, model: Path, *, folder: Path) -> None:
     """Whether they can be built. Raises LocalError."""
-    from prime_node.cli.wire_environments import start_environments
+    from prime_node.cli.wire_environments import end_environments, start_environments
 
-    next(iter(start_environments(spec.environments, model, hidden=_secrets(folder)).values())).process.close()
+    end_environments(start_environments(spec.environments, model, hidden=_secrets(folder)))
 
 
 def turn_environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, TurnEnvironment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +63,15 @@ def start_environments(
         )
         for spec in specs
     }
+
+
+def end_environments(made: Mapping[str, Environment]) -> None:
+    """The process that holds them. Idempotent."""
+    from prime_node.adapters.environments.process import ProcessEnvironment
+
+    for environment in made.values():
+        if isinstance(environment, ProcessEnvironment):
+            environment.process.close()
 
 
 def confined(specs: Sequence[EnvironmentSpec], model: Path, folder: Path, *, hidden: Sequence[Path]) -> bool:

@@ -110,10 +110,14 @@ class WrongContext(Exception):
     """What was recorded is not what the environment asks for."""
 
 
+class CutShort(WrongContext):
+    """All that was recorded is what the environment asks for, and then it asks for more: it failed where it was played."""
+
+
 async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool) -> float:
     """The reward of a recorded episode. `exact`: the environment must ask for the recorded prompts, all of them and no other.
 
-    Raises WrongContext, and whatever the environment raises.
+    Raises WrongContext, CutShort among them, and whatever the environment raises.
     """
     left, num_asked, unknown = list(turns), 0, False
 
@@ -136,13 +140,11 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
         if not unknown:
             raise
         reward = 0.0  # it has no answer to go on with, and that is the recording's fault
-    if exact and (unknown or left):
-        what = (
-            "it asks for a prompt that is not recorded"
-            if unknown
-            else f"{len(left)} turns are recorded that it never asks for"
-        )
-        raise WrongContext(what)
+    if exact and unknown:
+        kind = WrongContext if left else CutShort
+        raise kind("it asks for a prompt that is not recorded")
+    if exact and left:
+        raise WrongContext(f"{len(left)} turns are recorded that it never asks for")
     return reward
 
 

@@ -9,7 +9,8 @@ from prime_protocol.rollout import Completion
 
 
 class EnvironmentGone(Exception):
-    """The process that held an environment ended in the middle of a question: whatever was under way says nothing."""
+    """The process that held an environment ended in the middle of a question, or had to be ended because it gave no answer:
+    whatever was under way says nothing."""
 
 
 class Environment(Protocol):

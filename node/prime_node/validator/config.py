@@ -23,6 +23,9 @@ class ValidatorConfig(Settings):
     that the run gives."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Bundles fetched ahead of the one being judged."""
+    scorers: int = Field(default=2, ge=1, le=64)
+    """Bundles whose rewards are computed at the same time, beside the forward passes. Each needs a process that holds the run's
+    environments; the first is started at once, others when all are busy."""
     policies_kept: int = Field(default=4, ge=1)
     """Policies held in memory; async_level + 1 is enough for all that can be asked."""
     mirrors: tuple[str, ...] = ()

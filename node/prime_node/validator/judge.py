@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
-from prime_node.envs.episodes import WrongContext
+from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.replay.staleness import versions_of
-from prime_node.validator.scoring import enough_scored, score_rollouts
+from prime_node.validator.scoring import score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of, speaks_for
@@ -104,15 +104,21 @@ async def judge_bundle(
     policies: Mapping[int, Weights] | None = None,
 ) -> Judgement:
     """(4) to (7). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
+    proven = await prove_bundle(bundle, scorer, run=run, policies=policies)
+    if not proven.verdict.accepted:
+        return proven
+    return await reward_bundle(bundle, run=run, environments=environments, tokenizer=tokenizer, proven=proven)
+
+
+async def prove_bundle(
+    bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
+) -> Judgement:
+    """(4) and (5). An accepted one has no rewards yet. Raises EngineMismatch where a policy has to be loaded, and is not."""
     found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
-    verdict = verdict_on(measured, evidence, run.spec.checks)  # (5)
-    judgement = Judgement(verdict, measured=asdict(measured))
-    if verdict.accepted:
-        judgement = await reward_bundle(
-            bundle, run=run, environments=environments, tokenizer=tokenizer, measured=asdict(measured)
-        )
-    return replace(judgement, evidence=evidence)
+    return Judgement(
+        verdict_on(measured, evidence, run.spec.checks), measured=asdict(measured), evidence=evidence
+    )  # (5)
 
 
 def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: CheckPolicy) -> Verdict:
@@ -145,28 +151,29 @@ async def reward_bundle(
     run: PinnedRun,
     environments: Mapping[str, Environment],
     tokenizer: Tokenizer,
-    measured: Mapping[str, float] | None = None,
+    proven: Judgement | None = None,
 ) -> Judgement:
     """(6) and (7): what an accepted bundle is worth, and what its completions must not share.
 
-    `measured`: the numbers that it was accepted by, if it was proven.
+    `proven`: what (4) and (5) have said, if it was audited.
     """
-    lease, rollouts, numbers = bundle.lease, bundle.rollouts, measured or {}
+    lease, rollouts = bundle.lease, bundle.rollouts
+    so_far = proven or Judgement(Verdict.accept())
     try:
         scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=run.spec)
     except WrongContext as error:
-        return Judgement(Verdict.refuse(RejectReason.WRONG_CONTEXT, str(error)), measured=numbers)
-    if not enough_scored(lease, scored.unscored, group_rollouts_min=run.spec.schedule.group_rollouts_min):
-        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault), measured=numbers)
+        reason = RejectReason.INCOMPLETE if isinstance(error, CutShort) else RejectReason.WRONG_CONTEXT
+        return replace(so_far, verdict=Verdict.refuse(reason, str(error)))
+    if not scored.enough:
+        return replace(so_far, verdict=Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
-        return Judgement(Verdict.refuse(RejectReason.COPIED, detail), measured=numbers)
-    return Judgement(
-        Verdict.accept(),
-        rollouts.num_tokens,
-        scored.rewards,
-        numbers,
+        return replace(so_far, verdict=Verdict.refuse(RejectReason.COPIED, detail))
+    return replace(
+        so_far,
+        num_tokens=rollouts.num_tokens,
+        rewards=scored.rewards,
         fingerprints=tuple((int(rollouts.slots_N[index]), mark) for index, mark in marks),
         versions=() if policies_of(rollouts) == [lease.policy_version] else _versions_of_groups(bundle),
         unscored=scored.unscored,

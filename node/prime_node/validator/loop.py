@@ -1,9 +1,11 @@
 """The validator's loop.
 
 Who waits for whom: `fetch` asks the coordinator for work (long poll, so the coordinator's news wakes it) and fills a bounded
-queue; `judge` empties it. The policy that a bundle needs comes from the follower, which has verified it. Nothing waits
-without a deadline: a request that gets no answer is tried again with growing pauses, and a task whose deadline has passed
-is dropped, because the coordinator has given it to somebody else.
+queue; `judge` empties it, one forward pass after another. The rewards of what it finds to be proven are computed beside it, each
+bundle's in a lane of its own, and a bounded number of bundles waits for lanes. The policy that a bundle needs comes from the
+follower, which has verified it. Nothing waits without a deadline: a request that gets no answer is tried again with growing
+pauses, an environment that does not answer fails, and a task whose deadline has passed is dropped, because the coordinator has
+given it to somebody else.
 """
 
 from __future__ import annotations
@@ -13,19 +15,20 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
-from prime_node.ports.engine import Scorer
-from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.engine import EngineMismatch, Scorer
+from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
+from prime_node.validator.lanes import Lanes
 from prime_node.validator.spans import policies_of
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
@@ -34,6 +37,9 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOADS_MAX = 2
+"""Tries to make the scorer compute what a policy's weights say, before we give up on it."""
 
 
 @dataclass
@@ -44,7 +50,7 @@ class Validator:
     config: ValidatorConfig
     coordinator: ValidatorPort
     scorer: Scorer
-    environments: Mapping[str, Environment]
+    lanes: Lanes
     tokenizer: Tokenizer
     policy: Callable[[int], Awaitable[Weights]]
     policy_versions: Callable[[], tuple[int, ...]]
@@ -52,17 +58,17 @@ class Validator:
     verdicts: Counter[str] = field(default_factory=Counter)
     """How many bundles were accepted, and refused by reason."""
     loaded: int = -1
-    """The policy that the scorer holds."""
+    """The policy that the scorer holds; -1 where it must be loaded anew."""
 
 
 async def run(validator: Validator, stop: asyncio.Event) -> None:
-    """Judge bundles until `stop` is set; what has been fetched is judged first."""
+    """Judge bundles until `stop` is set; what has been fetched is judged first. Raises LocalError where this machine cannot."""
     if validator.config.unsafe_skip_proofs:
         log.warning("unsafe_skip_proofs: no rollout is proven; whoever joins decides what is learned")
     tasks: asyncio.Queue[tuple[CheckTask, bytes] | None] = asyncio.Queue(validator.config.prefetch)
     async with asyncio.TaskGroup() as group:
         group.create_task(_fetch(validator, tasks, stop))
-        group.create_task(_judge(validator, tasks))
+        group.create_task(_judge(validator, tasks, group))
 
 
 async def _fetch(
@@ -91,7 +97,10 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
     return None if bundle is None else (task, bundle)
 
 
-async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None]) -> None:
+async def _judge(
+    validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None], group: asyncio.TaskGroup
+) -> None:
+    waiting = asyncio.Semaphore(validator.config.scorers + validator.config.prefetch)
     while (item := await tasks.get()) is not None:
         task, parcel = item
         if validator.clock.now_ms() > task.deadline_ms:
@@ -99,39 +108,26 @@ async def _judge(validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, byt
                 "bundle %s: its deadline passed before it was judged; another validator has it", task.bundle[:12]
             )
             continue
-        judgement = await judge_task(validator, task, parcel)
-        if judgement is None:
+        opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
+        proven = opened if isinstance(opened, Judgement) else await _proven(validator, task, opened)
+        if proven is None:
             continue
-        validator.verdicts[judgement.verdict.reason or "accepted"] += 1
-        if not judgement.verdict.accepted:
-            log.info("bundle %s of %s refused: %s", task.bundle[:12], task.lease.worker, judgement.verdict)
-        result = CheckResultRequest(
-            bundle=task.bundle,
-            verdict=judgement.verdict,
-            num_tokens=judgement.num_tokens,
-            rewards=judgement.rewards,
-            measured={
-                name: value for name, value in judgement.measured.items() if math.isfinite(value)
-            },  # JSON has no others
-            versions=judgement.versions,
-            unscored=judgement.unscored,
-            evidence=judgement.evidence,
-            fingerprints=judgement.fingerprints,
-        )
-        send = functools.partial(validator.coordinator.check_result, result)
-        await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
+        if isinstance(opened, Judgement) or not proven.verdict.accepted:
+            await _answer(validator, task, proven)
+            continue
+        await waiting.acquire()
+        rewarding = group.create_task(_reward(validator, task, opened, proven))
+        rewarding.add_done_callback(lambda _: waiting.release())
 
 
-async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Judgement | None:
-    """One bundle, with the right policy loaded. None where the policy cannot be had in time: the deadline hands it on."""
-    opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
-    if not isinstance(opened, OpenedBundle):
-        return opened
+async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
+    """What the right policy says of one bundle. None where it cannot be had in time: the deadline hands the bundle on.
+
+    Raises LocalError where the scorer does not compute what a policy's weights say: its verdicts would be worth nothing.
+    """
     if validator.config.unsafe_skip_proofs or not task.audit:
-        return await reward_bundle(
-            opened, run=validator.run, environments=validator.environments, tokenizer=validator.tokenizer
-        )
-    versions = policies_of(opened.rollouts)
+        return Judgement(Verdict.accept())
+    versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
     if versions != [validator.loaded]:
         try:
@@ -143,17 +139,59 @@ async def judge_task(validator: Validator, task: CheckTask, parcel: bytes) -> Ju
             return None
         except PeerError as error:  # published broken: no validator can judge it
             return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
-    if len(versions) == 1 and policies:
-        await validator.scorer.load(policies[versions[0]], policy_version=versions[0])
-    validator.loaded = versions[0] if len(versions) == 1 else -1
-    return await judge_bundle(
-        opened,
-        validator.scorer,
-        run=validator.run,
-        environments=validator.environments,
-        tokenizer=validator.tokenizer,
-        policies=policies if len(versions) > 1 else None,
+    for attempt in range(1, LOADS_MAX + 1):
+        try:
+            return await _with_policies(validator, bundle, versions, policies)
+        except EngineMismatch as error:
+            validator.loaded = -1
+            log.error("bundle %s, load %d of %d: %s; it is not judged", task.bundle[:12], attempt, LOADS_MAX, error)
+    raise LocalError(
+        f"{validator.scorer.info.calibration_class} does not compute policy {max(versions)} on this machine after {LOADS_MAX} "
+        "loads, so nothing is judged with it; look at its memory, try another validator.dtype, and report this"
     )
+
+
+async def _with_policies(
+    validator: Validator, bundle: OpenedBundle, versions: list[int], policies: dict[int, Weights]
+) -> Judgement:
+    """Raises EngineMismatch."""
+    several = policies if len(versions) > 1 else None
+    if policies:
+        validator.loaded = -1
+        if several is None:
+            await validator.scorer.load(policies[versions[0]], policy_version=versions[0])
+            validator.loaded = versions[0]
+    return await prove_bundle(bundle, validator.scorer, run=validator.run, policies=several)
+
+
+async def _reward(validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement) -> None:
+    """The rest of a proven bundle's verdict, beside the next one's forward pass."""
+    async with validator.lanes.lane() as environments:
+        judgement = await reward_bundle(
+            bundle, run=validator.run, environments=environments, tokenizer=validator.tokenizer, proven=proven
+        )
+    await _answer(validator, task, judgement)
+
+
+async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -> None:
+    validator.verdicts[judgement.verdict.reason or "accepted"] += 1
+    if not judgement.verdict.accepted:
+        log.info("bundle %s of %s refused: %s", task.bundle[:12], task.lease.worker, judgement.verdict)
+    result = CheckResultRequest(
+        bundle=task.bundle,
+        verdict=judgement.verdict,
+        num_tokens=judgement.num_tokens,
+        rewards=judgement.rewards,
+        measured={
+            name: value for name, value in judgement.measured.items() if math.isfinite(value)
+        },  # JSON has no others
+        versions=judgement.versions,
+        unscored=judgement.unscored,
+        evidence=judgement.evidence,
+        fingerprints=judgement.fingerprints,
+    )
+    send = functools.partial(validator.coordinator.check_result, result)
+    await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
 
 
 async def _persist(validator: Validator, call: Callable[[], Awaitable[T]], *, what: str) -> T | None:

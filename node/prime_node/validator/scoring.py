@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import statistics
@@ -9,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prime_node.envs.episodes import WrongContext, bounds_of, scored
-from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
+from prime_node.envs.episodes import CutShort, WrongContext, bounds_of, scored
+from prime_node.ports.environment import Environment, EnvironmentGone, Tokenizer, TurnEnvironment
 from prime_protocol.assignment import Lease
 from prime_protocol.rollout import FinishReason, Rollouts
 from prime_protocol.run_spec import RunSpec
@@ -29,6 +30,8 @@ class Scored:
     """Indices of completions that the environment failed on."""
     fault: str
     """The last failure, for the operator."""
+    enough: bool
+    """Whether so many completions of each group have a reward. Where not, the others have not been looked at."""
 
 
 async def score_rollouts(
@@ -39,10 +42,12 @@ async def score_rollouts(
     *,
     spec: RunSpec,
 ) -> Scored:
-    """Raises WrongContext where a rollout's turns are not what its environment asks for."""
+    """Environments that block are waited for in a thread. Raises WrongContext where a rollout's turns are not what its
+    environment asks for; CutShort only where no other fault is found."""
     problems = [group.problem for group in lease.groups for _ in group.seeds]
     specs, bounds = {one.name: one for one in spec.environments}, bounds_of(spec)
-    rewards, unscored, fault = [], [], ""
+    rewards, unscored, fault, enough = [], [], "", True
+    cut_short: CutShort | None = None
     for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
         environment, its = environments[problem.environment], specs[problem.environment]
         try:
@@ -53,27 +58,41 @@ async def score_rollouts(
                 answer = turns[0].completion
                 text = tokenizer.decode(list(answer.token_ids))
                 finished = answer.finish is FinishReason.STOP
-                reward = statistics.median(
-                    environment.score(problem.index, text, finished=finished) for _ in range(its.scorings)
+                reward = await asyncio.to_thread(
+                    _median_score, environment, problem.index, text, finished=finished, scorings=its.scorings
                 )
             if not math.isfinite(reward):
                 raise ValueError(f"its reward is {reward}")
             rewards.append(reward)
         except WrongContext as error:
-            raise WrongContext(f"rollout {index}, environment {problem.environment}: {error}") from None
+            told = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
+            if not isinstance(told, CutShort):
+                raise told from None
+            cut_short = told
         except Exception as error:  # an environment's code is not ours: whatever it raises, the validator goes on
             log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
             fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
             rewards.append(0.0)
             unscored.append(index)
-    return Scored(tuple(rewards), tuple(unscored), fault)
+            enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
+            if not enough and isinstance(
+                error, EnvironmentGone
+            ):  # answers that hang a grader cost one wait, not one each
+                break
+    if cut_short is not None:
+        raise cut_short
+    return Scored(tuple(rewards), tuple(unscored), fault, enough)
+
+
+def _median_score(environment: Environment, index: int, text: str, *, finished: bool, scorings: int) -> float:
+    return statistics.median(environment.score(index, text, finished=finished) for _ in range(scorings))
 
 
 def _prompt_of(lease: Lease, rollout: int) -> tuple[int, ...]:
     return [group.prompt_token_ids for group in lease.groups for _ in group.seeds][rollout]
 
 
-def enough_scored(lease: Lease, unscored: Sequence[int], *, group_rollouts_min: int | None) -> bool:
+def _enough_scored(lease: Lease, unscored: Sequence[int], *, group_rollouts_min: int | None) -> bool:
     """Whether so many completions of each group have a reward."""
     missing, first = set(unscored), 0
     for group in lease.groups:

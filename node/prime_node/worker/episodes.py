@@ -1,8 +1,9 @@
 """Generating for a lease whose environments answer.
 
 Who waits for whom: every rollout of the lease is an episode of its own; those that ask at the same time are asked together
-(envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts. Where its
-process ends, nothing counts: a validator would find that the environment had more to say.
+(envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts, for a
+validator's may well raise the same there; where it goes on instead, the bundle is refused as incomplete, which is no strike.
+Where its process ends, nothing counts.
 """
 
 from __future__ import annotations

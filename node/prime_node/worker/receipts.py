@@ -93,6 +93,16 @@ class ReceiptBook:
             refused=dict(refused),
         )
 
+    def num_sureties(self, bundles_max: int) -> int:
+        """How many of our last accepted bundles stand surety now: with a dishonest one that was found, all of them are lost."""
+        held = 0
+        for receipt in self._latest.values():
+            if receipt.status is BundleStatus.ACCEPTED:
+                held = min(held + 1, bundles_max)
+            elif receipt.reason is not None and receipt.reason.is_dishonest:
+                held = 0
+        return held
+
     def _parsed(self, payload: bytes) -> Receipt:
         receipt = parse_json(payload, Receipt)
         if receipt.run != self._run.digest or receipt.worker != self._worker:

@@ -61,7 +61,7 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
 
 
 def status_of(worker: Worker, *, ended: str = "") -> Status:
-    session, tally = worker.session, worker.receipts.tally()
+    session, tally, audits = worker.session, worker.receipts.tally(), worker.run.spec.checks.audits
     latest = worker.follower.latest()
     away_since_s = session.away_since_s
     return Status(
@@ -76,6 +76,7 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         rollouts_pending=tally.pending,
         tokens_accepted=tally.tokens,
         refused=tally.refused,
+        bundles_in_surety=0 if audits is None else worker.receipts.num_sureties(audits.surety_bundles),
         bundles_spooled=worker.spool.num_bundles,
         bundles_uploaded=worker.spool.num_uploaded,
         leases_dropped=worker.leases_dropped,

@@ -44,6 +44,7 @@ from prime_node.adapters.engines.vllm_worker_extension import (
 )
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
+from prime_node.scratch import process_folder
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
@@ -243,6 +244,9 @@ class VllmEngine:
     async def _start(self) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ.setdefault(
+            "VLLM_RPC_BASE_PATH", str(process_folder("vllm"))
+        )  # sockets, which a killed vLLM leaves behind
         if current_platform.is_cpu():
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
         arguments = AsyncEngineArgs(

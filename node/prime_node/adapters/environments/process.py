@@ -1,8 +1,9 @@
 """Environments in a process of their own: their code sees neither keys nor the run's folder, and cannot take its host down.
 
-Who waits for whom: a thread reads the child's answers and wakes whoever asked. Problems and scores are asked for synchronously,
-as the port says, and briefly; an episode is awaited, and what it asks the model for is answered on the loop that awaits it. A
-child that dies, or does not answer in time, is started again at the next question; whoever waits for it gets EnvironmentFailed.
+Who waits for whom: one thread writes to the child, so that nobody waits for a child that does not read, and one reads its
+answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an episode
+is awaited, and what it asks the model for is answered on the loop that awaits it. A child that dies, or does not answer in time,
+is started again at the next question; whoever waits for it gets EnvironmentFailed.
 
 Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
 {"id", "result"} or {"id", "error"}, and {"ask", "id", "prompt"} for what an episode wants to be sampled.
@@ -17,9 +18,7 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -27,9 +26,11 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from prime_node.ports.environment import Ask, EnvironmentGone
+from prime_node.scratch import Scratch
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
 
@@ -41,6 +42,8 @@ ANSWER_S_MAX = 60.0
 """One problem or one score; an environment that takes longer has failed."""
 SILENCE_S_MAX = 300.0
 """For an episode that neither ends nor asks for anything. Tools and judges may be slow; a hostile answer may hang a grader."""
+END_S_MAX = 5.0
+"""For the pipes of a killed child to close: what it has started may hold on to them."""
 CACHED_PROMPTS = 4_096
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """Of our own environment variables; whatever else is there may be a secret."""
@@ -67,23 +70,28 @@ class EnvironmentProcess:
         self._command = list(command)
         self._description = dict(description)
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._numbers = itertools.count(1)
         self._child: _Child | None = None
         self.ready = self._started().ready
 
     def ask(self, method: str, environment: str, **arguments: Any) -> Any:
-        """The result. Raises EnvironmentFailed."""
-        child = self._started()
-        answer = child.send(next(self._numbers), method=method, environment=environment, **arguments)
-        try:
-            return answer.result(ANSWER_S_MAX)
-        except Late:
-            child.end()
-            raise EnvironmentFailed(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
+        """The result. Raises EnvironmentFailed. Whoever asks from another thread meanwhile waits: its time begins then."""
+        with self._asking:
+            child = self._started()
+            answer = child.send(next(self._numbers), method=method, environment=environment, **arguments)
+            try:
+                return answer.result(ANSWER_S_MAX)
+            except Late:
+                child.end()
+                raise _Ended(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
 
     async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
         """The reward of one episode. Raises EnvironmentFailed. Cancelling it cancels the episode."""
-        child, number, loop = self._started(), next(self._numbers), asyncio.get_running_loop()
+        child = self._child
+        if child is None or child.is_gone:
+            child = await asyncio.to_thread(self._started)
+        number, loop = next(self._numbers), asyncio.get_running_loop()
         open_asks = 0
 
         async def answered(prompt: tuple[int, ...]) -> Completion | None:
@@ -105,7 +113,7 @@ class EnvironmentProcess:
                 return float(await asyncio.wrap_future(answer))
         except TimeoutError:
             child.end()
-            raise EnvironmentFailed(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
+            raise _Ended(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
         except asyncio.CancelledError:
             child.tell(cancel=number)
             raise
@@ -139,17 +147,21 @@ class _Child:
     def __init__(self, command: Sequence[str], description: Mapping[str, Any]) -> None:
         self.asks: dict[int, tuple[asyncio.AbstractEventLoop, Ask]] = {}
         self._waiting: dict[int, Future[Any]] = {}
-        self._writing = threading.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="prime-environments-"))
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._scratch = Scratch("environments")
+        folder = self._scratch.path
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self._folder, env=passed_on(self._folder)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, env=passed_on(folder)
         )
         self.pid = self._process.pid
         self.is_gone = False
         atexit.register(self.end)
-        self._reader = threading.Thread(target=self._read, name="environments", daemon=True)
-        self._reader.start()
-        started = self.send(0, **description, folder=str(self._folder))
+        self._threads = [
+            threading.Thread(target=work, name="environments", daemon=True) for work in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+        started = self.send(0, **description, folder=str(folder))
         try:
             self.ready: dict[str, Any] = started.result(START_S_MAX)
         except (Late, EnvironmentFailed) as error:
@@ -165,25 +177,32 @@ class _Child:
         return answer
 
     def tell(self, **message: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            with self._writing:
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-                self._process.stdin.flush()
-        except (OSError, ValueError):
-            self.is_gone = True
+        """Never waits."""
+        self._outbox.put(json.dumps(message).encode() + b"\n")
 
     def end(self) -> None:
         self.is_gone = True
         atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(END_S_MAX)
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            while (line := self._outbox.get()) is not None:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(self._process.stdin.fileno(), left) :]
+        self.is_gone = True
+        self._fail()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -220,9 +239,9 @@ class _Child:
         asyncio.run_coroutine_threadsafe(answer(), loop)
 
     def _fail(self) -> None:
-        while self._waiting:
-            _, answer = self._waiting.popitem()
-            if not answer.done():
+        for number in list(self._waiting):
+            answer = self._waiting.pop(number, None)  # the other thread may be faster
+            if answer is not None and not answer.done():
                 answer.set_exception(_Ended("the environments' process ended"))
 
 

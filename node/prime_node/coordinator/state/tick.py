@@ -189,6 +189,8 @@ def _verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Eff
         effects = _accept(state, pending, event, weighed)
         return effects + [effect for one in later for effect in _accepted_copy(state, one, at_ms)]
     effects = _refuse(state, pending, reason, detail, weighed)
+    if reason is RejectReason.INCOMPLETE:
+        _wasted(state, worker, at_ms)
     if reason.is_dishonest:
         effects += _found_out(state, worker, event.bundle, reason, weighed, at_ms)
     return [effect for effect in effects if not _is_kept(state, effect)]
@@ -348,12 +350,17 @@ def _give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[E
     worker = _end(state, lease, end)
     if state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head:
         return slots.let_go(state, lease)
+    _wasted(state, worker, at_ms)
+    return slots.let_go(state, lease)
+
+
+def _wasted(state: State, worker: Worker, at_ms: int) -> None:
+    """A lease brought nothing."""
     worker.wasted += 1
     audits.abandoned(state, worker)
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
-    return slots.let_go(state, lease)
 
 
 def _end(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:

@@ -1,0 +1,221 @@
+"""The validator's loop: one forward pass after another, rewards beside them, and on through every misfortune."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from tests.node.table_engine import table_weights
+from tests.node.test_validator import (
+    OTHER_POLICY,
+    RUN,
+    LengthEnvironment,
+    LetterTokenizer,
+    TableScorer,
+    generate,
+    make_bundle,
+    make_lease,
+)
+from tests.node.worker_world import JumpClock, MemorySource
+
+from prime_node.patience import causes_of
+from prime_node.ports.engine import EngineMismatch
+from prime_node.ports.environment import Environment
+from prime_node.ports.transport import Unreachable
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.lanes import Lanes
+from prime_node.validator.loop import Validator, run
+from prime_protocol.assignment import Lease, Problem
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.verdict import RejectReason
+from prime_protocol.weights import Weights
+
+
+class MemoryCheckQueue(MemorySource):
+    """Implements ports.transport.ValidatorPort over a list of tasks."""
+
+    def __init__(self, tasks: list[tuple[Lease, bytes]], stop: asyncio.Event) -> None:
+        super().__init__(RUN)
+        self.bundles = {digest_of(parcel): parcel for _, parcel in tasks}
+        self.results: dict[str, CheckResultRequest] = {}
+        self.failures: list[Exception] = []
+        self.deadline_ms = 10**12
+        self.tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
+        self.on_result: Callable[[CheckResultRequest], None] = lambda _: None
+        self._stop = stop
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        self._fail()
+        if not self.tasks:
+            if len(self.results) == len(self.bundles) or self.deadline_ms == 0:
+                self._stop.set()
+            return NotYet(reason="nothing to check", retry_after_s=0.1)
+        lease, bundle = self.tasks.pop(0)
+        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        self._fail()
+        return self.bundles[request.bundle]
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        self._fail()
+        self.results[request.bundle] = request
+        self.on_result(request)
+
+    def _fail(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def make_validator(
+    queue: MemoryCheckQueue, scorer: TableScorer, environment: Callable[[], Environment] = LengthEnvironment
+) -> Validator:
+    async def policy(version: int) -> Weights:
+        return table_weights(version)
+
+    return Validator(
+        run=RUN,
+        config=ValidatorConfig(),
+        coordinator=queue,
+        scorer=scorer,
+        lanes=Lanes(lambda: {"toy": environment()}, lanes_max=2),
+        tokenizer=LetterTokenizer(),
+        policy=policy,
+        policy_versions=lambda: (),
+        clock=JumpClock(),
+    )
+
+
+async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryCheckQueue:
+    leases = [make_lease(version) for version in versions]
+    return MemoryCheckQueue(
+        [(lease, make_bundle(lease, await generate(lease, table_weights(v)), created_at_ms=number))
+         for number, (lease, v) in enumerate(zip(leases, versions, strict=True))],
+        stop,
+    )  # fmt: skip
+
+
+async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_once_in_a_row() -> None:
+    stop, scorer = asyncio.Event(), TableScorer()
+    queue = await make_queue(stop, [0, 0, 1, 1, 0])
+    validator = make_validator(queue, scorer)
+    await run(validator, stop)
+    assert all(result.verdict.accepted for result in queue.results.values())
+    assert len(queue.results) == 5
+    assert scorer.loaded == [0, 1, 0]
+
+
+async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    queue.failures = [Unreachable("refused"), PeerError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
+    await run(make_validator(queue, TableScorer()), stop)
+    assert len(queue.results) == 2
+
+
+async def test_without_proofs_samples_of_another_policy_pass_and_no_policy_is_loaded() -> None:
+    stop, scorer = asyncio.Event(), TableScorer()
+    lease = make_lease()
+    forged = make_bundle(lease, await generate(lease, OTHER_POLICY))
+    queue = MemoryCheckQueue([(lease, forged)], stop)
+    validator = make_validator(queue, scorer)
+    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
+    await run(validator, stop)
+    (result,) = queue.results.values()
+    assert result.verdict.accepted
+    assert len(result.rewards) == lease.num_rollouts
+    assert scorer.loaded == []
+
+
+async def test_without_proofs_what_the_lease_alone_decides_is_still_refused() -> None:
+    stop = asyncio.Event()
+    lease = make_lease()
+    rollouts = await generate(lease)
+    queue = MemoryCheckQueue([(lease, make_bundle(lease, replace(rollouts, seeds_N=rollouts.seeds_N + 1)))], stop)
+    validator = make_validator(queue, TableScorer())
+    validator.config = ValidatorConfig(unsafe_skip_proofs=True)
+    await run(validator, stop)
+    (result,) = queue.results.values()
+    assert result.verdict.reason is RejectReason.WRONG_ASSIGNMENT
+
+
+async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0])
+    queue.deadline_ms = 0
+    await run(make_validator(queue, TableScorer()), stop)
+    assert queue.results == {}
+
+
+class StubbornEnvironment(LengthEnvironment):
+    """Its grader hangs on some problems until it is let go."""
+
+    def __init__(self, hangs_on: int, let_go: threading.Event) -> None:
+        self._hangs_on, self._let_go = hangs_on, let_go
+        self.calls = 0
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        self.calls += 1
+        if index == self._hangs_on and not self._let_go.wait(30):
+            raise TimeoutError
+        return super().score(index, completion, finished=finished)
+
+
+async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_verdicts() -> None:
+    stop, let_go = asyncio.Event(), threading.Event()
+    queue = await make_queue(stop, [0, 0])
+    hanging, *others = queue.tasks
+    queue.tasks[:] = [(moved(hanging[0], 7), hanging[1]), *others]
+    queue.on_result = lambda result: let_go.set()  # the second one's verdict is what ends the first one's hanging
+    validator = make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go))
+    await run(validator, stop)
+    first, second = queue.results
+    assert (first, second) == (others[0][1], hanging[1])
+    assert all(result.verdict.accepted for result in queue.results.values())
+    assert [result.evidence for result in queue.results.values()] == [None, None]
+
+
+def moved(lease: Lease, index: int) -> Lease:
+    """The same lease about another problem."""
+    problem = Problem(environment="toy", index=index)
+    return lease.model_copy(update={"groups": tuple(g.model_copy(update={"problem": problem}) for g in lease.groups)})
+
+
+class ForgetfulScorer(TableScorer):
+    """Its loads do nothing, so many times."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self._failures = failures
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise EngineMismatch("the weights did not arrive")
+        await super().load(weights, policy_version=policy_version)
+
+
+async def test_a_scorer_that_does_not_take_a_policy_is_loaded_again() -> None:
+    stop, scorer = asyncio.Event(), ForgetfulScorer(1)
+    queue = await make_queue(stop, [0, 0])
+    await run(make_validator(queue, scorer), stop)
+    assert all(result.verdict.accepted for result in queue.results.values())
+    assert scorer.loaded == [0]
+
+
+async def test_a_scorer_that_never_computes_a_policy_judges_nobody_and_says_so() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0])
+    validator = make_validator(queue, ForgetfulScorer(99))
+    with pytest.raises(ExceptionGroup) as raised:
+        await run(validator, stop)
+    (fault,) = causes_of(raised.value)
+    assert isinstance(fault, LocalError)
+    assert "does not compute policy 0" in str(fault)
+    assert queue.results == {}
+    assert validator.loaded == -1
