@@ -59,6 +59,7 @@ def test_only_what_nobody_does_by_accident_is_dishonest() -> None:
         RejectReason.DUPLICATE,
         RejectReason.BANNED,
         RejectReason.UNVERIFIABLE,
+        RejectReason.INCOMPLETE,
     }
 
 

@@ -1,0 +1,59 @@
+"""What a worker reads in its receipts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node.worker_world import COORDINATOR, WORKER, make_run
+
+from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.status import Status
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.messages import ReceiptList, WorkerState
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+
+RUN = make_run()
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> ReceiptBook:
+    return ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id)
+
+
+def note(book: ReceiptBook, number: int, status: BundleStatus, reason: RejectReason | None = None) -> None:
+    receipt = Receipt(
+        run=RUN.digest,
+        worker=WORKER.key_id,
+        lease_id=digest_of(b"lease %d" % number),
+        bundle=digest_of(b"bundle %d" % number),
+        step=0,
+        policy_version=0,
+        num_rollouts=4,
+        num_tokens=0,
+        status=status,
+        reason=reason,
+        at_ms=0,
+    )
+    signed = seal(receipt, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
+    book.add(ReceiptList(receipts=(signed,), next=book.cursor + 1))
+
+
+def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them_all(book: ReceiptBook) -> None:
+    held = []
+    for number in range(5):
+        note(book, number, BundleStatus.PENDING)
+        note(book, number, BundleStatus.ACCEPTED)
+        held.append(book.num_sureties(3))
+    assert held == [1, 2, 3, 3, 3]
+    note(book, 5, BundleStatus.REFUSED, RejectReason.STALE)
+    assert book.num_sureties(3) == 3
+    note(book, 6, BundleStatus.REFUSED, RejectReason.SEED_MISMATCH)
+    assert book.num_sureties(3) == 0
+
+
+def test_the_line_for_the_owner_says_how_many_bundles_stand_surety() -> None:
+    status = Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0, bundles_in_surety=8)
+    assert " | surety 8 | " in status.line()
+    assert "surety" not in Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0).line()
