@@ -6,45 +6,41 @@ The Scorer judges what the engines sampled: margin 0 means that a token is the o
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-import select
-import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from tests.conformance.engine_world import (
+    FLIPS_SHARE_MAX,
+    LOGPROB_ERROR_MAX,
+    PROOF_ERROR_MAX,
+    SAMPLING,
+    STOP,
+    DeafTransformers,
+    Engine,
+    deaf_vllm,
+    distances,
+    judged,
+    logprobs_of,
+    peaked_weights,
+    requests,
+    to_score,
+    write_model,
+)
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_node.validator.spans import prefill_spans
 from prime_protocol.assignment import Sampling
-from prime_protocol.proof import PROOF_BYTES, compare_proofs, num_proofs
-from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.proof import PROOF_BYTES, num_proofs
+from prime_protocol.rollout import FinishReason
 from prime_protocol.schedule import SwapPolicy
-from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights, WeightTensor
-
-if TYPE_CHECKING:
-    from prime_node.adapters.engines.vllm_engine import VllmEngine
-
-FLIPS_SHARE_MAX = 0.005
-"""Share of honest tokens that two engines may choose differently, both with fp32 arithmetic."""
-LOGPROB_ERROR_MAX = 1e-3
-"""Nats, for any single token, both with fp32 arithmetic."""
-PROOF_ERROR_MAX = 0.5
-"""Steps of bf16, for any single proof, both with fp32 arithmetic."""
-STOP = 256
-SAMPLING = Sampling(temperature=1.0, completion_tokens_max=12, stop_token_ids=(STOP, *range(40)))
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -53,52 +49,9 @@ pytestmark = [
 ]
 
 
-def peaked_weights(folder: Path, seed: int) -> Weights:
-    """Random weights under which a model is sure of some tokens and the context matters, as in a trained one."""
-    factors = {"lm_head.weight": 12.0, "model.embed_tokens.weight": 8.0}
-    return {
-        name: tensor if "norm" in name else scaled(tensor, factors.get(name, 4.0))
-        for name, tensor in initial_weights(folder, seed).items()
-    }
-
-
-def scaled(tensor: WeightTensor, factor: float) -> WeightTensor:
-    values = (tensor.data.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
-    return WeightTensor("bf16", tensor.shape, (values.view(np.uint32) >> 16).astype(np.uint16))
-
-
-class DeafTransformers(TransformersEngine):
-    """Can be told to ignore new weights, as engines have done silently."""
-
-    deaf = False
-
-    def _copy_weights(self, weights: Weights) -> None:
-        if not self.deaf:
-            super()._copy_weights(weights)
-
-
-def deaf_vllm(folder: Path) -> VllmEngine:
-    from prime_node.adapters.engines.vllm_engine import VllmEngine
-
-    class DeafVllm(VllmEngine):
-        deaf = False
-
-        async def _swap(self, weights: Weights) -> None:
-            if not self.deaf:
-                await super()._swap(weights)
-
-    return DeafVllm(folder, context_tokens_max=128)
-
-
-Engine = DeafTransformers  # what the tests see: the port, and the switch
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
-        (path / name).write_bytes(data)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -123,34 +76,6 @@ async def scorer(folder: Path) -> AsyncIterator[TransformersEngine]:
     made = TransformersEngine(folder)
     yield made
     await made.close()
-
-
-def requests(count: int = 96, *, first_seed: int = 1_000) -> list[GenerateRequest]:
-    """Groups of eight; prompts share a beginning and differ in length."""
-    prompts = [tuple(range(60, 80)) + tuple(range(100 + group, 100 + 2 * group + 1)) for group in range(12)]
-    return [GenerateRequest(prompts[n // 8 % 12], seed=first_seed + n) for n in range(count)]
-
-
-async def judged(
-    scorer: TransformersEngine,
-    weights: Weights,
-    asked: Sequence[GenerateRequest],
-    completions: Sequence[Completion],
-    sampling: Sampling = SAMPLING,
-) -> Prefill:
-    await scorer.load(weights, policy_version=0)
-    return await scorer.prefill(to_score(asked, completions), sampling)
-
-
-def to_score(asked: Sequence[GenerateRequest], completions: Sequence[Completion]) -> list[ScoreRequest]:
-    return [
-        ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=request.proofs)
-        for request, completion in zip(asked, completions, strict=True)
-    ]
-
-
-def logprobs_of(completions: Sequence[Completion]) -> list[float]:
-    return [nats for completion in completions for nats in completion.logprobs]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -213,13 +138,6 @@ async def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(
         assert len(completion.logprobs) == len(completion.token_ids)
         assert all(nats <= 0.0 for nats in completion.logprobs)
     assert {completion.finish for completion in completions} == set(FinishReason)
-
-
-def distances(found: Prefill, completions: Sequence[Completion]) -> np.ndarray:
-    """How far each completion's proofs are from the scorer's hidden states."""
-    assert found.hidden_TD is not None
-    proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8).reshape(-1, PROOF_BYTES)
-    return compare_proofs(proofs, found.hidden_TD, [len(c.token_ids) for c in completions]).distance_mean_C
 
 
 async def test_completions_commit_to_the_hidden_states_that_their_tokens_come_from(
@@ -395,98 +313,3 @@ async def test_vllm_finds_out_a_missed_update_that_is_too_small_for_logprobs(
     finally:
         engine.deaf = False
     await engine.load(nudged, policy_version=1)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path, tmp_path: Path) -> None:
-    # As in Qwen3-0.6B. Upstream leaves a tied head on the old weights on a CPU, and says nothing.
-    config = json.loads((folder / "config.json").read_bytes())
-    config |= {"tie_word_embeddings": True, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    both = [peaked_weights(tmp_path, seed) for seed in (3, 4)]
-    assert "lm_head.weight" not in both[0]
-    engine, scorer = deaf_vllm(tmp_path), TransformersEngine(tmp_path)
-    for version, weights in enumerate(both):
-        await engine.load(weights, policy_version=version)
-        completions = await engine.generate(requests(), SAMPLING)
-        prefill = await judged(scorer, weights, requests(), completions)
-        assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
-        assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
-    await engine.close()
-    await scorer.close()
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_an_unseeded_vllm_samples_by_itself_at_the_runs_temperature_and_with_its_filters(
-    folder: Path, policies: list[Weights], scorer: TransformersEngine
-) -> None:
-    from prime_node.adapters.engines.vllm_engine import VllmEngine
-
-    engine = VllmEngine(folder, context_tokens_max=128, seeded=False)
-    assert not engine.info.seeded
-    await engine.load(policies[0], policy_version=0)
-    await scorer.load(policies[0], policy_version=0)
-    for sampling in (SAMPLING, SAMPLING.model_copy(update={"temperature": 0.7, "top_k": 5})):
-        asked = [replace(request, proofs=True) for request in requests()]
-        completions = await engine.generate(asked, sampling)
-        to_judge = [replace(request, seed=None) for request in to_score(asked, completions)]
-        found, at_one = [await scorer.prefill(to_judge, how) for how in (sampling, SAMPLING)]
-        assert found.margins_T.max() < 0.05, "no token outside the filters"
-        assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
-        assert distances(found, completions).max() < PROOF_ERROR_MAX
-        deviations = [
-            abs((each.logprobs_T - each.expected_T).sum()) / np.sqrt(each.variance_T.sum()) for each in (found, at_one)
-        ]
-        assert deviations[0] < 4
-        assert (deviations[1] > 6) == (sampling != SAMPLING), "at another temperature they would be implausible"
-    await engine.close()
-
-
-START_AND_WAIT = """
-import asyncio, pathlib, sys
-from prime_node.adapters.models.tiny_model import initial_weights
-from prime_node.adapters.engines.vllm_engine import VllmEngine
-
-async def main():
-    folder = pathlib.Path(sys.argv[1])
-    engine = VllmEngine(folder, context_tokens_max=128)
-    await engine.load(initial_weights(folder, 0), policy_version=0)
-    print("loaded", flush=True)
-    await asyncio.Event().wait()
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_vllm_ends_with_the_process_that_started_it(folder: Path, tmp_path: Path) -> None:
-    program = tmp_path / "start_and_wait.py"
-    program.write_text(START_AND_WAIT)
-    owner = await asyncio.create_subprocess_exec(
-        sys.executable, str(program), str(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert owner.stdout is not None
-    while (line := await owner.stdout.readline()) != b"loaded\n":
-        assert line, "it ended before it had loaded"
-    started = [os.pidfd_open(pid) for pid in descendants(owner.pid)]
-    assert started
-    os.kill(owner.pid, signal.SIGKILL)
-    await owner.wait()
-    for ended in started:
-        readable, _, _ = await asyncio.to_thread(select.select, [ended], [], [], 30)
-        os.close(ended)
-        assert readable, "a process of the engine is still running"
-
-
-def descendants(pid: int) -> list[int]:
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [*children, *(other for child in children for other in descendants(child))]

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tests.node.trainer_world import CONFIG, BatchCoordinator, Fuse, make_run, make_trainer, write_model
+from tests.node.batch_coordinator import BatchCoordinator, Fuse, make_run, write_model
+from tests.node.trainer_world import CONFIG, make_trainer
 
 from prime_node.adapters.training.leading_backend import LeadingBackend, dismiss, follow
 from prime_node.adapters.training.ranks import Ranks

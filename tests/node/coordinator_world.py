@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from tests.builder import build_header, build_manifest, build_spec, pinned, provenance, role_keys
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
@@ -27,13 +28,11 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.daemon import Parts, serve
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import Lease, Sampling
-from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
-from prime_protocol.digest import digest_of
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import RoleKeys
-from prime_protocol.manifest import Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.messages import (
     BatchRequest,
     CheckRequest,
@@ -47,8 +46,8 @@ from prime_protocol.messages import (
     WorkerState,
 )
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import Completion, EngineInfo, FinishReason, RolloutHeader, pack_body, rollouts_for
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
+from prime_protocol.rollout import Completion, EngineInfo, FinishReason, pack_body, rollouts_for
+from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.weights import Weights, WeightTensor
 
@@ -92,15 +91,6 @@ class Bytes:
 
 def make_run(**changes: object) -> PinnedRun:
     fields: dict[str, object] = {
-        "name": "test",
-        "created_at_ms": 0,
-        "keys": RoleKeys(
-            root=(ROOT.key_id,),
-            coordinator=(COORDINATOR.key_id,),
-            trainer=(TRAINER.key_id,),
-            validator=(VALIDATOR.key_id,),
-        ),
-        "model_files": (ModelFile(name="config.json", digest=digest_of(CONFIG_JSON), size=len(CONFIG_JSON)),),
         "vocab_size": 256,
         "environments": (EnvironmentSpec(name="letters", id="letters"),),
         "sampling": Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
@@ -109,8 +99,8 @@ def make_run(**changes: object) -> PinnedRun:
         "rollouts_per_group": 2,
         "lease_seconds": 60.0,
     }
-    envelope = seal(RunSpec.model_validate(fields | changes), PayloadType.RUN_SPEC, ROOT)
-    return open_run_spec(envelope, pinned=envelope.digest)
+    keys = role_keys(ROOT, COORDINATOR, TRAINER, VALIDATOR)
+    return pinned(build_spec(keys, {"config.json": CONFIG_JSON}, **fields | changes), ROOT)
 
 
 def make_policy(version: int) -> Weights:
@@ -123,19 +113,9 @@ def make_manifest(
     """The policy after `after`, with its blobs."""
     version = 0 if after is None else after.manifest.policy_version + 1
     weights = make_policy(version)
-    encoded, tensors = encode_checkpoint(weights), tensor_table(weights)
-    fields: dict[str, object] = {
-        "run": run.digest,
-        "policy_version": version,
-        "previous": None if after is None else after.digest,
-        "model_config_digest": digest_of(CONFIG_JSON),
-        "state_root": root_of_table(tensors),
-        "tensors": tensors,
-        "encodings": (encoded.encoding,),
-        "produced_by": Provenance(step=version - 1, optimizer_steps=version, batch=batch, software="test"),
-        "created_at_ms": 0,
-    }
-    return sign_manifest(Manifest.model_validate(fields | changes), TRAINER), encoded.blobs
+    encoded = encode_checkpoint(weights)
+    fields = {"produced_by": provenance(version, batch=batch)} | changes
+    return sign_manifest(build_manifest(run, after, weights, encoded, **fields), TRAINER), encoded.blobs
 
 
 def memory_parts(run: PinnedRun, **settings: object) -> Parts:
@@ -311,21 +291,8 @@ def make_parcel(lease: Lease, key: SigningKey, *, body: bytes | None = None, **c
     completion = Completion((7, 7, STOP_TOKEN), (-0.1, -0.2, -0.3), FinishReason.STOP)
     packed, size = pack_body(rollouts_for(lease, [completion] * lease.num_rollouts))
     body = packed if body is None else body
-    fields: dict[str, object] = {
-        "body_digest": digest_of(body),
-        "body_bytes": len(body),
-        "run": lease.run,
-        "worker": key.key_id,
-        "lease_id": lease.lease_id,
-        "step": lease.step,
-        "policy_version": lease.policy_version,
-        "policy_digest": lease.policy_digest,
-        "num_rollouts": lease.num_rollouts,
-        "decompressed_bytes": size,
-        "engine": ENGINE,
-        "created_at_ms": 0,
-    }
-    return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
+    header = build_header(lease, body, size, **{"worker": key.key_id, "engine": ENGINE} | changes)
+    return pack_parcel(header, body, PayloadType.ROLLOUT, key)
 
 
 async def refused(world: World, code: ErrorCode, path: str, body: bytes, **headers: str) -> str:

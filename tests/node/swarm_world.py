@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.builder import base_of, build_manifest, provenance
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
 
 from prime_node.adapters.system_clock import SystemClock
@@ -28,11 +29,10 @@ from prime_node.cli import wire_swarm
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
 from prime_node.worker.config import WorkerConfig
-from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
-from prime_protocol.digest import digest_of
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.weights import Weights, WeightTensor
 
 CORA = SigningKey(bytes([77]) * 32)
@@ -94,7 +94,7 @@ class Swarm:
         self, *, delta: bool = False, weights: Weights | None = None, is_coordinator_lost: bool = False
     ) -> SignedManifest:
         """The next policy, through the trainer's seeder, as the publisher does it; the coordinator may be lost in the middle."""
-        run, version = self.world.run, 0 if self.head is None else self.head.manifest.policy_version + 1
+        version = 0 if self.head is None else self.head.manifest.policy_version + 1
         if self.head is None:
             await self.world.join(ANNA)
         else:
@@ -103,18 +103,14 @@ class Swarm:
         weights = policy_weights(version) if weights is None else weights
         base = None
         if delta and self.head is not None:
-            base = BasePolicy(policy_version=version - 1, state_root=self.head.manifest.state_root), self.weights
+            base = base_of(self.head), self.weights
         encoded = encode_checkpoint(weights, base, part_bytes=2**19)
-        tensors = tensor_table(weights)
-        manifest = Manifest(
-            run=run.digest,
-            policy_version=version,
-            previous=None if self.head is None else self.head.digest,
-            model_config_digest=digest_of(CONFIG_JSON),
-            state_root=root_of_table(tensors),
-            tensors=tensors,
-            encodings=(encoded.encoding,),
-            produced_by=Provenance(step=version - 1, optimizer_steps=version, batch=self.world.batch, software="test"),
+        manifest = build_manifest(
+            self.world.run,
+            self.head,
+            weights,
+            encoded,
+            produced_by=provenance(version, batch=self.world.batch),
             created_at_ms=SystemClock().now_ms(),
         )
         self.head, self.weights = sign_manifest(manifest, TRAINER), weights

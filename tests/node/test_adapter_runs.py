@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.node.batch_coordinator import BatchCoordinator, make_run, write_model
 from tests.node.rank_jobs import samples
-from tests.node.trainer_world import CONFIG, BatchCoordinator, make_run, make_trainer, rows, write_model
+from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.adapters.engines.merging_engine import MergingEngine, MergingScorer
 from prime_node.adapters.engines.transformers_engine import TransformersEngine

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.node.worker_world import JumpClock, MemorySource, make_run, policy_of, until
+from tests.builder import base_of
+from tests.node.worker_world import MemorySource, following, make_follower, make_run, until
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.publish.encoder import SpanEncoder
@@ -82,22 +81,6 @@ def source(long_run: MemorySource) -> MemorySource:
     copy.manifests, copy.blobs = dict(long_run.manifests), dict(long_run.blobs)
     copy.shown_head = copy.manifests[POLICIES - 1]
     return copy
-
-
-@contextlib.asynccontextmanager
-async def following(follower: Follower) -> AsyncIterator[Follower]:
-    task = asyncio.create_task(follower.follow())
-    try:
-        yield follower
-        assert not task.done(), "the follower must never end by itself"
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-def make_follower(folder: Path, source: MemorySource) -> Follower:
-    return Follower(RUN, [("source", source)], folder, clock=JumpClock(), poll_s=0.1, rng=random.Random(1))
 
 
 def downloaded(source: MemorySource) -> int:
@@ -270,7 +253,7 @@ async def test_an_encoding_that_was_published_broken_is_gone_around_for_good(
 
 
 def delta_base(source: MemorySource, version: int, policies: list[Weights]) -> tuple[BasePolicy, Weights]:
-    return policy_of(source.signed(version)), policies[version]
+    return base_of(source.signed(version)), policies[version]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,22 +8,19 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import zstandard
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
     ENGINE,
     HEARTBEAT,
     TRAINER,
-    VALIDATOR,
     World,
     folder_parts,
     make_manifest,
-    make_parcel,
     make_run,
     memory_parts,
     refused,
@@ -33,8 +30,8 @@ from tests.node.coordinator_world import (
 from prime_node.adapters.storage.memory_blobs import MemoryBlobs
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.errors import ErrorCode
 from prime_protocol.messages import (
     AdminRequest,
     BatchRequest,
@@ -44,10 +41,8 @@ from prime_protocol.messages import (
     CheckResultRequest,
     JoinRequest,
     LeaseRequest,
-    ReturnLeaseRequest,
 )
-from prime_protocol.parcel import open_parcel, pack_parcel
-from prime_protocol.rollout import RolloutHeader, body_bytes_max, parse_body
+from prime_protocol.parcel import pack_parcel
 from prime_protocol.verdict import RejectReason, Verdict
 
 
@@ -206,123 +201,6 @@ async def test_a_worker_that_asks_too_often_is_slowed_down() -> None:
         await world.join(ANNA)
         codes = [(await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA)))[0] for _ in range(3)]
         assert codes == [200, 200, 429]
-
-
-# Refusals of bundles
-
-
-async def test_a_bundle_with_a_flipped_byte_in_its_body_is_refused(world: World) -> None:
-    parcel = bytearray(make_parcel(await world.lease(ANNA), ANNA))
-    parcel[-1] ^= 1
-    await refused(world, ErrorCode.DIGEST_MISMATCH, "/v1/rollouts", bytes(parcel))
-
-
-async def test_a_bundle_with_a_flipped_byte_in_its_header_is_refused(world: World) -> None:
-    parcel = make_parcel(await world.lease(ANNA), ANNA)
-    envelope = open_parcel(parcel, body_bytes_max=2**20).envelope
-    tampered = Envelope(envelope.payload_type, envelope.payload.replace(b'"step":0', b'"step":1'), envelope.signatures)
-    head = tampered.to_bytes()
-    body = bytes(open_parcel(parcel, body_bytes_max=2**20).body)
-    await refused(world, ErrorCode.BAD_SIGNATURE, "/v1/rollouts", b"PRP1" + len(head).to_bytes(4, "big") + head + body)
-
-
-async def test_a_bundle_for_the_lease_of_somebody_else_is_refused(world: World) -> None:
-    await world.join(BEN)
-    lease = await world.lease(ANNA)
-    await refused(world, ErrorCode.LEASE_FOREIGN, "/v1/rollouts", make_parcel(lease, BEN))
-    with pytest.raises(PeerError) as caught:
-        await world.client(BEN).return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
-    assert caught.value.code is ErrorCode.LEASE_FOREIGN
-
-
-@pytest.mark.parametrize(
-    ("code", "change"),
-    [
-        (ErrorCode.LEASE_UNKNOWN, lambda fields: {"lease_id": "0" * 64}),
-        (ErrorCode.WRONG_RUN, lambda fields: {"run": "0" * 64}),
-        (ErrorCode.BAD_SIGNATURE, lambda fields: {"worker": BEN.key_id}),
-        (ErrorCode.DECOMPRESSED_TOO_LARGE, lambda fields: {"decompressed_bytes": 2**40}),
-    ],
-)
-async def test_a_bundle_with_one_wrong_field_is_refused(
-    world: World, code: ErrorCode, change: Callable[[None], dict[str, object]]
-) -> None:
-    await refused(world, code, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, **change(None)))
-
-
-async def test_a_bundle_over_the_size_limit_is_refused() -> None:
-    run = make_run(limits=limits.Limits(rollout_bytes_max=2_048))
-    async with running(memory_parts(run)) as world:
-        await world.publish()
-        await world.join(ANNA)
-        await refused(
-            world, ErrorCode.TOO_LARGE, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, body=b"x" * 2_049)
-        )
-
-
-async def test_a_bundle_larger_than_its_lease_can_need_is_refused_and_not_stored(world: World) -> None:
-    lease = await world.lease(ANNA, rollouts_max=2)
-    bound = body_bytes_max(num_rollouts=2, completion_tokens_max=4)
-    large = make_parcel(lease, ANNA, body=b"x" * (bound + 1))
-    await refused(world, ErrorCode.TOO_LARGE, "/v1/rollouts", large)
-    swollen = make_parcel(lease, ANNA, decompressed_bytes=bound + 1)
-    await refused(world, ErrorCode.DECOMPRESSED_TOO_LARGE, "/v1/rollouts", swollen)
-    assert [digest async for digest in world.parts.bundles.digests()] == []
-    assert (await world.client(ANNA).upload(make_parcel(lease, ANNA))).verdict is None
-
-
-async def test_uploads_count_against_the_workers_rate() -> None:
-    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
-        await world.publish()
-        await world.join(ANNA)
-        parcel = make_parcel(await world.lease(ANNA), ANNA)
-        codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(2)]
-        assert codes == [200, 429]
-
-
-@pytest.mark.parametrize("parcel", [b"", b"PRP0" + b"\0" * 20, b"PRP1" + b"\0\0\1\0" + b"{}"])
-async def test_what_is_no_parcel_is_refused(world: World, parcel: bytes) -> None:
-    await refused(world, ErrorCode.MALFORMED, "/v1/rollouts", parcel)
-
-
-async def test_a_bundle_of_another_payload_type_is_refused(world: World) -> None:
-    parcel = make_parcel(await world.lease(ANNA), ANNA)
-    body = bytes(open_parcel(parcel, body_bytes_max=2**20).body)
-    header = BlobHeader(body_digest=digest_of(body), body_bytes=len(body), run=world.run.digest, issued_at_ms=0)
-    other = pack_parcel(header, body, PayloadType.BLOB, ANNA)
-    await refused(world, ErrorCode.WRONG_PAYLOAD_TYPE, "/v1/rollouts", other)
-
-
-async def test_a_zstd_bomb_reaches_the_validator_and_no_further(world: World) -> None:
-    bomb = zstandard.ZstdCompressor().compress(b"\0" * 2**24)
-    parcel = make_parcel(await world.lease(ANNA), ANNA, body=bomb, decompressed_bytes=4_096)
-    reply = await world.client(ANNA).upload(parcel)
-    bundle = await world.client(VALIDATOR).bundle(BundleRequest(bundle=reply.bundle))
-    opened = open_parcel(bundle, body_bytes_max=2**20)
-    header = parse_json(opened.envelope.payload, RolloutHeader)
-    with pytest.raises(PeerError) as caught:
-        parse_body(header, opened.check_body(header), world.run.spec.limits)
-    assert caught.value.code is ErrorCode.DECOMPRESSED_TOO_LARGE
-    await world.judge(reason=RejectReason.MALFORMED)
-    assert (await world.status())["rollouts"]["refused"] == {"malformed": 8}
-
-
-async def test_a_verdict_with_too_few_rewards_is_refused(world: World) -> None:
-    reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
-    with pytest.raises(PeerError) as caught:
-        await world.client(VALIDATOR).check_result(
-            CheckResultRequest(bundle=reply.bundle, verdict=Verdict.accept(), rewards=(1.0,))
-        )
-    assert caught.value.code is ErrorCode.WRONG_TYPE
-
-
-async def test_the_first_verdict_stands(world: World) -> None:
-    parcel = make_parcel(await world.lease(ANNA), ANNA)
-    await world.client(ANNA).upload(parcel)
-    task = await world.judge()
-    refusal = CheckResultRequest(bundle=task.bundle, verdict=Verdict.refuse(RejectReason.MALFORMED), rewards=())
-    await world.client(VALIDATOR).check_result(refusal)
-    assert (await world.client(ANNA).upload(parcel)).verdict == Verdict.accept()
 
 
 # Refusals of publications

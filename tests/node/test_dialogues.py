@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.builder import build_lease
 from tests.node.worker_world import COORDINATOR, WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -77,7 +78,7 @@ def worlds_of(run: PinnedRun, model: Path) -> dict[str, TurnEnvironment]:
 
 def lease_of(run: PinnedRun, model: Path) -> Lease:
     tokenizer, worlds = HfTokenizer(model), build_environments(run.spec.environments, model)
-    groups = tuple(
+    groups = [
         GroupAssignment(
             slot=slot,
             problem=Problem(environment=name, index=slot),
@@ -85,19 +86,8 @@ def lease_of(run: PinnedRun, model: Path) -> Lease:
             seeds=tuple(range(100 * slot, 100 * slot + 4)),
         )
         for slot, name in enumerate(("again", "words"))
-    )
-    return Lease(
-        run=run.digest,
-        lease_id=digest_of(b"lease"),
-        worker=WORKER.key_id,
-        step=0,
-        policy_version=0,
-        policy_digest=digest_of(b"policy 0"),
-        groups=groups,
-        sampling=run.spec.sampling,
-        issued_at_ms=0,
-        expires_at_ms=10**12,
-    )
+    ]
+    return build_lease(run, WORKER, groups)
 
 
 async def never(version: int) -> tuple[int, dict[str, object]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.node.trainer_world import (
+from tests.builder import provenance
+from tests.node.batch_coordinator import (
     COORDINATOR,
     GROUPS,
     ROLLOUTS,
@@ -20,7 +21,6 @@ from tests.node.trainer_world import (
     JumpClock,
     make_bundle,
     make_run,
-    provenance,
 )
 
 from prime_node.broadcast.publish.publisher import Publisher

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.node.batch_coordinator import write_model
 from tests.node.rank_jobs import samples
-from tests.node.trainer_world import write_model
 
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.node.batch_coordinator import tiny_files, write_model
 from tests.node.rank_jobs import samples
-from tests.node.trainer_world import tiny_files, write_model
 
 from prime_node.adapters.engines.torch_weights import to_torch
 from prime_node.adapters.engines.transformers_engine import TransformersEngine

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.builder import build_lease
 from tests.node.worker_world import WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -22,7 +23,6 @@ from prime_node.validator.spans import spans_of as spans_in
 from prime_node.worker.generating import Generated, generate
 from prime_node.worker.leases import bundle_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, EngineInfo, Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import SwapPolicy
@@ -190,26 +190,16 @@ def run_with(**schedule: object) -> PinnedRun:
 
 
 def lease_of(run: PinnedRun, environment: str) -> Lease:
-    return Lease(
-        run=run.digest,
-        lease_id=digest_of(b"lease"),
-        worker=WORKER.key_id,
-        step=0,
-        policy_version=0,
-        policy_digest=digest_of(b"policy 0"),
-        groups=tuple(
-            GroupAssignment(
-                slot=slot,
-                problem=Problem(environment=environment, index=slot),
-                prompt_token_ids=REQUESTS[4 * slot].prompt_token_ids,
-                seeds=tuple(range(4 * slot, 4 * slot + 4)),
-            )
-            for slot in range(3)
-        ),
-        sampling=SAMPLING,
-        issued_at_ms=0,
-        expires_at_ms=10**9,
-    )
+    groups = [
+        GroupAssignment(
+            slot=slot,
+            problem=Problem(environment=environment, index=slot),
+            prompt_token_ids=REQUESTS[4 * slot].prompt_token_ids,
+            seeds=tuple(range(4 * slot, 4 * slot + 4)),
+        )
+        for slot in range(3)
+    ]
+    return build_lease(run, WORKER, groups, sampling=SAMPLING)
 
 
 async def generated(

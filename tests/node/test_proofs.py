@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 import torch
+from tests.builder import build_lease
 from tests.node.test_validator import LengthEnvironment, LetterTokenizer, make_bundle
 from tests.node.worker_world import WORKER, make_run
 
@@ -21,8 +22,7 @@ from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.worker.leases import requests_for
-from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.digest import digest_of
+from prime_protocol.assignment import GroupAssignment, Problem, Sampling
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for
 from prime_protocol.run_spec import CheckPolicy, PinnedRun
@@ -33,14 +33,10 @@ RUN = make_run(
     sampling=Sampling(completion_tokens_max=40, stop_token_ids=tuple(range(4))),
     checks=CheckPolicy(proofs=True),
 )
-LEASE = Lease(
-    run=RUN.digest,
-    lease_id=digest_of(b"lease"),
-    worker=WORKER.key_id,
-    step=0,
-    policy_version=0,
-    policy_digest=digest_of(b"manifest"),
-    groups=tuple(
+LEASE = build_lease(
+    RUN,
+    WORKER,
+    [
         GroupAssignment(
             slot=slot,
             problem=Problem(environment="toy", index=slot),
@@ -48,10 +44,7 @@ LEASE = Lease(
             seeds=tuple(range(10 * slot, 10 * slot + 4)),
         )
         for slot in range(2)
-    ),
-    sampling=RUN.spec.sampling,
-    issued_at_ms=0,
-    expires_at_ms=10**12,
+    ],
 )
 Proofs = npt.NDArray[np.uint8]
 

@@ -7,24 +7,15 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from tests.node.trainer_world import (
-    STRANGER,
-    TRAINER,
-    BatchCoordinator,
-    Fuse,
-    JumpClock,
-    KilledError,
-    make_run,
-    provenance,
-)
+from tests.builder import build_manifest, provenance
+from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, JumpClock, KilledError, make_run
 
 from prime_node.broadcast.publish.encoder import SpanEncoder
 from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_node.broadcast.publish.spans import SpanRules
 from prime_node.broadcast.publish.whole_copy import WholeCopy
-from prime_protocol.checkpoint import encode_checkpoint, tensor_table
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.manifest import Manifest
 from prime_protocol.weights import Weights, WeightTensor, root_of
 
 Told = list[Published]
@@ -299,16 +290,8 @@ async def test_the_trainer_holds_one_policy_for_each_span_and_policy_0() -> None
     coordinator = BatchCoordinator(make_run(max_steps=40))
     for version in range(40):
         encoder.encode(version, WholeCopy(sparse(version)), lambda entry, data: None)
-        manifest = Manifest(
-            run=coordinator.run.digest,
-            policy_version=version,
-            previous=None,
-            model_config_digest="0" * 64,
-            state_root=root_of(sparse(version)),
-            tensors=tensor_table(sparse(version)),
-            encodings=(encode_checkpoint(sparse(version)).encoding,),
-            produced_by=provenance(version),
-            created_at_ms=0,
-        )
+        way = encode_checkpoint(sparse(version))
+        made = {"policy_version": version, "produced_by": provenance(version)}
+        manifest = build_manifest(coordinator.run, None, sparse(version), way, **made)
         encoder.published(manifest, WholeCopy(sparse(version)), head=version)
         assert set(encoder.held) == {0, version, version - version % 4, version - version % 16}

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.builder import provenance
 from tests.node import rank_jobs
+from tests.node.batch_coordinator import make_run, tiny_files, write_model
 from tests.node.rank_pool import RankPool
-from tests.node.trainer_world import make_run, provenance, tiny_files, write_model
 
 from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.ranks import ALONE

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from tests.node.trainer_world import CONFIG, BatchCoordinator, make_run, make_trainer, rows
+from tests.node.batch_coordinator import BatchCoordinator, make_run
+from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.adapters.engines.vllm_teacher import VllmTeacher
 from prime_node.adapters.models.pretrained_model import pretrained_weights

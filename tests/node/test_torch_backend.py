@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.node.trainer_world import tiny_files, write_model
+from tests.node.batch_coordinator import tiny_files, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_node.adapters.engines.torch_weights import to_torch

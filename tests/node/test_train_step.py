@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.trainer_world import (
-    CONFIG,
-    GROUPS,
-    ROLLOUTS,
-    BatchCoordinator,
-    Fuse,
-    KilledError,
-    make_run,
-    make_trainer,
-    rows,
-)
+from tests.node.batch_coordinator import GROUPS, ROLLOUTS, BatchCoordinator, Fuse, KilledError, make_run
+from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.ports.train_backend import Loss, StepStats, TrainSample
 from prime_node.trainer.loop import run

@@ -7,18 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.node.trainer_world import (
-    CONFIG,
-    GROUPS,
-    ROLLOUTS,
-    BatchCoordinator,
-    Fuse,
-    KilledError,
-    make_run,
-    make_trainer,
-    root_of_backend,
-    rows,
-)
+from tests.node.batch_coordinator import GROUPS, ROLLOUTS, BatchCoordinator, Fuse, KilledError, make_run
+from tests.node.trainer_world import CONFIG, make_trainer, root_of_backend, rows
 
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import FilterConfig

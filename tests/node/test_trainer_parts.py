@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.node.trainer_world import STOP_TOKEN, EchoEnvironment, write_model
+from tests.node.batch_coordinator import STOP_TOKEN, write_model
+from tests.node.trainer_world import EchoEnvironment
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer

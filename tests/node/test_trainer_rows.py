@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.node.trainer_world import make_run
+from tests.node.batch_coordinator import make_run
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import wire_training

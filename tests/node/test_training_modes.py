@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.node.batch_coordinator import write_model
 from tests.node.rank_jobs import samples
-from tests.node.trainer_world import write_model
 
 from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.sharding import Placement

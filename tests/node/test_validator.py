@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.builder import build_header, build_lease
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
 from tests.node.worker_world import STRANGER, WORKER, make_run
 
@@ -21,7 +22,7 @@ from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, rollouts_for
+from prime_protocol.rollout import Rollouts, pack_body, rollouts_for
 from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.verdict import RejectReason
 from prime_protocol.verify import Prefill
@@ -100,17 +101,13 @@ def make_lease(policy_version: int = 0) -> Lease:
         )
         for slot in range(2)
     )
-    return Lease(
-        run=RUN.digest,
-        lease_id=digest_of(b"lease"),
-        worker=WORKER.key_id,
+    return build_lease(
+        RUN,
+        WORKER,
+        groups,
         step=policy_version,
         policy_version=policy_version,
         policy_digest=digest_of(b"manifest"),
-        groups=groups,
-        sampling=RUN.spec.sampling,
-        issued_at_ms=0,
-        expires_at_ms=10**12,
     )
 
 
@@ -123,21 +120,8 @@ async def generate(lease: Lease, weights: Weights = POLICY, *, sampling: Samplin
 
 def make_bundle(lease: Lease, rollouts: Rollouts, *, key: SigningKey = WORKER, **changes: object) -> bytes:
     body, decompressed_bytes = pack_body(rollouts)
-    fields = {
-        "run": lease.run,
-        "worker": key.key_id,
-        "lease_id": lease.lease_id,
-        "step": lease.step,
-        "policy_version": lease.policy_version,
-        "policy_digest": lease.policy_digest,
-        "num_rollouts": len(rollouts),
-        "decompressed_bytes": decompressed_bytes,
-        "engine": TableEngine().info,
-        "created_at_ms": 0,
-        "body_digest": digest_of(body),
-        "body_bytes": len(body),
-    }
-    return pack_parcel(RolloutHeader.model_validate(fields | changes), body, PayloadType.ROLLOUT, key)
+    told = {"worker": key.key_id, "num_rollouts": len(rollouts), "engine": TableEngine().info} | changes
+    return pack_parcel(build_header(lease, body, decompressed_bytes, **told), body, PayloadType.ROLLOUT, key)
 
 
 async def judge(parcel: bytes, lease: Lease, run: PinnedRun = RUN) -> Judgement:

@@ -6,14 +6,8 @@ import asyncio
 import json
 
 import pytest
-from tests.node.worker_world import (
-    COORDINATOR,
-    STRANGER,
-    WORKER,
-    JumpClock,
-    MemoryCoordinator,
-    make_run,
-)
+from tests.node.memory_coordinator import MemoryCoordinator
+from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, make_run
 
 from prime_node.worker.leases import Pace, open_lease
 from prime_protocol.envelope import Envelope, PayloadType, seal

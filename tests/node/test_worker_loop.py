@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.node.memory_coordinator import MemoryCoordinator, WorkerWorld
 from tests.node.table_engine import TableEngine, table_weights
-from tests.node.worker_world import (
-    COORDINATOR,
-    ROOT,
-    WORKER,
-    JumpClock,
-    MemoryCoordinator,
-    make_run,
-    names_in,
-    next_ring,
-    until,
-)
+from tests.node.worker_world import COORDINATOR, ROOT, WORKER, JumpClock, make_run, names_in, next_ring, until
 
-from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.pinned import fetch_run
-from prime_node.broadcast.follow.trust import Trust
-from prime_node.ports.engine import Engine, GenerateRequest
+from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.adversaries.table import ADVERSARIES
-from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import open_lease
 from prime_node.worker.loop import run
 from prime_node.worker.receipts import ReceiptBook
-from prime_node.worker.worker import Ending, Worker
+from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -39,77 +25,14 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.rollout import Completion
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import Receipt, RejectReason
 from prime_protocol.weights import Weights
 
 RUN = make_run()
 
 
-class World:
-    """A coordinator with policy 0 published, and workers on one folder."""
-
-    def __init__(self, folder: Path, *, pinned: PinnedRun = RUN, policies: int = 1) -> None:
-        self.folder = folder
-        self.clock = JumpClock()
-        self.coordinator = MemoryCoordinator(pinned, self.clock)
-        for version in range(policies):
-            self.coordinator.publish_policy(table_weights(version))
-        self.stop = asyncio.Event()
-        self.said: list[str] = []
-
-    def worker(self, engine: Engine | None = None, **settings: object) -> Worker:
-        config = WorkerConfig.model_validate(
-            {
-                "rollouts_max": 8,
-                "grace_seconds": 1e5,
-                "status_seconds": 500.0,
-                "poll_seconds": 0.01,
-                "receipts_seconds": 0.1,
-                "wait_seconds": 0.0,
-            }
-            | settings
-        )
-        follower = Follower(
-            self.coordinator.run,
-            [("coordinator", self.coordinator)],
-            self.folder / "checkpoints",
-            clock=self.clock,
-            poll_s=config.poll_seconds,
-            policies_kept=config.policies_kept,
-            rng=random.Random(1),
-        )
-        return Worker(
-            run=self.coordinator.run,
-            config=config,
-            key=WORKER,
-            coordinator=self.coordinator,
-            engine=engine or TableEngine(),
-            follower=follower,
-            trust=Trust(
-                self.coordinator.run, [("coordinator", self.coordinator)], self.folder / "trust", clock=self.clock
-            ),
-            folder=self.folder,
-            clock=self.clock,
-            rng=random.Random(1),
-            say=self.said.append,
-        )
-
-    def stop_when(self, condition: Callable[[], bool]) -> None:
-        """Ask the worker to stop after the upload at which `condition` holds."""
-
-        def look() -> None:
-            if condition():
-                self.stop.set()
-
-        self.coordinator.after_upload = look
-
-    def status(self) -> dict[str, object]:
-        return dict(json.loads((self.folder / "status.json").read_text()))
-
-
 async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     world.stop_when(lambda: world.coordinator.accepted >= 5)
     assert await run(world.worker(), world.stop) is Ending.STOPPED
     assert world.coordinator.accepted == len(world.coordinator.verdicts) >= 5
@@ -121,7 +44,7 @@ async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) 
 
 @pytest.mark.parametrize("leases_ahead", [0, 1, 3])
 async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp_path: Path, leases_ahead: int) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     ahead: list[int] = []
 
     class Watching(TableEngine):
@@ -150,7 +73,7 @@ class SlowToStart(TableEngine):
 
 
 async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path) -> None:
-    world, engine = World(tmp_path), SlowToStart()
+    world, engine = WorkerWorld(tmp_path), SlowToStart()
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     working = asyncio.create_task(run(world.worker(engine), world.stop))
     await engine.loading.wait()
@@ -165,7 +88,7 @@ async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path)
 
 
 async def test_an_engine_that_still_starts_does_not_hold_up_who_wants_to_leave(tmp_path: Path) -> None:
-    world, engine = World(tmp_path), SlowToStart()
+    world, engine = WorkerWorld(tmp_path), SlowToStart()
     working = asyncio.create_task(run(world.worker(engine), world.stop))
     await engine.loading.wait()
     world.stop.set()
@@ -174,7 +97,7 @@ async def test_an_engine_that_still_starts_does_not_hold_up_who_wants_to_leave(t
 
 
 async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> None:
-    world, engine = World(tmp_path), TableEngine()
+    world, engine = WorkerWorld(tmp_path), TableEngine()
 
     def publish_or_stop() -> None:
         version = max(world.coordinator.manifests)
@@ -192,7 +115,7 @@ async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("cheat", ["altered", "stale"])
 async def test_a_cheating_worker_is_refused_for_its_logprobs(tmp_path: Path, cheat: str) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
 
     def publish_or_stop() -> None:
         if len(world.coordinator.manifests) == 1:
@@ -206,130 +129,8 @@ async def test_a_cheating_worker_is_refused_for_its_logprobs(tmp_path: Path, che
     assert reasons == {RejectReason.LOGPROB_MISMATCH}
 
 
-async def test_a_coordinator_that_forgets_us_is_joined_again(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    def forget() -> None:
-        if world.coordinator.accepted == 2:
-            world.coordinator.known = False
-        if world.coordinator.accepted >= 6:
-            world.stop.set()
-
-    world.coordinator.after_upload = forget
-    assert await run(world.worker(), world.stop) is Ending.STOPPED
-    assert world.coordinator.joined >= 2
-
-
-async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    began = world.clock.monotonic_s()
-
-    def go_away() -> None:
-        if world.coordinator.accepted == 2:
-            world.coordinator.away = True
-        if world.coordinator.accepted >= 5:
-            world.stop.set()
-
-    async def come_back() -> None:
-        await until(lambda: world.coordinator.away)
-        await until(lambda: world.clock.monotonic_s() - began > 4 * 3_600)
-        assert any("coordinator away" in line for line in world.said)
-        world.coordinator.away = False
-
-    world.coordinator.after_upload = go_away
-    _, ending = await asyncio.gather(come_back(), run(world.worker(status_seconds=60.0), world.stop))
-    assert ending is Ending.STOPPED
-    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
-    assert len(world.coordinator.verdicts) >= 5
-
-
-async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    first = world.worker()
-    world.coordinator.after_upload = lambda: setattr(world.coordinator, "away", True)
-    task = asyncio.create_task(run(first, world.stop))
-    await until(lambda: names_in(tmp_path / "spool", "*2-*.parcel"))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    left = len(names_in(tmp_path / "spool", "*.parcel"))
-    assert left >= 1
-    world.coordinator.away = False
-    world.coordinator.leases_max = 0
-    before = len(world.coordinator.verdicts)
-    world.stop_when(lambda: len(names_in(tmp_path / "spool", "*.parcel")) <= 1)
-    await run(world.worker(), world.stop)
-    assert len(world.coordinator.verdicts) >= before + left - 1
-    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
-
-
-async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    def ban() -> None:
-        world.coordinator.ban_reason = "two bundles with false logprobs"
-
-    world.coordinator.after_upload = ban
-    ending = await run(world.worker(), world.stop)
-    assert ending is Ending.BANNED
-    assert ending.exit_code == 4
-    assert world.status()["ended"] == "banned"
-    assert world.status()["notice"] == "two bundles with false logprobs"
-
-
-async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.coordinator.ban_reason = "no"
-    assert await run(world.worker(), world.stop) is Ending.BANNED
-
-
-async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    def forget_and_ban() -> None:
-        world.coordinator.known = False
-        world.coordinator.ban_at_join = "caught while you were away"
-
-    world.coordinator.after_upload = forget_and_ban
-    assert await run(world.worker(), world.stop) is Ending.BANNED
-    assert world.status()["notice"] == "caught while you were away"
-
-
-async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.coordinator.after_upload = lambda: setattr(world.coordinator, "draining", True)
-    ending = await run(world.worker(), world.stop)
-    assert ending is Ending.DRAINED
-    assert ending.exit_code == 0
-    assert world.coordinator.left
-    assert not world.stop.is_set()
-
-
-async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_period(tmp_path: Path) -> None:
-    world = World(tmp_path)
-
-    class Endless(TableEngine):
-        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-            world.stop.set()
-            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
-
-    assert await run(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
-    assert world.coordinator.returned == list(world.coordinator.leases)
-    assert world.coordinator.verdicts == {}
-
-
-async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.coordinator.away = True
-    task = asyncio.create_task(run(world.worker(), world.stop))
-    await asyncio.sleep(0.01)
-    world.stop.set()
-    assert await task is Ending.STOPPED
-    assert world.coordinator.joined == 0
-
-
 async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     slept = False
 
     class Sleepy(TableEngine):
@@ -351,14 +152,14 @@ async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path:
 
 
 async def test_an_engine_that_computes_something_else_is_loaded_again_and_then_used(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     assert await run(world.worker(TableEngine(loads_that_fail=1)), world.stop) is Ending.STOPPED
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
 
 
 async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_without_an_upload(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     with pytest.raises(LocalError, match="does not compute policy 0"):
         await run(world.worker(TableEngine(loads_that_fail=99)), world.stop)
     assert world.coordinator.verdicts == {}
@@ -366,7 +167,7 @@ async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_wit
 
 
 async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     worker = world.worker()
     world.coordinator.after_upload = lambda: None
     task = asyncio.create_task(run(worker, world.stop))
@@ -387,7 +188,7 @@ async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> 
 async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     world.coordinator.clock_ahead_s = 3 * RUN.spec.lease_seconds
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     worker = world.worker()
@@ -399,7 +200,7 @@ async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
 async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_knows_what_is_newest(
     tmp_path: Path,
 ) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     coordinator = world.coordinator
     worker = world.worker()
     working = asyncio.create_task(run(worker, world.stop))
@@ -418,7 +219,7 @@ async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_kn
 
 
 async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_believed(tmp_path: Path) -> None:
-    world = World(tmp_path, pinned=make_run())
+    world = WorkerWorld(tmp_path, pinned=make_run())
     coordinator = world.coordinator
     new = SigningKey(b"\x51" * 32)
     worker = world.worker()
@@ -441,7 +242,7 @@ async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_be
 
 
 async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = WorkerWorld(tmp_path)
     world.coordinator.leases_max = 0
     worker = world.worker(status_seconds=0.1)
     task = asyncio.create_task(run(worker, world.stop))

@@ -1,55 +1,36 @@
-"""A run in memory: real keys, envelopes, manifests, leases and checks, without a network.
+"""A run in memory: real keys, envelopes and manifests, without a network.
 
-`MemoryCoordinator` is a small honest coordinator with a validator inside; `MemorySource` a mirror that can be made to fail
-or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has passed.
+`MemorySource` is a mirror that can be made to fail or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has
+passed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, prefill
+from tests.builder import base_of, build_manifest, build_spec, pinned, role_keys
+from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE
 
+from prime_node.broadcast.follow.follower import Follower
 from prime_node.ports.transport import Unreachable
-from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.assignment import Sampling
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.chunk_index import HEAD_BYTES, ROW
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, RoleKeys
-from prime_protocol.manifest import (
-    BasePolicy,
-    Manifest,
-    PartEntry,
-    Provenance,
-    SignedManifest,
-    sign_manifest,
-)
-from prime_protocol.messages import (
-    HeartbeatReply,
-    HeartbeatRequest,
-    JoinReply,
-    JoinRequest,
-    LeaseRequest,
-    LeaveRequest,
-    NotYet,
-    ReceiptList,
-    ReceiptsRequest,
-    ReturnLeaseRequest,
-    UploadReply,
-)
-from prime_protocol.parcel import open_parcel
-from prime_protocol.rollout import RolloutHeader, parse_body
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
+from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing
+from prime_protocol.manifest import Manifest, PartEntry, SignedManifest, sign_manifest
+from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
 from prime_protocol.timestamp import Timestamp
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
-from prime_protocol.verify import check_assignment, judge, measure
 from prime_protocol.weights import Weights
 
 ROOT, COORDINATOR, TRAINER, WORKER, STRANGER = (SigningKey(bytes([number]) * 32) for number in range(1, 6))
@@ -90,28 +71,16 @@ def names_in(folder: Path, pattern: str = "*") -> list[str]:
 def make_run(**changes: object) -> PinnedRun:
     """A signed, pinned RunSpec. Leases last for ever unless said otherwise, since JumpClock runs fast."""
     fields: dict[str, object] = {
-        "name": "test",
-        "created_at_ms": 0,
-        "keys": RoleKeys(
-            root=(ROOT.key_id,),
-            coordinator=(COORDINATOR.key_id,),
-            trainer=(TRAINER.key_id,),
-            validator=(COORDINATOR.key_id,),
-        ),
-        "model_files": tuple(
-            ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in MODEL_FILES.items()
-        ),
         "vocab_size": VOCAB_SIZE,
         "environments": (EnvironmentSpec(name="toy", id="toy"),),
         "sampling": Sampling(completion_tokens_max=8, stop_token_ids=(STOP_TOKEN,)),
         "max_steps": 1_000,
-        "groups_per_step": 2,
         "rollouts_per_group": 4,
         "lease_seconds": 1e6,
         "heartbeat_seconds": 100.0,
     }
-    envelope = seal(RunSpec.model_validate(fields | changes), PayloadType.RUN_SPEC, ROOT)
-    return open_run_spec(envelope, pinned=envelope.digest)
+    keys = role_keys(ROOT, COORDINATOR, TRAINER, validator=COORDINATOR)
+    return pinned(build_spec(keys, MODEL_FILES, **fields | changes), ROOT)
 
 
 def next_ring(
@@ -132,11 +101,6 @@ def next_ring(
         created_at_ms=0,
     )
     return seal(ring, PayloadType.KEY_RING, *signers)
-
-
-def policy_of(signed: SignedManifest) -> BasePolicy:
-    """How a delta names its base."""
-    return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
 
 
 def rows_of(index: bytes) -> list[tuple[int, int, str]]:
@@ -176,31 +140,13 @@ class MemorySource:
         """The next policy, after `previous` or after what is published; an anchor unless `base` or `bases` are given."""
         if previous is None and self.manifests:
             previous = self.signed(max(self.manifests))
-        version = 0 if previous is None else previous.manifest.policy_version + 1
         encoded = [
-            encode_checkpoint(weights, None if one is None else (policy_of(one[0]), one[1]), part_bytes=part_bytes)
+            encode_checkpoint(weights, None if one is None else (base_of(one[0]), one[1]), part_bytes=part_bytes)
             for one in bases or [base]
         ]
-        tensors = tensor_table(weights)
-        fields: dict[str, object] = {
-            "run": self.run.digest,
-            "policy_version": version,
-            "previous": None if previous is None else previous.digest,
-            "model_config_digest": digest_of(MODEL_FILES["config.json"]),
-            "state_root": root_of_table(tensors),
-            "tensors": tensors,
-            "encodings": tuple(one.encoding for one in encoded),
-            "produced_by": Provenance(
-                step=version - 1,
-                optimizer_steps=version,
-                batch=None if version == 0 else digest_of(b"batch %d" % version),
-                software="test",
-            ),
-            "created_at_ms": 0,
-        }
-        signed = sign_manifest(Manifest.model_validate(fields | changes), key)
+        signed = sign_manifest(build_manifest(self.run, previous, weights, *encoded, **changes), key)
         self.blobs |= {digest_of(blob): blob for one in encoded for blob in one.blobs}
-        self.manifests[version] = self.shown_head = signed.envelope
+        self.manifests[signed.manifest.policy_version] = self.shown_head = signed.envelope
         return signed
 
     def publish_spoilt(self, weights: Weights, index: bytes, *parts: bytes) -> SignedManifest:
@@ -289,141 +235,26 @@ class MemorySource:
             raise Unreachable("connection refused")
 
 
-class MemoryCoordinator(MemorySource):
-    """Implements ports.transport.WorkerPort for one worker, WORKER, and judges what it uploads at once."""
+def make_follower(folder: Path, *sources: MemorySource, **options: Any) -> Follower:
+    """With the clock that hardly waits; `options` of Follower."""
+    named = [(f"source-{number}", source) for number, source in enumerate(sources)]
+    settings = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)} | options
+    run = sources[0].run if sources else make_run()
+    return Follower(run, named, folder, **settings)
 
-    def __init__(self, run: PinnedRun, clock: JumpClock) -> None:
-        super().__init__(run)
-        self.clock = clock
-        self.now_ms = clock.now_ms
-        self.policies: dict[int, Weights] = {}
-        self.joined = 0
-        self.known = False
-        self.left = False
-        self.draining = False
-        self.ban_reason: str | None = None
-        self.ban_at_join: str | None = None
-        self.clock_ahead_s = 0.0
-        self.leases: dict[str, Lease] = {}
-        self.returned: list[str] = []
-        self.verdicts: dict[str, Verdict] = {}
-        self.receipts_signed: list[Receipt] = []
-        self.leases_max = 10**9
-        self.after_upload: Callable[[], None] = lambda: None
-        self._slot = 0
 
-    def publish_policy(self, weights: Weights) -> SignedManifest:
-        signed = self.publish(weights)
-        self.policies[signed.manifest.policy_version] = weights
-        return signed
+@contextlib.asynccontextmanager
+async def following(follower: Follower) -> AsyncIterator[Follower]:
+    task = asyncio.create_task(follower.follow())
+    try:
+        yield follower
+        assert not task.done(), "the follower must never end by itself"
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
-    @property
-    def accepted(self) -> int:
-        return sum(verdict.accepted for verdict in self.verdicts.values())
 
-    async def join(self, request: JoinRequest) -> JoinReply:
-        self._check_reachable()
-        self.ban_reason = self.ban_at_join or self.ban_reason
-        self._check_ban()
-        self.known = True
-        self.joined += 1
-        return JoinReply(step=0, head=max(self.manifests, default=-1), server_time_ms=self._now_ms())
-
-    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
-        self._check_worker()
-        return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining)
-
-    async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
-        self._check_worker()
-        await asyncio.sleep(0)
-        if len(self.leases) >= self.leases_max:
-            return NotYet(reason="no work left", retry_after_s=0.5)
-        seeds = iter(range(self._slot * 1_000, (self._slot + 2) * 1_000))
-        groups = tuple(
-            GroupAssignment(
-                slot=request.policy_version * self.run.spec.groups_per_step + number,
-                problem=Problem(environment="toy", index=self._slot + number),
-                prompt_token_ids=(1 + (self._slot + number) % 8,),
-                seeds=tuple(next(seeds) for _ in range(self.run.spec.rollouts_per_group)),
-            )
-            for number in range(max(1, min(2, request.rollouts_max // self.run.spec.rollouts_per_group)))
-        )
-        self._slot += len(groups)
-        lease = Lease(
-            run=self.run.digest,
-            lease_id=digest_of(str(self._slot).encode()),
-            worker=WORKER.key_id,
-            step=request.policy_version,
-            policy_version=request.policy_version,
-            policy_digest=request.policy_digest,
-            groups=groups,
-            sampling=self.run.spec.sampling,
-            issued_at_ms=self._now_ms(),
-            expires_at_ms=self._now_ms() + int(self.run.spec.lease_seconds * 1_000),
-        )
-        self.leases[lease.lease_id] = lease
-        return seal(lease, PayloadType.LEASE, self.key)
-
-    async def return_lease(self, request: ReturnLeaseRequest) -> None:
-        self._check_worker()
-        self.returned.append(request.lease_id)
-
-    async def upload(self, parcel: bytes) -> UploadReply:
-        self._check_worker()
-        bundle = digest_of(parcel)
-        if bundle not in self.verdicts:
-            opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
-            header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=[WORKER.key_id]), RolloutHeader)
-            self.verdicts[bundle] = verdict = self._judge(header, opened.check_body(header))
-            self._write_receipt(bundle, header, verdict)
-        self.after_upload()
-        return UploadReply(bundle=bundle, verdict=None)
-
-    async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
-        self._check_worker()
-        signed = [seal(one, PayloadType.RECEIPT, self.key) for one in self.receipts_signed[request.after :]]
-        return ReceiptList(receipts=tuple(one.to_bytes().decode() for one in signed), next=len(self.receipts_signed))
-
-    async def leave(self, request: LeaveRequest) -> None:
-        self._check_worker()
-        self.left, self.known = True, False
-
-    def _judge(self, header: RolloutHeader, body: memoryview) -> Verdict:
-        rollouts = parse_body(header, body, self.run.spec.limits)
-        lease = self.leases.get(header.lease_id)
-        if lease is None or self._now_ms() > lease.expires_at_ms:
-            return Verdict.refuse(RejectReason.LEASE_EXPIRED)
-        verdict = check_assignment(header, rollouts, lease, vocab_size=VOCAB_SIZE)
-        if not verdict.accepted:
-            return verdict
-        measured = measure(rollouts, prefill(self.policies[lease.policy_version], lease, rollouts))
-        return judge(measured, self.run.spec.checks)
-
-    def _write_receipt(self, bundle: str, header: RolloutHeader, verdict: Verdict) -> None:
-        receipt = Receipt(
-            run=self.run.digest,
-            worker=WORKER.key_id,
-            lease_id=header.lease_id,
-            bundle=bundle,
-            step=header.step,
-            policy_version=header.policy_version,
-            num_rollouts=header.num_rollouts,
-            num_tokens=8,
-            status=BundleStatus.ACCEPTED if verdict.accepted else BundleStatus.REFUSED,
-            reason=verdict.reason,
-            at_ms=self._now_ms(),
-        )
-        self.receipts_signed.append(receipt)
-
-    def _check_worker(self) -> None:
-        self._check_reachable()
-        self._check_ban()
-        if not self.known:
-            raise PeerError(ErrorCode.UNKNOWN_WORKER, "join first")
-
-    def _check_ban(self) -> None:
-        if self.ban_reason is not None:
-            raise PeerError(ErrorCode.BANNED, self.ban_reason)
-
-    def _now_ms(self) -> int:
-        return self.clock.now_ms() + int(self.clock_ahead_s * 1_000)
+async def settle() -> None:
+    """Let the follower poll some dozens of times."""
+    await asyncio.sleep(0.05)

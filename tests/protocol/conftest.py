@@ -8,27 +8,18 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from tests.builder import base_of, build_header, build_lease, build_manifest, build_spec, pinned, role_keys
 
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint, tensor_table
-from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, WireModel, seal
+from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
+from prime_protocol.envelope import PayloadType, WireModel
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import RoleKeys
-from prime_protocol.manifest import BasePolicy, Manifest, Provenance, SignedManifest, sign_manifest
+from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import (
-    Completion,
-    EngineInfo,
-    FinishReason,
-    RolloutHeader,
-    Rollouts,
-    pack_body,
-    rollouts_for,
-)
-from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
-from prime_protocol.weights import Weights, WeightTensor, root_of
+from prime_protocol.rollout import Completion, FinishReason, RolloutHeader, Rollouts, pack_body, rollouts_for
+from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
+from prime_protocol.weights import Weights, WeightTensor
 
 NOW_MS = 1_790_000_000_000
 CONFIG = b'{"model_type": "qwen3"}'
@@ -63,49 +54,37 @@ class Sample:
 @pytest.fixture(scope="session")
 def sample() -> Sample:
     root, coordinator, trainer, validator, worker, stranger = (SigningKey(bytes([i]) * 32) for i in range(1, 7))
-    spec = RunSpec(
+    spec = build_spec(
+        role_keys(root, coordinator, trainer, validator),
+        {"config.json": CONFIG},
         name="sample",
         created_at_ms=NOW_MS,
-        keys=RoleKeys(
-            root=(root.key_id,),
-            coordinator=(coordinator.key_id,),
-            trainer=(trainer.key_id,),
-            validator=(validator.key_id,),
-        ),
-        model_files=(ModelFile(name="config.json", digest=digest_of(CONFIG), size=len(CONFIG)),),
         vocab_size=264,
         environments=(EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"}),),
         sampling=Sampling(completion_tokens_max=4, stop_token_ids=(STOP,)),
-        max_steps=10,
-        groups_per_step=2,
-        rollouts_per_group=2,
     )
-    run = _pin(spec, root)
+    run = pinned(spec, root)
     weights = _policies()
-    base = BasePolicy(policy_version=0, state_root=root_of(weights[0]))
-    encoded = (
-        encode_checkpoint(weights[0], part_bytes=64),
-        encode_checkpoint(weights[1], (base, weights[0]), part_bytes=64),
-    )
-    first = sign_manifest(_manifest(run, weights[0], encoded[0], previous=None), trainer)
-    second = sign_manifest(_manifest(run, weights[1], encoded[1], previous=first), trainer)
-    lease = Lease(
-        run=run.digest,
-        lease_id=digest_of(b"lease"),
-        worker=worker.key_id,
+    anchor = encode_checkpoint(weights[0], part_bytes=64)
+    first = sign_manifest(build_manifest(run, None, weights[0], anchor, created_at_ms=NOW_MS), trainer)
+    delta = encode_checkpoint(weights[1], (base_of(first), weights[0]), part_bytes=64)
+    second = sign_manifest(build_manifest(run, first, weights[1], delta, created_at_ms=NOW_MS), trainer)
+    groups = [
+        GroupAssignment(
+            slot=slot,
+            problem=Problem(environment="spell", index=slot),
+            prompt_token_ids=(104, 105),
+            seeds=(slot * 10, slot * 10 + 1),
+        )
+        for slot in (4, 5)
+    ]
+    lease = build_lease(
+        run,
+        worker,
+        groups,
         step=2,
         policy_version=1,
         policy_digest=second.digest,
-        groups=tuple(
-            GroupAssignment(
-                slot=slot,
-                problem=Problem(environment="spell", index=slot),
-                prompt_token_ids=(104, 105),
-                seeds=(slot * 10, slot * 10 + 1),
-            )
-            for slot in (4, 5)
-        ),
-        sampling=spec.sampling,
         issued_at_ms=NOW_MS,
         expires_at_ms=NOW_MS + 60_000,
     )
@@ -117,23 +96,10 @@ def sample() -> Sample:
     )
     rollouts = rollouts_for(lease, completions)
     body, decompressed = pack_body(rollouts)
-    header = RolloutHeader(
-        body_digest=digest_of(body),
-        body_bytes=len(body),
-        run=run.digest,
-        worker=worker.key_id,
-        lease_id=lease.lease_id,
-        step=lease.step,
-        policy_version=lease.policy_version,
-        policy_digest=lease.policy_digest,
-        num_rollouts=4,
-        decompressed_bytes=decompressed,
-        engine=EngineInfo(name="test", version="1", dtype="fp32", device="cpu"),
-        created_at_ms=NOW_MS,
-    )
+    header = build_header(lease, body, decompressed, created_at_ms=NOW_MS)
     return Sample(
         root, coordinator, trainer, validator, worker, stranger,
-        run, lease, completions, rollouts, header, body, weights, encoded, (first, second),
+        run, lease, completions, rollouts, header, body, weights, (anchor, delta), (first, second),
     )  # fmt: skip
 
 
@@ -162,11 +128,6 @@ def changed() -> Callable[..., WireModel]:
     return change
 
 
-def _pin(spec: RunSpec, root: SigningKey) -> PinnedRun:
-    envelope = seal(spec, PayloadType.RUN_SPEC, root)
-    return PinnedRun(envelope.digest, spec, envelope)
-
-
 def _policies() -> tuple[Weights, Weights]:
     """Two bf16 matrices, an fp32 vector, and a tensor without elements; the second policy differs in two elements."""
     embed = np.arange(0x3F00, 0x3F00 + 300, dtype=np.uint16)
@@ -181,26 +142,4 @@ def _policies() -> tuple[Weights, Weights]:
             "norm": WeightTensor("fp32", (5,), norm),
         }
         for matrix in (embed, changed)
-    )
-
-
-def _manifest(
-    run: PinnedRun, weights: Weights, encoded: EncodedCheckpoint, previous: SignedManifest | None
-) -> Manifest:
-    version = 0 if previous is None else previous.manifest.policy_version + 1
-    return Manifest(
-        run=run.digest,
-        policy_version=version,
-        previous=None if previous is None else previous.digest,
-        model_config_digest=digest_of(CONFIG),
-        state_root=root_of(weights),
-        tensors=tensor_table(weights),
-        encodings=(encoded.encoding,),
-        produced_by=Provenance(
-            step=version - 1,
-            optimizer_steps=version,
-            batch=None if previous is None else digest_of(b"batch"),
-            software="sample 1",
-        ),
-        created_at_ms=NOW_MS,
     )

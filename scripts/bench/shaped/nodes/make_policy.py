@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from tests.node.coordinator_world import CONFIG_JSON, TRAINER, make_run
+from tests.builder import build_manifest
+from tests.node.coordinator_world import TRAINER, make_run
 
-from prime_protocol.checkpoint import encode_checkpoint, root_of_table, tensor_table
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
-from prime_protocol.manifest import Manifest, Provenance, sign_manifest
+from prime_protocol.manifest import sign_manifest
 from prime_protocol.weights import WeightTensor
 
 TENSORS = 16
@@ -29,18 +30,8 @@ def make_policy(size_mb: float, folder: Path) -> None:
         f"layer{number}": WeightTensor("bf16", (elements,), dice.integers(0, 2**16, elements, dtype=np.uint16))
         for number in range(TENSORS)
     }
-    encoded, tensors = encode_checkpoint(weights), tensor_table(weights)
-    manifest = Manifest(
-        run=make_run().digest,
-        policy_version=0,
-        previous=None,
-        model_config_digest=digest_of(CONFIG_JSON),
-        state_root=root_of_table(tensors),
-        tensors=tensors,
-        encodings=(encoded.encoding,),
-        produced_by=Provenance(step=-1, optimizer_steps=0, batch=None, software="bench"),
-        created_at_ms=0,
-    )
+    encoded = encode_checkpoint(weights)
+    manifest = build_manifest(make_run(), None, weights, encoded)
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     for blob in encoded.blobs:
         (folder / "blobs" / digest_of(blob)).write_bytes(blob)

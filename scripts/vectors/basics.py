@@ -10,7 +10,7 @@ from prime_protocol.envelope import Envelope, PayloadType, pre_authentication_en
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import SEED_MAX, gumbel_noise
-from vectors_folder import ROOT, WORKER, Case, Folder, flipped
+from vectors.folder import ROOT, WORKER, Case, Folder, flipped
 
 E = ErrorCode
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from prime_protocol.adapters import PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT, AdapterSpec, merged
 from prime_protocol.weights import WeightTensor, rounded
-from vectors_folder import Case, Folder
+from vectors.folder import Case, Folder
 
 LAYER = "model.layers.0.self_attn.q_proj"
 CASES = (("bf16, scaled by 3 / 2", "bf16", 2, 3), ("fp32, scaled by 4", "fp32", 1, 4), ("fp16, ties", "fp16", 4, 1))

@@ -8,7 +8,7 @@ from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket, authorization
-from vectors_folder import COORDINATOR, NOW_MS, STRANGER, VALIDATOR, WORKER, Case, Folder, fields
+from vectors.folder import COORDINATOR, NOW_MS, STRANGER, VALIDATOR, WORKER, Case, Folder, fields
 
 E = ErrorCode
 HOUR_MS = 3_600_000

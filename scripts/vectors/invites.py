@@ -6,7 +6,7 @@ from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
-from vectors_folder import COORDINATOR, NOW_MS, ROOT, TRAINER, Case, Folder, fields
+from vectors.folder import COORDINATOR, NOW_MS, ROOT, TRAINER, Case, Folder, fields
 
 E = ErrorCode
 

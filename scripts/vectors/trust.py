@@ -8,7 +8,7 @@ from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyRing, RoleKeys
 from prime_protocol.timestamp import Timestamp
-from vectors_folder import COORDINATOR, NOW_MS, ROOT, STRANGER, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
+from vectors.folder import COORDINATOR, NOW_MS, ROOT, STRANGER, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
 
 E = ErrorCode
 HEAD = ChainPoint(policy_version=3, manifest=digest_of(b"manifest 3"))

@@ -14,7 +14,7 @@ from prime_protocol.noise import gumbel_noise
 from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, Rollouts, rollouts_for
-from vectors_folder import Case, Folder
+from vectors.folder import Case, Folder
 
 
 def hidden_states(num_tokens: int, size: int) -> npt.NDArray[np.uint16]:

@@ -8,7 +8,7 @@ from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.ledger import LedgerChain, LedgerHead
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
-from vectors_folder import COORDINATOR, NOW_MS, STRANGER, WORKER, Case, Folder
+from vectors.folder import COORDINATOR, NOW_MS, STRANGER, WORKER, Case, Folder
 
 E = ErrorCode
 

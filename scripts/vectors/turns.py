@@ -10,7 +10,7 @@ from prime_protocol.assignment import Lease
 from prime_protocol.errors import ErrorCode
 from prime_protocol.rollout import Completion, FinishReason, pack_body
 from prime_protocol.turns import Turn, rollouts_of_turns, turn_seed
-from vectors_folder import Case, Folder
+from vectors.folder import Case, Folder
 
 STOP = 257
 

@@ -1,0 +1,73 @@
+"""Golden vectors of signed messages. See make_vectors.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import BatchGroup, JoinRequest, LeaseRequest, Stamped, TrainBatch
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+from vectors.folder import COORDINATOR, NOW_MS, WORKER, Case, Folder, fields
+from vectors.runs import ENGINE, E
+
+
+def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
+    def stamped(request: Any) -> Stamped:
+        return Stamped(run=run.digest, nonce="00112233445566778899aabbccddeeff", issued_at_ms=NOW_MS, request=request)
+
+    join = JoinRequest(name="a laptop", software="vectors 1", engine=ENGINE, rollouts_max=8)
+    work = LeaseRequest(policy_version=1, policy_digest=lease.policy_digest, rollouts_max=4, wait_s=30.0)
+    receipt = Receipt(
+        run=run.digest,
+        worker=WORKER.key_id,
+        lease_id=lease.lease_id,
+        bundle=bundle,
+        step=2,
+        policy_version=1,
+        num_rollouts=4,
+        num_tokens=0,
+        status=BundleStatus.REFUSED,
+        reason=RejectReason.LOGPROB_MISMATCH,
+        at_ms=NOW_MS,
+    )
+    groups = tuple(
+        BatchGroup(
+            slot=group.slot,
+            problem=group.problem,
+            prompt_token_ids=group.prompt_token_ids,
+            worker=WORKER.key_id,
+            policy_version=1,
+            bundle=bundle,
+            first=2 * i,
+            rewards=(0.5, 1.0),
+        )
+        for i, group in enumerate(lease.groups)
+    )
+    second = TrainBatch(run=run.digest, step=2, groups=groups[:1], part=1, previous=digest_of(b"first batch"))
+    signed: list[tuple[str, PayloadType, WireModel, SigningKey]] = [
+        ("lease", PayloadType.LEASE, lease, COORDINATOR),
+        ("join request", PayloadType.REQUEST, stamped(join), WORKER),
+        ("lease request", PayloadType.REQUEST, stamped(work), WORKER),
+        ("receipt", PayloadType.RECEIPT, receipt, COORDINATOR),
+        ("batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=groups), COORDINATOR),
+        ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),
+    ]
+    cases = []
+    for name, kind, message, key in signed:
+        envelope = seal(message, kind, key)
+        base: Case = {"model": type(message).__name__, "payload_type": kind, "trusted": [key.key_id]}
+        cases.append(
+            base
+            | {"name": name, "text": envelope.to_bytes().decode(), "expect": fields(message), "digest": envelope.digest}
+        )
+        for fault, change, code in [
+            ("unknown field", {"x": 1}, E.UNKNOWN_FIELD),
+            ("wrong type", {"run": 5}, E.WRONG_TYPE),
+        ]:
+            bad = seal(json.dumps(fields(message) | change).encode(), kind, key)
+            cases.append(base | {"name": f"{name}, {fault}", "text": bad.to_bytes().decode(), "error": code})
+    folder.cases("message", cases)

@@ -1,0 +1,111 @@
+"""What the tests of engines share: a small model with peaked policies, engines that can be deaf, requests, and a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.ports.engine import GenerateRequest, ScoreRequest
+from prime_protocol.assignment import Sampling
+from prime_protocol.proof import PROOF_BYTES, compare_proofs
+from prime_protocol.rollout import Completion
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights, WeightTensor
+
+if TYPE_CHECKING:
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+FLIPS_SHARE_MAX = 0.005
+"""Share of honest tokens that two engines may choose differently, both with fp32 arithmetic."""
+LOGPROB_ERROR_MAX = 1e-3
+"""Nats, for any single token, both with fp32 arithmetic."""
+PROOF_ERROR_MAX = 0.5
+"""Steps of bf16, for any single proof, both with fp32 arithmetic."""
+STOP = 256
+SAMPLING = Sampling(temperature=1.0, completion_tokens_max=12, stop_token_ids=(STOP, *range(40)))
+
+
+def peaked_weights(folder: Path, seed: int) -> Weights:
+    """Random weights under which a model is sure of some tokens and the context matters, as in a trained one."""
+    factors = {"lm_head.weight": 12.0, "model.embed_tokens.weight": 8.0}
+    return {
+        name: tensor if "norm" in name else scaled(tensor, factors.get(name, 4.0))
+        for name, tensor in initial_weights(folder, seed).items()
+    }
+
+
+def scaled(tensor: WeightTensor, factor: float) -> WeightTensor:
+    values = (tensor.data.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
+    return WeightTensor("bf16", tensor.shape, (values.view(np.uint32) >> 16).astype(np.uint16))
+
+
+class DeafTransformers(TransformersEngine):
+    """Can be told to ignore new weights, as engines have done silently."""
+
+    deaf = False
+
+    def _copy_weights(self, weights: Weights) -> None:
+        if not self.deaf:
+            super()._copy_weights(weights)
+
+
+def deaf_vllm(folder: Path) -> VllmEngine:
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+    class DeafVllm(VllmEngine):
+        deaf = False
+
+        async def _swap(self, weights: Weights) -> None:
+            if not self.deaf:
+                await super()._swap(weights)
+
+    return DeafVllm(folder, context_tokens_max=128)
+
+
+Engine = DeafTransformers  # what the tests see: the port, and the switch
+
+
+def write_model(folder: Path) -> Path:
+    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def requests(count: int = 96, *, first_seed: int = 1_000) -> list[GenerateRequest]:
+    """Groups of eight; prompts share a beginning and differ in length."""
+    prompts = [tuple(range(60, 80)) + tuple(range(100 + group, 100 + 2 * group + 1)) for group in range(12)]
+    return [GenerateRequest(prompts[n // 8 % 12], seed=first_seed + n) for n in range(count)]
+
+
+async def judged(
+    scorer: TransformersEngine,
+    weights: Weights,
+    asked: Sequence[GenerateRequest],
+    completions: Sequence[Completion],
+    sampling: Sampling = SAMPLING,
+) -> Prefill:
+    await scorer.load(weights, policy_version=0)
+    return await scorer.prefill(to_score(asked, completions), sampling)
+
+
+def to_score(asked: Sequence[GenerateRequest], completions: Sequence[Completion]) -> list[ScoreRequest]:
+    return [
+        ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=request.proofs)
+        for request, completion in zip(asked, completions, strict=True)
+    ]
+
+
+def logprobs_of(completions: Sequence[Completion]) -> list[float]:
+    return [nats for completion in completions for nats in completion.logprobs]
+
+
+def distances(found: Prefill, completions: Sequence[Completion]) -> np.ndarray:
+    """How far each completion's proofs are from the scorer's hidden states."""
+    assert found.hidden_TD is not None
+    proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8).reshape(-1, PROOF_BYTES)
+    return compare_proofs(proofs, found.hidden_TD, [len(c.token_ids) for c in completions]).distance_mean_C

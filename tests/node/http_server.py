@@ -1,0 +1,43 @@
+"""A real HTTP server on loopback that answers whatever a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """One handler for every path; a test sets it."""
+
+    def __init__(self) -> None:
+        self.answer: Answer
+        self.seen: list[tuple[str, str, bytes]] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append((request.method, request.path, await request.read()))
+        return await self.answer(request)
+
+    def says(self, body: bytes | str, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return web.Response(body=body, status=status, headers=headers)
+
+        self.answer = answer
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[Server]:
+    server = Server()
+    application = web.Application(client_max_size=2**28)
+    application.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(application, shutdown_timeout=0.01)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()

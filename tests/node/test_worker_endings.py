@@ -1,0 +1,140 @@
+"""How a worker ends, and what outlives it: stopped, drained, killed or banned; and coordinators that go away or forget it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.node.memory_coordinator import WorkerWorld
+from tests.node.table_engine import TableEngine
+from tests.node.worker_world import names_in, until
+
+from prime_node.ports.engine import GenerateRequest
+from prime_node.worker.loop import run
+from prime_node.worker.worker import Ending
+from prime_protocol.assignment import Sampling
+from prime_protocol.rollout import Completion
+
+
+async def test_a_coordinator_that_forgets_us_is_joined_again(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    def forget() -> None:
+        if world.coordinator.accepted == 2:
+            world.coordinator.known = False
+        if world.coordinator.accepted >= 6:
+            world.stop.set()
+
+    world.coordinator.after_upload = forget
+    assert await run(world.worker(), world.stop) is Ending.STOPPED
+    assert world.coordinator.joined >= 2
+
+
+async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+    began = world.clock.monotonic_s()
+
+    def go_away() -> None:
+        if world.coordinator.accepted == 2:
+            world.coordinator.away = True
+        if world.coordinator.accepted >= 5:
+            world.stop.set()
+
+    async def come_back() -> None:
+        await until(lambda: world.coordinator.away)
+        await until(lambda: world.clock.monotonic_s() - began > 4 * 3_600)
+        assert any("coordinator away" in line for line in world.said)
+        world.coordinator.away = False
+
+    world.coordinator.after_upload = go_away
+    _, ending = await asyncio.gather(come_back(), run(world.worker(status_seconds=60.0), world.stop))
+    assert ending is Ending.STOPPED
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+    assert len(world.coordinator.verdicts) >= 5
+
+
+async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+    first = world.worker()
+    world.coordinator.after_upload = lambda: setattr(world.coordinator, "away", True)
+    task = asyncio.create_task(run(first, world.stop))
+    await until(lambda: names_in(tmp_path / "spool", "*2-*.parcel"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    left = len(names_in(tmp_path / "spool", "*.parcel"))
+    assert left >= 1
+    world.coordinator.away = False
+    world.coordinator.leases_max = 0
+    before = len(world.coordinator.verdicts)
+    world.stop_when(lambda: len(names_in(tmp_path / "spool", "*.parcel")) <= 1)
+    await run(world.worker(), world.stop)
+    assert len(world.coordinator.verdicts) >= before + left - 1
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    def ban() -> None:
+        world.coordinator.ban_reason = "two bundles with false logprobs"
+
+    world.coordinator.after_upload = ban
+    ending = await run(world.worker(), world.stop)
+    assert ending is Ending.BANNED
+    assert ending.exit_code == 4
+    assert world.status()["ended"] == "banned"
+    assert world.status()["notice"] == "two bundles with false logprobs"
+
+
+async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+    world.coordinator.ban_reason = "no"
+    assert await run(world.worker(), world.stop) is Ending.BANNED
+
+
+async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    def forget_and_ban() -> None:
+        world.coordinator.known = False
+        world.coordinator.ban_at_join = "caught while you were away"
+
+    world.coordinator.after_upload = forget_and_ban
+    assert await run(world.worker(), world.stop) is Ending.BANNED
+    assert world.status()["notice"] == "caught while you were away"
+
+
+async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+    world.coordinator.after_upload = lambda: setattr(world.coordinator, "draining", True)
+    ending = await run(world.worker(), world.stop)
+    assert ending is Ending.DRAINED
+    assert ending.exit_code == 0
+    assert world.coordinator.left
+    assert not world.stop.is_set()
+
+
+async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_period(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    class Endless(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            world.stop.set()
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    assert await run(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
+    assert world.coordinator.returned == list(world.coordinator.leases)
+    assert world.coordinator.verdicts == {}
+
+
+async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+    world.coordinator.away = True
+    task = asyncio.create_task(run(world.worker(), world.stop))
+    await asyncio.sleep(0.01)
+    world.stop.set()
+    assert await task is Ending.STOPPED
+    assert world.coordinator.joined == 0
