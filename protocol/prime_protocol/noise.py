@@ -39,14 +39,6 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
     return _to_gumbel(_finish(prefixes[:, None] ^ _token_words(vocab_size)[None, :]))
 
 
-def gumbel_of_tokens(
-    seeds: Sequence[int], positions: Sequence[int], token_ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
-    """Noise for chosen tokens only. token_ids [B, K]; returns float32 [B, K], equal to the columns of `gumbel_noise`."""
-    prefixes = hash_prefixes(seeds, positions)
-    return _to_gumbel(_finish(prefixes[:, None] ^ _scramble(token_ids.astype(_U32))))
-
-
 def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
     """The hash state after the three words that all tokens of one position share, for each of B (seed, position) pairs."""
     seeds_B = np.array(seeds, dtype=np.uint64)

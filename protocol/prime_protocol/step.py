@@ -57,10 +57,6 @@ class Admission:
             self.is_in_order and policy_version > step
         )
 
-    def oldest_policy(self, slot: int) -> int:
-        """The oldest policy that a slot may be begun on."""
-        return max(0, -((self.slots_ahead - slot - 1) // self.groups_per_step))
-
     def last_step(self, policy_version: int) -> int:
         """The last step of which a policy may begin a slot."""
         return (self.slots_end(policy_version) - 1) // self.groups_per_step

@@ -123,7 +123,7 @@ def test_a_source_far_below_the_others_gives_only_what_no_other_has() -> None:
     give(of, "slow", rate=1, until_s=1.0)
     give(of, "fast", rate=100, until_s=1.0)
     assert picks(of, "slow", now_s=1.0) in ([99], [])
-    assert 99 in members(of.have) or of.open_at("slow") == (99,)
+    assert 99 in members(of.have) or "slow" not in of.idle()
 
 
 def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
@@ -153,7 +153,7 @@ def test_the_last_pieces_of_a_slow_source_are_taken_over() -> None:
     assert list(members(of.missing)) == [stuck]
     assert give(of, "fast", rate=20, until_s=60.0, now_s=2.2) < 2.3
     assert of.is_done
-    assert of.open_at("slow") == ()
+    assert "slow" in of.idle()
 
 
 def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
@@ -161,7 +161,7 @@ def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
     for name in ("a", "b"):
         of.add(name, has=span(0, 4))
         give(of, name, rate=10, until_s=0.05)
-    assert len(of.open_at("a") + of.open_at("b")) == 0
+    assert of.idle() == ["a", "b"]
     assert of.pick("a", 1.0) is not None
     assert of.pick("a", 1.0) is not None
     assert of.pick("b", 1.0) is None
@@ -220,6 +220,7 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
     for number, _ in enumerate(rates):
         of.add(str(number), is_fallback=rng.random() < 0.2)
     of.has_all(str(len(rates) - 1))
+    asked: dict[str, set[int]] = {name: set() for name in of.sources}
     for _ in range(200 * len(sizes) + 1000):
         if of.is_done:
             break
@@ -231,15 +232,21 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
                 of.has(name, rng.getrandbits(len(sizes)))
             case 1 if not honest and rng.random() < 0.05:
                 of.remove(name)
+                asked[name].clear()
             case _:
-                of.pick(name, now_s)
-                for piece in of.open_at(name):
+                if (picked := of.pick(name, now_s)) is not None:
+                    asked[name].add(picked)
+                for piece in list(asked[name]):
                     if honest or rng.random() < 0.5:
                         others = of.arrived(name, piece, now_s)
-                        assert name not in others
+                        assert set(others) == {one for one in of.sources if piece in asked[one]} - {name}
+                        for one in (name, *others):
+                            asked[one].remove(piece)
                     elif rng.random() < 0.5:
                         of.missed(name, piece)
-        open_now = [piece for one in of.sources for piece in of.open_at(one)]
+                        asked[name].remove(piece)
+        assert of.idle() == [one for one in of.sources if not asked[one]]
+        open_now = [piece for pieces_of in asked.values() for piece in pieces_of]
         assert not any(1 << piece & of.have for piece in open_now)
         assert all(count <= PickerRules().copies_max for count in Counter(open_now).values())
     assert of.is_done

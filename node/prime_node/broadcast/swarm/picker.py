@@ -151,10 +151,6 @@ class Picker:
         """What a source gives, as measured; None before its first piece."""
         return self._sources[name].rate_bytes_s
 
-    def open_at(self, name: str) -> tuple[int, ...]:
-        """The pieces that a source was asked for."""
-        return tuple(self._sources[name].open)
-
     # What happens
 
     def pick(self, name: str, now_s: float) -> int | None:
