@@ -96,6 +96,8 @@ class HeartbeatRequest(WireModel):
     """Bundles that wait on its disk to be uploaded."""
     usable_after_ms: Count | None = None
     """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
+    swap_ms: Count | None = None
+    """Of that, what its engine took to swap to it."""
 
 
 class LeaseRequest(WireModel):

@@ -6,7 +6,7 @@ Targets: open_envelope, open_parcel, unpack_tensors, parse_body, decompress, dec
 guides the mutation (Linux, x86-64); otherwise hypothesis mutates valid messages. Anything but a PeerError is a finding, and so is
 an input that needs more than MEMORY_BYTES_MAX or SECONDS_MAX. A finding ends the run with the input printed as hex.
 
-`scripts/bench/fuzz_codec.py` goes deeper into the chunk decoders: it compares them with each other.
+`scripts/fuzz/chunks.py` goes deeper into the chunk decoders: it compares them with each other.
 """
 
 from __future__ import annotations

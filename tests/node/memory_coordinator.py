@@ -52,6 +52,7 @@ class MemoryCoordinator(MemorySource):
         self.now_ms = clock.now_ms
         self.policies: dict[int, Weights] = {}
         self.joined = 0
+        self.beats: list[HeartbeatRequest] = []
         self.known = False
         self.left = False
         self.draining = False
@@ -85,6 +86,7 @@ class MemoryCoordinator(MemorySource):
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self._check_worker()
+        self.beats.append(request)
         return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining)
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:

@@ -1,4 +1,4 @@
-"""Where the trainer's rows go: gauges for Prometheus, TensorBoard, utilisation."""
+"""Where the rows of the trainer and of the coordinator go: gauges for Prometheus, TensorBoard, W&B, utilisation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import struct
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.node import coordinator_world
 from tests.node.batch_coordinator import make_run
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import wire_training
-from prime_node.observe import Gauges, read_json_lines
+from prime_node.cli.wire_rows import rows_in
+from prime_node.observe import BestEffort, Gauges, read_json_lines
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.loop import speed
 
@@ -103,6 +106,25 @@ async def test_rows_are_weights_and_biases_history(tmp_path: Path, monkeypatch: 
     found = wandb_history(tmp_path)
     mine = [{name: value for name, value in row.items() if not name.startswith("_")} for row in found]
     assert mine == [{"sft/sft_step": 5.0, "sft/loss": 9.0}, {"step": 1.0, "loss": 2.0}]
+
+
+async def test_the_coordinators_rows_are_a_run_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real daemon's rows of a real step."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = coordinator_world.make_run()
+    rows = rows_in(tmp_path, run, tensorboard=False, wandb_project="demo", who="coordinator")
+    parts = replace(coordinator_world.memory_parts(run), rows=BestEffort(rows))
+    async with coordinator_world.running(parts) as world:
+        await world.publish()
+        await world.join(coordinator_world.ANNA)
+        await world.fill(0)
+        await world.publish()
+    [row] = wandb_history(tmp_path)
+    assert (row["step"], row["lag_max"], row["fully_async/count/current_param_version"]) == (0.0, 0.0, 1.0)
+    [folder] = (tmp_path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith(f"{run.digest[:32]}-coordinator")
 
 
 def test_utilisation_is_told_against_what_all_devices_can_compute() -> None:

@@ -30,10 +30,15 @@ async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:
         await world.join(ANNA, BEN)
         for key, version, after_ms in ((ANNA, 0, 250), (BEN, 0, 750), (BEN, 7, 1)):  # there is no policy 7
             beat = HeartbeatRequest(
-                state=WorkerState.IDLE, policy_version=version, bundles_spooled=0, usable_after_ms=after_ms
+                state=WorkerState.IDLE,
+                policy_version=version,
+                bundles_spooled=0,
+                usable_after_ms=after_ms,
+                swap_ms=after_ms // 5,
             )
             await world.client(key).heartbeat(beat)
         shown = (await world.status())["usable"]
         assert shown == [{"policy_version": 0, "workers": 2, "median_s": 0.5, "last_s": 0.75}]
         _, metrics, _ = await world.get("/metrics")
         assert b"prime_policy_usable_seconds_count 2.0" in metrics
+        assert b"prime_policy_swap_seconds_count 2.0" in metrics

@@ -25,6 +25,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.rollout import Completion
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verdict import Receipt, RejectReason
 from prime_protocol.weights import Weights
 
@@ -111,6 +112,63 @@ async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> No
     assert engine.loaded == sorted(set(engine.loaded))
     assert engine.loaded[-1] == 3
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_swap_took(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path, pinned=make_run(heartbeat_seconds=1.0))
+
+    class Slow(TableEngine):
+        async def load(self, weights: Weights, *, policy_version: int) -> None:
+            await world.clock.sleep(30.0)
+            await super().load(weights, policy_version=policy_version)
+
+    working = asyncio.create_task(run(world.worker(Slow()), world.stop))
+    await until(lambda: world.coordinator.accepted >= 1)
+    world.coordinator.publish_policy(table_weights(1))
+    await until(lambda: world.coordinator.beats[-1].policy_version == 1)
+    world.stop.set()
+    await working
+    assert {beat.swap_ms for beat in world.coordinator.beats if beat.policy_version == 0} == {None}, (
+        "nothing to compare"
+    )
+    told = world.coordinator.beats[-1]
+    assert told.swap_ms is not None
+    assert told.usable_after_ms is not None
+    assert 30_000 <= told.swap_ms <= told.usable_after_ms
+
+
+class SwapsUnderWay(TableEngine):
+    """Ends its completions once it was given the next policy."""
+
+    swaps = frozenset({SwapPolicy.KEEP_KV})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_work, self.swapped = asyncio.Event(), asyncio.Event()
+
+    async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        await super().load(weights, policy_version=policy_version)
+        self.swapped.set()
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        self.at_work.set()
+        await self.swapped.wait()
+        return await super().generate(requests, sampling)
+
+
+async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path) -> None:
+    pinned = make_run(heartbeat_seconds=1.0, schedule={"in_flight_weight_updates": True})
+    world, engine = WorkerWorld(tmp_path, pinned=pinned), SwapsUnderWay()
+    worker = world.worker(engine)
+    working = asyncio.create_task(run(worker, world.stop))
+    await engine.at_work.wait()
+    world.coordinator.publish_policy(table_weights(1))
+    await engine.swapped.wait()
+    await until(lambda: worker.held == 1)
+    assert worker.swap_ms is not None
+    assert worker.usable_after_ms is not None
+    world.stop.set()
+    await working
 
 
 @pytest.mark.parametrize("cheat", ["altered", "stale"])

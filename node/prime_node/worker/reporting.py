@@ -57,6 +57,7 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
         policy_version=worker.held,
         bundles_spooled=worker.spool.num_bundles,
         usable_after_ms=worker.usable_after_ms,
+        swap_ms=worker.swap_ms,
     )
 
 

@@ -7,8 +7,10 @@ weights that the follower has verified are loaded, and an engine that then compu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import NoReturn
 
 from prime_node.broadcast.follow.follower import Policy
@@ -111,7 +113,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         proofs=worker.run.spec.checks.proofs,
         wait_newer=functools.partial(_wait_newer, worker),
         play=_play(worker),
-        timed=lambda version: worker.timed("swap", policy_version=version),
+        timed=lambda version: _swapping(worker, version, worker.follower.latest()),
     )
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
     with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
@@ -156,13 +158,11 @@ async def _load(worker: Worker, policy: Policy) -> None:
     for attempt in range(1, LOADS_MAX + 1):
         worker.held = -1
         try:
-            with worker.timed("swap", policy_version=policy.version):
+            with _swapping(worker, policy.version, policy):
                 await worker.engine.load(policy.weights, policy_version=policy.version)
         except EngineMismatch as error:
             log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
         else:
-            worker.held = policy.version
-            _note_usable(worker, policy)
             return
     raise LocalError(
         f"the engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
@@ -170,13 +170,19 @@ async def _load(worker: Worker, policy: Policy) -> None:
     )
 
 
-def _note_usable(worker: Worker, policy: Policy) -> None:
-    """How long after its publication the engine could use it. Nothing is said of the first one, nor of older ones."""
-    worker.usable_after_ms = None
-    if policy.version > worker.newest_held:
-        if worker.newest_held >= 0:
-            worker.usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
-        worker.newest_held = policy.version
+@contextlib.contextmanager
+def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Iterator[None]:
+    """What the next heartbeat tells of a swap; of one to the first policy, or to an older one, nothing."""
+    began_s = worker.clock.monotonic_s()
+    with worker.timed("swap", policy_version=policy_version):
+        yield
+    worker.held = policy_version
+    worker.usable_after_ms = worker.swap_ms = None
+    is_first, is_newest = worker.newest_held < 0, policy_version > worker.newest_held
+    worker.newest_held = max(policy_version, worker.newest_held)
+    if is_newest and not is_first and policy is not None and policy.version == policy_version:
+        worker.usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+        worker.swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
 
 
 async def hand_back(worker: Worker, lease: Lease) -> None:

@@ -81,6 +81,8 @@ class Worker:
     """The newest policy that the engine has held."""
     usable_after_ms: int | None = None
     """From the publication of the held policy until the engine had it, where that says something about its way to us."""
+    swap_ms: int | None = None
+    """Of that, what the engine took."""
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     rollouts_generated: int = 0

@@ -39,7 +39,8 @@ async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> Heart
     is_known = 0 <= request.policy_version <= core.state.head
     if after_ms is not None and is_known and core.usable.heard(signer, request.policy_version, after_ms):
         core.metrics.observe("prime_policy_usable_seconds", after_ms / 1_000)
-        core.observer.usable(signer, request.policy_version, after_ms / 1_000, core.clock.now_ms())
+        swap_s = None if request.swap_ms is None else request.swap_ms / 1_000
+        core.observer.usable(signer, request.policy_version, after_ms / 1_000, core.clock.now_ms(), swap_s=swap_s)
     state = core.state
     return HeartbeatReply.model_construct(
         step=state.current_step,

@@ -39,6 +39,8 @@ class Observer:
     """Step asked for -> what training the newest finished one had taken, as the trainer said."""
     usable_seconds: dict[int, float] = field(default_factory=dict)
     """Policy -> from its publication until the slowest worker so far could use it."""
+    swap_seconds: dict[int, float] = field(default_factory=dict)
+    """Policy -> what swapping to it took the slowest worker so far."""
     _made_ms: dict[int, int] = field(default_factory=dict)
     """Policy -> when the trainer signed it."""
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
@@ -58,13 +60,22 @@ class Observer:
         while len(self._made_ms) > POLICIES_REMEMBERED:
             del self._made_ms[min(self._made_ms)]
 
-    def usable(self, worker: str, policy_version: int, after_s: float, at_ms: int) -> None:
-        """A worker says that it could use a policy so long after it was made. What cannot be yet is not believed."""
+    def usable(
+        self, worker: str, policy_version: int, after_s: float, at_ms: int, *, swap_s: float | None = None
+    ) -> None:
+        """A worker says that it could use a policy so long after it was made, and what of that its engine took to swap to it.
+
+        What cannot be is not believed.
+        """
         made_ms = self._made_ms.get(policy_version)
         if made_ms is None or made_ms + after_s * 1_000 > at_ms + CLOCKS_APART_MS_MAX:
             return
         self.usable_seconds[policy_version] = max(after_s, self.usable_seconds.get(policy_version, 0.0))
         _keep_newest(self.usable_seconds)
+        if swap_s is not None and swap_s <= after_s:
+            self.metrics.observe("prime_policy_swap_seconds", swap_s)
+            self.swap_seconds[policy_version] = max(swap_s, self.swap_seconds.get(policy_version, 0.0))
+            _keep_newest(self.swap_seconds)
         usable_ms = made_ms + round(after_s * 1_000)
         self.timeline.record(
             kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
@@ -126,8 +137,9 @@ class Observer:
         for reason, count in done.dropped.items():
             self.metrics.add("prime_groups_dropped_total", count, reason=reason)
         row = row_of(done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale)
-        if done.step in self.usable_seconds:
-            row["broadcast_seconds"] = self.usable_seconds[done.step]
+        for name, seconds in (("broadcast_seconds", self.usable_seconds), ("swap_seconds", self.swap_seconds)):
+            if done.step in seconds:
+                row[name] = seconds[done.step]
         closeness = self.closeness(state)
         if closeness is not None:
             row["closeness"] = closeness

@@ -1,6 +1,6 @@
 """Fuzz the chunk decoders: any bytes either decode within their range or raise CodecError, and all decoders agree.
 
-    python scripts/bench/fuzz_codec.py --seconds 300
+    python scripts/fuzz/chunks.py --seconds 300
 
 With `atheris` installed (Linux, x86-64), coverage of the Python parts guides the mutation; without it, valid chunks are
 mutated at random. A finding ends the run with the chunk printed as hex.
