@@ -95,7 +95,7 @@ def provenance(version: int, *, batch: str | None = None) -> Provenance:
 
 
 def build_manifest(
-    run: PinnedRun, after: SignedManifest | None, weights: Weights, *ways: EncodedCheckpoint, **changes: object
+    run: PinnedRun, after: SignedManifest | None, weights: Weights, /, *ways: EncodedCheckpoint, **changes: object
 ) -> Manifest:
     """The policy after `after`, with these ways to get it."""
     version = 0 if after is None else after.manifest.policy_version + 1
