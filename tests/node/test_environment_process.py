@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from prime_node.adapters.environments.confine import around
 from prime_node.adapters.environments.process import EnvironmentFailed, ProcessEnvironment, passed_on
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
-from prime_node.cli.wire_environments import build_environments, start_environments
+from prime_node.cli.wire_environments import build_environments, start_environments, with_files_at_hand
 from prime_node.ports.environment import EnvironmentGone, TurnEnvironment, TurnProblem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -70,6 +71,47 @@ def test_a_confined_process_opens_what_it_is_given_and_no_key(tmp_path: Path) ->
     data.write_text("data")
     key.write_text("secret")
     ran = subprocess.run([sys.executable, "-c", CONFINED, data, key, work], capture_output=True, text=True, check=False)
+    if ran.returncode == 77:
+        pytest.skip("this kernel has no Landlock")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+HUB_FILE = (
+    "import sys\nfrom pathlib import Path\nfrom prime_node.cli.wire_environments import confined\n"
+    "from prime_protocol.run_spec import EnvironmentSpec\n"
+    "file, work = map(Path, sys.argv[1:])\n"
+    "spec = EnvironmentSpec(name='a', id='jsonl', options={'path': str(file)})\n"
+    "if not confined([spec], work, work, hidden=[]): sys.exit(77)\n"
+    "assert file.read_text()\n"
+    "for forbidden in (lambda: file.write_text('y'), lambda: (file.parent / 'more').write_text('y'),\n"
+    "                  lambda: list(file.parents[3].iterdir())):\n"
+    "    try: forbidden()\n"
+    "    except PermissionError: continue\n"
+    "    sys.exit('it could')\n"
+)
+
+
+def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_inside(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, commit = tmp_path / "hub", "0" * 40
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # of this process alone
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = cache / "datasets--us--sums" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (cache / "datasets--us--sums" / "refs").mkdir()
+    (cache / "datasets--us--sums" / "refs" / "main").write_text(commit)
+    rows = "".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(50))
+    (snapshot / "train.jsonl").write_text(rows)
+    options = {"path": "hf://datasets/us/sums/train.jsonl", "digest": digest_of(rows.encode())}
+    spec = EnvironmentSpec(name="sums", id="jsonl", options=options)
+    world = start_environments([spec], model, hidden=[])["sums"]
+    assert world.prompt(0).endswith("?")
+    world.process.close()
+    file = Path(str(with_files_at_hand(spec).options["path"]))
+    work = tmp_path / "work"
+    work.mkdir()
+    ran = subprocess.run([sys.executable, "-c", HUB_FILE, file, work], capture_output=True, text=True, check=False)
     if ran.returncode == 77:
         pytest.skip("this kernel has no Landlock")
     assert (ran.returncode, ran.stderr) == (0, "")

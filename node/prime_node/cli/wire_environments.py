@@ -14,6 +14,7 @@ from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, read_json_l
 from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
 from prime_node.ports.environment import Environment
 from prime_node.ports.renderer import Renderer
+from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -40,11 +41,15 @@ def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[st
 def start_environments(
     specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path]
 ) -> dict[str, ProcessEnvironment]:
-    """By name, in a process of their own, which cannot open what is in `hidden`. Raises LocalError."""
+    """By name, in a process of their own, which cannot open what is in `hidden`. Raises LocalError.
+
+    Blocks until it is ready. Files of the hub are fetched here: their cache is other programs' too, and environments' code must
+    not be able to change it.
+    """
     from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment, ProcessTurnEnvironment
 
     described = {
-        "environments": [spec.model_dump() for spec in specs],
+        "environments": [with_files_at_hand(spec).model_dump() for spec in specs],
         "model": str(model.resolve()),
         "hidden": [str(path.resolve()) for path in hidden],
     }
@@ -77,15 +82,27 @@ def end_environments(made: Mapping[str, Environment]) -> None:
 def confined(specs: Sequence[EnvironmentSpec], model: Path, folder: Path, *, hidden: Sequence[Path]) -> bool:
     """Leave this process the files that these environments need; False where the system cannot."""
     from prime_node.adapters.environments.confine import confine
-    from prime_node.adapters.environments.hub_files import PREFIX, cache_folder
 
     paths = [str(spec.options.get("path", "")) for spec in specs]
-    files = [Path(path).expanduser() for path in paths if path and not path.startswith(PREFIX)]
-    cache = [cache_folder()] if any(path.startswith(PREFIX) for path in paths) else []
+    files = [Path(path).expanduser() for path in paths if path]
     # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
     shared = [Path("/tmp")] if any(spec.id == "verifiers" for spec in specs) else []
     shared = [path for path in shared if not any(path in one.parents for one in hidden)]
-    return confine([model, *files], [folder, *cache, *shared], hidden=hidden)
+    return confine([model, *files], [folder, *shared], hidden=hidden)
+
+
+def with_files_at_hand(spec: EnvironmentSpec) -> EnvironmentSpec:
+    """The same with local paths alone. Raises LocalError where the hub does not give a file."""
+    from prime_node.adapters.environments.hub_files import PREFIX, find_file
+
+    path = str(spec.options.get("path", ""))
+    if not path.startswith(PREFIX):
+        return spec
+    try:
+        found = find_file(path)
+    except (OSError, ValueError) as error:
+        raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from error
+    return spec.model_copy(update={"options": {**spec.options, "path": str(found)}})
 
 
 def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:

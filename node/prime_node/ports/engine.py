@@ -106,6 +106,9 @@ class Scorer(Protocol):
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         """Logprobs and margins of all T completion tokens, in the requests' order.
 
+        A request whose prompt begins with the prompt and the completion of the one before it goes on where that one ended: the
+        turns of a rollout share one forward pass.
+
         margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 where
         the chosen token is the best. Temperature 0: without noise, logprobs at temperature 1.
         """

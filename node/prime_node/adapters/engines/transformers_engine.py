@@ -23,6 +23,7 @@ import transformers
 from torch import Tensor
 
 from prime_node.adapters.engines.hidden_rows import HiddenRows
+from prime_node.adapters.engines.strings import String, strung
 from prime_node.adapters.engines.token_scores import Judged, Mixture, judge_tokens, prefill_of, score_tokens
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
@@ -119,7 +120,7 @@ class TransformersEngine:
         self._loaded = False
         self._copy_weights(weights)
         probe = probe_requests(self._model.vocab_size)
-        found_T = self._score(probe, PROBE_SAMPLING).logprobs_T
+        found_T = self._score(strung(probe), PROBE_SAMPLING).logprobs_T
         error = float((found_T - reference_of(self._model, weights, probe).cpu()).abs().max())
         if not error <= PROBE_ERROR_MAX[self._dtype]:  # not even if it is NaN
             raise EngineMismatch(
@@ -207,12 +208,12 @@ class TransformersEngine:
     def _prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling, stop: threading.Event) -> Prefill:
         assert self._loaded, "no weights have been loaded"
         found: dict[int, Judged] = {}
-        sizes = [(request.prompt_token_ids, len(request.completion_token_ids)) for request in requests]
-        for batch in self._batches(sizes):
+        strings = strung(requests)
+        for batch in self._batches([(string.prompt_token_ids, len(string.token_ids)) for string in strings]):
             if stop.is_set():
                 raise _Stopped
-            judged = self._score([requests[i] for i in batch], sampling)
-            found.update(zip(batch, judged.split([sizes[i][1] for i in batch]), strict=True))
+            judged = self._score([strings[i] for i in batch], sampling)
+            found.update(zip(batch, judged.split([len(strings[i].chosen) for i in batch]), strict=True))
         return prefill_of(found[i] for i in range(len(found)))
 
     @torch.inference_mode()
@@ -243,25 +244,28 @@ class TransformersEngine:
                         parts[place].append(part)
         return prefill_of(part for place in parts for part in parts[place])
 
-    def _score(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Judged:
+    def _score(self, strings: Sequence[String], sampling: Sampling) -> Judged:
         """Of one batch's completion tokens in order."""
-        model, completions = self._model, [request.completion_token_ids for request in requests]
-        width = max(map(len, completions))
-        padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in completions], device=model.device)
-        lengths_B = torch.tensor([len(ids) for ids in completions], device=model.device)
+        model, tokens = self._model, [string.token_ids for string in strings]
+        width = max(map(len, tokens))
+        padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tokens], device=model.device)
+        lengths_B = torch.tensor([len(ids) for ids in tokens], device=model.device)
         real_BT = torch.arange(width, device=model.device) < lengths_B[:, None]
-        prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
+        chosen_BT = torch.zeros_like(real_BT)
+        for row_T, string in zip(chosen_BT, strings, strict=True):
+            row_T[[place for place, _, _ in string.chosen]] = True
+        prompts, prompt_of_B = self._distinct([string.prompt_token_ids for string in strings])
         rows, hidden_PH = model.begin(prompts, spare=width)
         hidden_BTH = hidden_PH[prompt_of_B][:, None]
         if width > 1:
             rows.select(prompt_of_B)
             more_BTH = model.extend(rows, padded_BT[:, :-1], real_BT[:, :-1])
             hidden_BTH = torch.cat([hidden_BTH, more_BTH], dim=1)
-        hidden_NH, chosen_N = hidden_BTH[real_BT], padded_BT[real_BT]
-        seeds = [request.seed for request in requests for _ in request.completion_token_ids]
-        positions = [position for ids in completions for position in range(len(ids))]
+        hidden_NH, chosen_N = hidden_BTH[chosen_BT], padded_BT[chosen_BT]
+        seeds = [seed for string in strings for _, seed, _ in string.chosen]
+        positions = [position for string in strings for _, _, position in string.chosen]
         return judge_tokens(
-            model, hidden_NH, chosen_N, seeds, positions, sampling, keep_hidden=any(r.hidden for r in requests)
+            model, hidden_NH, chosen_N, seeds, positions, sampling, keep_hidden=any(string.hidden for string in strings)
         )
 
     def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:

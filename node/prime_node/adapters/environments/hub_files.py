@@ -28,10 +28,3 @@ def find_file(path: str) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise OSError(f"{path}: the hub does not give it: {str(error).splitlines()[0]}") from error
-
-
-def cache_folder() -> Path:
-    """Where the hub's files are kept on this machine."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
