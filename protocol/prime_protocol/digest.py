@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from blake3 import blake3
@@ -14,3 +15,11 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 def digest_of(data: bytes | bytearray | memoryview) -> str:
     """The digest of some bytes."""
     return blake3(data).hexdigest()
+
+
+def digest_of_all(parts: Iterable[bytes]) -> str:
+    """The digest of some bytes that come one after the other."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()

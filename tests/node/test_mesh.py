@@ -24,7 +24,7 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.uplink import Uplink
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peers import ConnectedPeer, PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal
@@ -110,6 +110,31 @@ async def test_a_handful_of_links_is_enough() -> None:
         for key in keys:
             await made.add(key, is_hub=key is not keys[0])
         await until(lambda: len(made.networks[keys[0].key_id].connected()) == LINKS_WISHED)
+
+
+async def test_whom_the_coordinator_names_is_tried_before_any_number_of_hints() -> None:
+    """Anybody on the local network can hint at a thousand peers that do not exist."""
+    dialled: list[KeyId] = []
+
+    class Noting(MemoryNetwork):
+        async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
+            dialled.append(address.peer)
+            return await super().connect(address, timeout_s=timeout_s)
+
+    keys = [SigningKey(bytes([120 + number]) * 32) for number in range(LINKS_WISHED)]
+    made_up = [SigningKey(bytes([1, number]) + bytes(30)).key_id for number in range(200)]
+    async with meshes(Finder()) as made:
+        for key in keys:
+            await made.add(key, is_hub=True)
+        network, clock, rng = Noting(made.switch, ANNA.key_id, run=RUN.digest), SystemClock(), random.Random(1)
+        made.networks[ANNA.key_id] = network
+        await network.start()
+        network.learn(tuple(PeerAddress(peer, ("/memory/nowhere",)) for peer in made_up))
+        directory = Directory(RUN, ANNA, made.finder, clock=clock, rng=rng)
+        directory.records.update({key.key_id: where(key) for key in keys})
+        made.tasks.append(asyncio.create_task(Mesh(RUN, network, directory, clock=clock, rng=rng).run()))
+        await until(lambda: len(network.connected()) == LINKS_WISHED)
+    assert set(dialled) == {key.key_id for key in keys}
 
 
 async def test_peers_that_nobody_names_meet_by_the_hints_of_the_table() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import CONFIG_JSON
+from tests.node.coordinator_world import CONFIG_JSON, TRAINER
 from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm, until
 
 from prime_node.adapters.system_clock import SystemClock
@@ -60,6 +60,33 @@ async def test_a_seeder_serves_every_encoding_to_workers_when_nobody_else_does(t
         async with wire.public_source(f"http://127.0.0.1:{peer.port}/#{made.world.run.digest}") as source:
             report = await audit(source, made.world.run.digest)
         assert report.passed, report.checks[-1]
+
+
+async def test_a_trainer_that_starts_again_seeds_what_it_had_published(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        first = await made.publish()
+        await made.publish(delta=True)
+        run, client = made.world.run, made.world.client(TRAINER)
+        again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
+        await again.restore()
+        assert again.holdings.head == 1
+        assert sum(holding.is_whole for holding in again.holdings) == 2
+        assert again.shelf.manifest_at_hand(0) == first.envelope
+
+
+async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.publish()
+        second = await made.publish(delta=True)
+        path = tmp_path / "trainer" / "seed" / "parts" / second.manifest.encodings[0].parts[0].digest
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        run, client = made.world.run, made.world.client(TRAINER)
+        again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
+        await again.restore()
+        assert again.holdings.head == 0
+        assert sum(holding.is_whole for holding in again.holdings) == 1
 
 
 async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class Library:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
-    parts = PartStore(tmp_path, bytes_max=2**30)
-    return Library(parts, Shelf(parts, Holdings()))
+    parts = PartStore(tmp_path / "parts", bytes_max=2**30)
+    return Library(parts, Shelf(parts, Holdings(), tmp_path / "manifests"))
 
 
 def test_the_newest_policies_are_kept_with_all_their_encodings(library: Library) -> None:

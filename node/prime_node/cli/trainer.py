@@ -159,6 +159,7 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
             publish_to: TrainerPort = client
             if settings.swarm.enabled and not settings.swarm.private:
                 publish_to, peer = wire_swarm.trainer_seeding(run, place.key, client, settings.swarm, place.folder)
+                await publish_to.restore()
                 await seeding.enter_async_context(peer.running())
             rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
             return await asyncio.to_thread(parts_of, run, trust, publish_to, rows, model)

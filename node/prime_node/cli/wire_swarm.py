@@ -233,7 +233,7 @@ def trainer_seeding(
     from prime_node.broadcast.swarm.seeding import Seeding
 
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
-    seeding = Seeding(client, run, parts, holdings)
+    seeding = Seeding(client, run, parts, holdings, folder=folder / "seed")
     served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
     network = peer_network(run, key, config)
     if network is not None:

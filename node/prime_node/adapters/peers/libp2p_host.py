@@ -18,9 +18,9 @@ from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.rcmgr import ResourceLimits, ResourceManager
 from libp2p.rcmgr.connection_limits import ConnectionLimits
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.ports.peers import PeerAddress
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
@@ -62,7 +62,7 @@ def make_host(
     connections_max = settings.connections_max
     host = new_host(
         key_pair=pair,
-        sec_opt={NOISE: NoiseTransport(pair, noise_privkey=create_noise_key_pair().private_key)},
+        sec_opt={NOISE: Noise(pair, noise_privkey=create_noise_key_pair().private_key)},
         muxer_preference="YAMUX",
         listen_addrs=[Multiaddr(address) for address in settings.listen] or None,
         negotiate_timeout=int(HANDSHAKE_S_MAX),

@@ -103,29 +103,34 @@ class Download:
         """Decode what lies there from last time. Returns the pieces."""
         found = 0
         for part, entry in enumerate(self.encoding.parts):
-            whole = await asyncio.to_thread(self.parts.read, entry)
-            data = whole if whole is not None else await asyncio.to_thread(self.parts.begin, entry)
-            if data is not None:
-                self._stored.add(part)
-            if data:
-                here = await asyncio.to_thread(self._take_verified, part, data)
-                self.on_bytes(sum(self._pieces[number].size for number in members(here)))
-                found |= here
-                if whole is None and here == self._of_part[part]:
-                    await asyncio.to_thread(self.parts.finish, entry)
+            is_new = not self.parts.has_some(entry.digest)
+            if not await asyncio.to_thread(self.parts.begin, entry):
+                continue
+            self._stored.add(part)
+            if is_new:
+                continue
+            here = await asyncio.to_thread(self._take_verified, part)
+            self.on_bytes(sum(self._pieces[number].size for number in members(here)))
+            found |= here
+            if here == self._of_part[part]:
+                await asyncio.to_thread(self.parts.finish, entry)
+            elif self.parts.has(entry.digest):
+                await asyncio.to_thread(self.parts.reopen, entry.digest)
         return found
 
-    def _take_verified(self, part: int, data: bytes) -> PieceSet:
-        """The pieces of a part on the disk that are what they should be, decoded."""
-        here, view = [], memoryview(data)
+    def _take_verified(self, part: int) -> PieceSet:
+        """The pieces of a part on the disk that are what they should be, decoded. One at a time: a part may be large."""
+        here, digest = [], self.encoding.parts[part].digest
         for number in members(self._of_part[part]):
             piece = self._pieces[number]
-            with contextlib.suppress(PeerError):
-                self._check(piece, view[piece.start : piece.end])
-                here.append(number)
-        for number in here:
-            piece = self._pieces[number]
-            self._decode(piece, view[piece.start : piece.end])
+            data = self.parts.get(digest, piece.start, piece.end)
+            try:
+                self._check(piece, data or b"")
+            except PeerError:
+                continue
+            assert data is not None
+            self._decode(piece, data)
+            here.append(number)
         return pieces(here)
 
     def _on_disk(self) -> PieceSet:

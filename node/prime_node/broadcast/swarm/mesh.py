@@ -79,8 +79,11 @@ class Mesh:
             and address.peer not in self._rests
             and address.peer not in self._run.keys.current.coordinator
         ]
+        # Anybody may hint at peers that do not exist: those that the coordinator names come first.
+        self._rng.shuffle(others)
+        others.sort(key=lambda address: address.peer not in self._directory.records)
         room = max(0, LINKS_WISHED - len(linked))
-        await asyncio.gather(*(self._link(one) for one in self._rng.sample(others, min(room, len(others)))))
+        await asyncio.gather(*(self._link(one) for one in others[:room]))
 
     async def _link(self, address: PeerAddress) -> None:
         try:

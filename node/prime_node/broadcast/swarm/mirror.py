@@ -53,6 +53,7 @@ class Mirror:
         self.received: dict[str, int] = {}
         """Bytes of pieces so far, by source."""
         self.pool = SourcePool(sources, clock=clock, rng=rng)
+        self._run = run
         self._clock = clock
         self._rng = rng
         self._folder = folder
@@ -61,12 +62,16 @@ class Mirror:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self.heads = Heads(run, self.pool, folder)
             self._ways = Ways(self.heads, on_disk=self.parts.has)
+            self.shelf = Shelf(self.parts, self.holdings, folder / "manifests")
         except OSError as error:
             raise LocalError(f"folder {folder}: {error}") from None
-        self.shelf = Shelf(self.parts, self.holdings)
 
     async def follow(self) -> NoReturn:
         """For ever. Cancel it to stop."""
+        try:
+            await self.shelf.restore(self._run)
+        except OSError as error:
+            raise LocalError(f"folder {self._folder}: {error}") from None
         while True:
             asked_s = self._clock.monotonic_s()
             await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.holdings.head else 0.0)

@@ -8,14 +8,16 @@ down nowhere: after a restart the bytes are hashed again, because a disk is not 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from prime_protocol.digest import digest_of
+from prime_protocol.digest import digest_of, digest_of_all
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
 
 PARTIAL = ".partial"
+READ_BYTES = 2**20
+"""Held at a time of a part that is read to its end."""
 
 
 class PartStore:
@@ -46,6 +48,17 @@ class PartStore:
         self._forget(entry.digest)
         return None
 
+    def are_sound(self, entries: Collection[PartEntry]) -> bool:
+        """Are all of these there whole, and does the disk still give their bytes? A damaged file is removed."""
+        for entry in entries:
+            if entry.digest not in self._sizes:
+                return False
+            path = self._folder / entry.digest
+            if not path.exists() or digest_of_all(_in_turn(path)) != entry.digest:
+                self._forget(entry.digest)
+                return False
+        return True
+
     def write(self, digest: str, data: bytes) -> bool:
         """Keep a verified part. False where it would go over the bound: then it is only not resumable."""
         if digest in self._sizes:
@@ -62,26 +75,33 @@ class PartStore:
     def has(self, digest: str) -> bool:
         return digest in self._sizes
 
+    def has_some(self, digest: str) -> bool:
+        """Whole, or on its way since last time."""
+        return digest in self._sizes or digest in self._begun
+
     def size(self, digest: str) -> int | None:
         """Bytes of a part that is there whole."""
         return self._sizes.get(digest)
 
     # Parts on their way
 
-    def begin(self, entry: PartEntry) -> bytes | None:
-        """Make room for a part that comes in pieces. Returns what lies there from last time, unverified; None where there is no
-        room."""
-        path = self._partial(entry.digest)
-        if entry.digest in self._begun:
-            data = path.read_bytes() if path.exists() else b""
-            if len(data) == entry.size:
-                return data
-        elif not self._has_room(entry.size):
-            return None
-        with path.open("wb") as file:
+    def begin(self, entry: PartEntry) -> bool:
+        """Make room for a part that comes in pieces, unless it is here, or as much of it as came last time. False: no room."""
+        for path, known in ((self._folder / entry.digest, self._sizes), (self._partial(entry.digest), self._begun)):
+            if entry.digest in known and path.exists() and path.stat().st_size == entry.size:
+                return True
+        if entry.digest not in self._begun and not self._has_room(entry.size):
+            return False
+        self._sizes.pop(entry.digest, None)
+        with self._partial(entry.digest).open("wb") as file:
             file.truncate(entry.size)
         self._begun[entry.digest] = entry.size
-        return b""
+        return True
+
+    def reopen(self, digest: str) -> None:
+        """A part that was whole has bytes that are not right any more: from now on it is on its way again."""
+        (self._folder / digest).replace(self._partial(digest))
+        self._begun[digest] = self._sizes.pop(digest)
 
     def put(self, digest: str, start: int, data: bytes) -> None:
         """Verified bytes of a part that has begun."""
@@ -104,7 +124,7 @@ class PartStore:
         if entry.digest in self._sizes:
             return
         path = self._partial(entry.digest)
-        if digest_of(path.read_bytes()) != entry.digest:
+        if digest_of_all(_in_turn(path)) != entry.digest:
             self._forget(entry.digest)
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
         path.replace(self._folder / entry.digest)
@@ -143,3 +163,9 @@ class PartStore:
         self._partial(digest).unlink(missing_ok=True)
         self._sizes.pop(digest, None)
         self._begun.pop(digest, None)
+
+
+def _in_turn(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            yield data

@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.broadcast.swarm.shelf import Shelf
 from prime_node.ports.transport import TrainerPort, Unreachable
-from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError
-from prime_protocol.manifest import Encoding, Manifest, open_manifest
+from prime_protocol.manifest import open_manifest
 from prime_protocol.messages import BatchRequest, BundleRequest, NotYet
-from prime_protocol.pieces import cut_pieces
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -30,14 +28,24 @@ log = logging.getLogger(__name__)
 class Seeding:
     """Implements ports.transport.TrainerPort."""
 
-    def __init__(self, port: TrainerPort, run: PinnedRun, parts: PartStore, holdings: Holdings) -> None:
+    def __init__(
+        self, port: TrainerPort, run: PinnedRun, parts: PartStore, holdings: Holdings, *, folder: Path
+    ) -> None:
+        """`folder` survives restarts."""
         self._port = port
         self._run = run
         self._parts = parts
-        self._holdings = holdings
-        self.shelf = Shelf(parts, holdings)
+        self.holdings = holdings
+        self.shelf = Shelf(parts, holdings, folder / "manifests")
         self.announce: Callable[[Envelope], Awaitable[object]] = _tells_nobody
         """Tells all peers of a manifest that the coordinator cannot tell them of."""
+
+    async def restore(self) -> None:
+        """What was published before this process began is served again."""
+        try:
+            await self.shelf.restore(self._run)
+        except OSError as error:
+            log.warning("what was published before is not seeded: %s", error)
 
     async def put_blob(self, data: bytes) -> str:
         digest = await self._port.put_blob(data)
@@ -47,9 +55,8 @@ class Seeding:
     async def publish(self, manifest: Envelope) -> None:
         signed = open_manifest(manifest, self._run)
         for encoding in signed.manifest.encodings:
-            await self._announce(
-                signed.manifest, encoding
-            )  # first: workers that hear of the policy find that it is here
+            # First: workers that hear of the policy find that it is here.
+            await self.shelf.announce(signed.manifest, encoding)
         try:
             await self._port.publish(manifest)
         except (PeerError, Unreachable) as error:
@@ -65,17 +72,6 @@ class Seeding:
             await asyncio.to_thread(self._parts.write, digest, data)
         except OSError as error:
             log.warning("blob %s is not seeded: %s", digest[:12], error)
-
-    async def _announce(self, manifest: Manifest, encoding: Encoding) -> None:
-        index = await asyncio.to_thread(self._parts.read, encoding.index)
-        if index is None or not all(self._parts.has(part.digest) for part in encoding.parts):
-            return
-        try:
-            pieces = cut_pieces(encoding, open_index(index, encoding, manifest.tensors))
-        except PeerError as error:
-            log.error("manifest %d: %s", manifest.policy_version, error)
-            return
-        self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
 
     # As the coordinator answers
 

@@ -222,6 +222,8 @@ class PeerService:
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
         """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
         self._require_member(request)
+        if cursor:
+            await self.clock.sleep(NEWS_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
                 news = self.holdings.news(cursor)

@@ -1,12 +1,27 @@
-"""What a seeder keeps and shows: the newest policies, and the cheapest ways that lead to them from nothing, for newcomers."""
+"""What a seeder keeps and shows: the newest policies, and the cheapest ways that lead to them from nothing, for newcomers.
+
+The manifests of what is kept lie beside the parts, so that a seeder that starts again shows what it showed before.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from pathlib import Path
+
 from prime_node.broadcast.follow.paths import Route, search
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_protocol.envelope import Envelope
-from prime_protocol.manifest import Encoding, SignedManifest
+from prime_node.broadcast.swarm.piece_sets import span
+from prime_protocol import limits
+from prime_protocol.chunk_index import open_index
+from prime_protocol.envelope import Envelope, open_envelope
+from prime_protocol.errors import PeerError
+from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
+from prime_protocol.pieces import cut_pieces
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
 
 POLICIES_KEPT = 8
 
@@ -17,11 +32,42 @@ Name = tuple[int, int | None]
 class Shelf:
     """Used from the event loop only. Invariant: what is announced lies on the disk, and what is dropped was withdrawn before."""
 
-    def __init__(self, parts: PartStore, holdings: Holdings) -> None:
+    def __init__(self, parts: PartStore, holdings: Holdings, folder: Path) -> None:
+        """`folder` is for manifests. Raises OSError."""
         self._parts = parts
         self._holdings = holdings
+        self._folder = folder
         self._signed: dict[int, SignedManifest] = {}
         self._here: dict[Name, Encoding] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def restore(self, run: PinnedRun) -> None:
+        """Show again what was kept before this process began, as far as its bytes are still the right ones."""
+        for path in sorted(self._folder.iterdir()):
+            try:
+                signed = open_manifest(open_envelope(await asyncio.to_thread(path.read_bytes)), run)
+            except (PeerError, OSError) as error:
+                log.warning("%s: %s", path, error)
+                continue
+            encodings = signed.manifest.encodings
+            whole = [one for one in encodings if await asyncio.to_thread(self._parts.are_sound, one.blobs)]
+            for encoding in whole:
+                await self.announce(signed.manifest, encoding)
+                self.add(signed, encoding)
+            if len(whole) == len(encodings):
+                self._holdings.staged(signed.manifest.policy_version)
+
+    async def announce(self, manifest: Manifest, encoding: Encoding) -> None:
+        """Tell peers of an encoding, if all of it lies on the disk."""
+        index = await asyncio.to_thread(self._parts.read, encoding.index)
+        if index is None or not all(self._parts.has(part.digest) for part in encoding.parts):
+            return
+        try:
+            pieces = cut_pieces(encoding, open_index(index, encoding, manifest.tensors))
+        except PeerError as error:
+            log.error("manifest %d: %s", manifest.policy_version, error)
+            return
+        self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Of a policy of which something is kept."""
@@ -44,10 +90,25 @@ class Shelf:
         kept = self._worth_keeping()
         self._here = {name: encoding for name, encoding in self._here.items() if name in kept}
         self._signed = {version: one for version, one in self._signed.items() if any(v == version for v, _ in kept)}
+        self._write_down()
         digests = {blob.digest for encoding in self._here.values() for blob in encoding.blobs}
         self._holdings.staged(signed.manifest.policy_version)
         self._holdings.keep_only(digests)
         self._parts.keep_only(digests)
+
+    def _write_down(self) -> None:
+        """A full disk costs what a restart would find, no more."""
+        names = {f"{version:0{len(str(limits.STEP_MAX))}}.json": one for version, one in self._signed.items()}
+        try:
+            there = {path.name for path in self._folder.iterdir()}
+            for name in there - names.keys():
+                (self._folder / name).unlink()
+            for name in names.keys() - there:
+                partial = self._folder / "partial"
+                partial.write_bytes(names[name].envelope.to_bytes())
+                partial.replace(self._folder / name)
+        except OSError as error:
+            log.warning("%s: %s", self._folder, error)
 
     def _worth_keeping(self) -> set[Name]:
         routes: dict[int, list[Route]] = {version: [] for version in self._signed}

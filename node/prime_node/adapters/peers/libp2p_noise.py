@@ -1,0 +1,92 @@
+"""Noise sessions that take what has come at one go: the same bytes on the wire as the library's, for less processor time.
+
+The library reads the two bytes of a record's length, then its body, and so wakes its loop for every packet; a record of 64 KiB
+comes in dozens over a home line. Here everything that has come is read at once, all whole records in it are opened, and a reader
+that wants much more than has come waits a moment, so that the next read is worth its turn. Records that are written together
+leave in one call.
+"""
+
+from __future__ import annotations
+
+import trio
+from libp2p.abc import IRawConnection, ISecureConn
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH, SIZE_NOISE_MESSAGE_LEN
+from libp2p.security.noise.transport import Transport
+from libp2p.security.secure_session import SecureSession
+
+RECEIVE_BYTES = 256 * 2**10
+"""Of one read."""
+SHORT_BYTES = 32 * 2**10
+"""A read that gave less, where more than that is missing, is followed by a pause."""
+PAUSE_S = 0.004
+"""At 100 Mbit/s 50 kB come in this time, which any socket holds."""
+
+
+class Noise(Transport):  # type: ignore[misc]
+    """The library's transport and handshake."""
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        return _Session(await super().secure_inbound(conn))
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        return _Session(await super().secure_outbound(conn, peer_id))
+
+
+class _Session(SecureSession):  # type: ignore[misc]
+    """After the handshake. One task reads, one writes."""
+
+    def __init__(self, made: SecureSession) -> None:
+        super().__init__(
+            local_peer=made.local_peer,
+            local_private_key=made.local_private_key,
+            remote_peer=made.remote_peer,
+            remote_permanent_pubkey=made.remote_permanent_pubkey,
+            is_initiator=made.is_initiator,
+            conn=made.conn,
+        )
+        self._raw = made.conn.read_writer.read_write_closer
+        self._cipher = made.conn.noise_state
+        self._sealed = bytearray()
+        """What has come of a record that is not whole."""
+        self._opened = bytearray()
+        """What was opened and nobody has read."""
+
+    async def read(self, n: int | None = None) -> bytes:
+        """`n` bytes, fewer only at the end; without `n` what there is. Raises ConnectionClosedError where nothing more comes."""
+        if n == 0:
+            return b""
+        received = RECEIVE_BYTES
+        while (missing := (n or 1) - len(self._opened)) > 0:
+            if received < SHORT_BYTES < missing - len(self._sealed):
+                await trio.sleep(PAUSE_S)
+            data = await self._raw.read(RECEIVE_BYTES)
+            if not data:
+                if n is None or not self._opened:
+                    raise ConnectionClosedError("the link was closed")
+                break
+            received = len(data)
+            self._sealed += data
+            self._open_records()
+        taken = bytes(self._opened[:n])
+        del self._opened[: len(taken)]
+        return taken
+
+    def _open_records(self) -> None:
+        place, end = 0, len(self._sealed)
+        while end - place >= SIZE_NOISE_MESSAGE_LEN:
+            begin = place + SIZE_NOISE_MESSAGE_LEN
+            record_end = begin + int.from_bytes(self._sealed[place:begin], "big")
+            if record_end > end:
+                break
+            self._opened += self._cipher.decrypt(bytes(self._sealed[begin:record_end]))
+            place = record_end
+        del self._sealed[:place]
+
+    async def write(self, data: bytes) -> None:
+        frames = []
+        for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
+            record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
+            frames += [len(record).to_bytes(SIZE_NOISE_MESSAGE_LEN, "big"), record]
+        await self._raw.write(b"".join(frames))

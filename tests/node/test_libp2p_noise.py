@@ -1,0 +1,97 @@
+"""Our Noise sessions speak to the library's own, whatever the sizes in which bytes come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+import trio.testing
+from libp2p.abc import ISecureConn
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.security.noise.transport import Transport
+from noise.exceptions import NoiseInvalidMessage
+
+from prime_node.adapters.peers.libp2p_noise import Noise
+
+ANNA, BEN = create_new_key_pair(b"a" * 32), create_new_key_pair(b"b" * 32)
+SIZES = (1, 12, 65_519, 65_520, 300_000)
+
+
+class Dripping(TrioTCPStream):
+    """Gives at most a packet's worth of bytes at a time."""
+
+    async def read(self, n: int | None = None) -> bytes:
+        return await super().read(min(n or 1_448, 1_448))
+
+
+async def sessions(dialler: type[Transport], listener: type[Transport]) -> tuple[ISecureConn, ISecureConn]:
+    one, other = trio.testing.memory_stream_pair()
+    made: dict[str, ISecureConn] = {}
+
+    async def keep(name: str, handshake: Awaitable[ISecureConn]) -> None:
+        made[name] = await handshake
+
+    async with trio.open_nursery() as nursery:
+        dial = dialler(ANNA, noise_privkey=create_noise_key_pair().private_key)
+        listen = listener(BEN, noise_privkey=create_noise_key_pair().private_key)
+        peer = ID.from_pubkey(BEN.public_key)
+        nursery.start_soon(keep, "dial", dial.secure_outbound(RawConnection(Dripping(one), True), peer))
+        nursery.start_soon(keep, "listen", listen.secure_inbound(RawConnection(Dripping(other), False)))
+    return made["dial"], made["listen"]
+
+
+def both_ways(dialler: type[Transport], listener: type[Transport]) -> Callable[[], Awaitable[None]]:
+    async def talk() -> None:
+        dialled, listened = await sessions(dialler, listener)
+        for writer, reader in ((dialled, listened), (listened, dialled)):
+            for size in SIZES:
+                data = os.urandom(size)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(writer.write, data)
+                    came = await reader.read(size // 2)
+                    came += await reader.read(size - len(came))
+                assert came == data
+
+    return talk
+
+
+@pytest.mark.parametrize(("dialler", "listener"), [(Noise, Transport), (Transport, Noise), (Noise, Noise)])
+def test_bytes_arrive_as_they_were_written(dialler: type[Transport], listener: type[Transport]) -> None:
+    trio.run(both_ways(dialler, listener))
+
+
+def test_a_record_that_was_changed_on_the_way_is_refused() -> None:
+    async def talk() -> None:
+        dialled, listened = await sessions(Noise, Noise)
+        sealed = bytearray(dialled._cipher.encrypt(b"x" * 100))
+        sealed[50] ^= 1
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialled._raw.write, len(sealed).to_bytes(2, "big") + sealed)
+            with pytest.raises(NoiseInvalidMessage):
+                await listened.read(100)
+
+    trio.run(talk)
+
+
+def test_the_end_of_the_link_is_told() -> None:
+    async def talk() -> None:
+        dialled, listened = await sessions(Noise, Noise)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialled.write, b"last words")
+            assert await listened.read(4) == b"last"
+        await dialled.close()
+        assert await listened.read(100) == b" words"
+        with pytest.raises(ConnectionClosedError):
+            await listened.read(1)
+
+    trio.run(talk)
