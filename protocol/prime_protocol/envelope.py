@@ -159,12 +159,7 @@ def load_json(data: bytes) -> Any:
     """
     _check_depth(data)
     try:
-        value = json.loads(
-            data.decode(),  # bytes would be searched for UTF-16 and UTF-32
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
+        value = _DECODER.decode(data.decode())  # bytes would be searched for UTF-16 and UTF-32
         if _SURROGATE_ESCAPE.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # raises for one that has no partner
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeError, integers of 4,300 digits
@@ -228,8 +223,13 @@ def _finite(digits: str) -> float:
     return value
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite)
+
+
 def _check_depth(data: bytes) -> None:
     """Bound the nesting before a recursive parser sees it."""
+    if data.count(b"[") + data.count(b"{") <= limits.JSON_DEPTH_MAX:
+        return
     steps = _STRING.sub(b"", data).translate(_BRACKET_STEPS, _NOT_BRACKETS)
     depth = int(np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0))
     if depth > limits.JSON_DEPTH_MAX:

@@ -82,13 +82,20 @@ async def test_a_long_range_arrives_whole_and_gives_its_slot_back(serving: Servi
     assert serving.service.uplink.served_bytes == 2 * len(BLOB) - 10 + 7
 
 
+async def test_what_lies_in_memory_is_read_without_a_thread(serving: Serving) -> None:
+    assert serving.parts.get_cached(DIGEST, 5, 500) in (BLOB[5:500], None)  # None: a file system that cannot say
+    assert serving.parts.get_cached(DIGEST, len(BLOB) - 5, len(BLOB) + 5) is None
+    assert serving.parts.get_cached("0" * 64, 0, 5) is None
+
+
 async def test_a_body_that_breaks_off_does_not_look_whole(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = serving.parts.get
 
     def get(digest: str, start: int, end: int) -> bytes | None:
         return honest(digest, start, end) if start < READ_BYTES_MAX else None
 
-    monkeypatch.setattr(serving.parts, "get", get)
+    for name in ("get", "get_cached"):
+        monkeypatch.setattr(serving.parts, name, get)
     async with HttpClient(serving.url, run=RUN.digest, clock=CLOCK) as client:
         with pytest.raises(Unreachable):
             await client.blob(DIGEST)

@@ -20,8 +20,8 @@ RECEIVE_BYTES = 256 * 2**10
 """Of one read."""
 SHORT_BYTES = 32 * 2**10
 """A read that gave less, where more than that is missing, is followed by a pause."""
-PAUSE_S = 0.004
-"""At 100 Mbit/s 50 kB come in this time, which any socket holds."""
+PAUSE_S = 0.01
+"""At 100 Mbit/s 125 kB come in this time, which any socket holds."""
 
 
 class Noise(Transport):  # type: ignore[misc]

@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 import aiohttp
 
 from prime_node.adapters.web.http_answers import (
+    READ_BYTES,
     STALL_S,
     Patience,
     Refusal,
@@ -66,8 +67,6 @@ CONNECT_S_MAX = 10.0
 """To open a connection."""
 CONNECTIONS_MAX = 100
 """To one server; what is asked beyond waits for one."""
-READ_BYTES = 2**19
-"""Read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
 

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
 """Between two questions to the coordinator: often while there is news, then ever less, and soon again when a member of the run is
 met who is on no list of ours. Offers are remembered for longer."""
+TICKET_KEPT_S = 600.0
+"""Tickets last a day, unless the coordinator's key is replaced."""
 
 
 class Directory:
@@ -65,6 +67,7 @@ class Directory:
         self._clock = clock
         self._rng = rng
         self._ticket: str | None = None
+        self._ticket_at_s = 0.0
         self._tokens: dict[KeyId, tuple[int, str]] = {}
         self._list_at_ms = -1
         self._met: set[KeyId] = set()
@@ -87,8 +90,8 @@ class Directory:
             try:
                 reply = await self._coordinator.find_peers(offer)
                 self.take_in(reply.peers)
-                self._ticket, self.reachable = reply.ticket, reply.reachable
-                self._tokens.clear()
+                self.reachable = reply.reachable
+                self._keep_ticket(reply.ticket)
                 self.is_alone = False
                 self.hinted.clear()
             except (PeerError, Unreachable) as error:
@@ -132,6 +135,13 @@ class Directory:
             del self.records[next(iter(self.records))]
         if listed.peers and listed.issued_at_ms > self._list_at_ms:
             self.list_text, self._list_at_ms = text, listed.issued_at_ms
+
+    def _keep_ticket(self, ticket: str) -> None:
+        """A new one costs every peer three signatures to check."""
+        now_s = self._clock.monotonic_s()
+        if self._ticket is None or now_s - self._ticket_at_s > TICKET_KEPT_S:
+            self._ticket, self._ticket_at_s = ticket, now_s
+            self._tokens.clear()
 
     def authorization(self, peer: KeyId) -> str | None:
         """The header that shows our ticket to `peer`; None while we have no ticket."""

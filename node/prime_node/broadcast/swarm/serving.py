@@ -34,7 +34,7 @@ from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
 """All who show no ticket are one peer to the uplink."""
-NEWS_EVERY_S = 0.05
+NEWS_EVERY_S = 0.1
 """Between two lines of news to one listener: what comes meanwhile goes into one."""
 READ_BYTES_MAX = 2**20
 """Held of one answer at a time; pieces are no longer."""
@@ -172,6 +172,8 @@ class PeerService:
 
     async def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes:
         """Raises PeerError(NOT_FOUND) where the blob is removed meanwhile."""
+        if file is None and (cached := self.parts.get_cached(digest, start, end)) is not None:
+            return cached
 
         def read() -> bytes | None:
             if file is None:

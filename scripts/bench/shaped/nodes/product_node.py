@@ -160,7 +160,7 @@ class _Lying:
     """A part store that answers `get` in another way."""
 
     def __init__(self, get: object, honest: object) -> None:
-        self.get = get
+        self.get = self.get_cached = get
         self._honest = honest
 
     def __getattr__(self, name: str) -> object:
