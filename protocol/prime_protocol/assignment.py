@@ -50,6 +50,10 @@ class Sampling(WireModel):
         return None if self.temperature == 0.0 or found == (1.0, 0, 0.0) else found
 
 
+HELD_OUT_START = 2**48
+"""Problem indices from here on are held-out ones: HELD_OUT_START + n is the environment's evaluation problem n."""
+
+
 class Problem(WireModel):
     """One problem of one environment. Example: Problem(environment="spell_backward", index=17)."""
 
@@ -63,7 +67,8 @@ class GroupAssignment(WireModel):
     """One prompt and the seeds of its G completions."""
 
     slot: Count
-    """The group's number in the run, counted from 0. Its step is slot // groups_per_step."""
+    """The group's number in the run, counted from 0. Its step is slot // groups_per_step; beyond the last step it is a place of
+    an evaluation."""
     problem: Problem
     prompt_token_ids: TokenIds = Field(min_length=1)
     """The prompt as the coordinator renders it. The worker feeds exactly this."""

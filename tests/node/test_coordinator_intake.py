@@ -232,7 +232,7 @@ def test_no_step_has_a_problem_twice() -> None:
 
 def test_environments_share_the_slots_by_weight() -> None:
     environments = (EnvironmentSpec(name="one", id="x", weight=1.0), EnvironmentSpec(name="three", id="x", weight=3.0))
-    work = assigner(environments=environments, groups_per_step=8)
+    work = assigner(environments=environments, groups_per_step=8, max_steps=500)
     drawn = [work.problem(slot)[0].environment for slot in range(4_000)]
     assert 0.72 < drawn.count("three") / len(drawn) < 0.78
 

@@ -14,6 +14,7 @@ from prime_node.envs.dataset import is_same_number
 from prime_node.envs.registry import Option
 from prime_node.envs.split import Frame, is_held_out
 from prime_node.ports.environment import Environment
+from prime_protocol.assignment import HELD_OUT_START
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
@@ -52,6 +53,20 @@ def test_a_right_answer_earns_one_and_nothing_leaves_the_unit_interval(task: str
         assert environment.score(index, answer, finished=False) == 0.0
         for wrong in ("", answer + "x", answer[:-1], "\N{REPLACEMENT CHARACTER}", "1e999", "nan"):
             assert 0.0 <= environment.score(index, wrong, finished=True) < 1.0
+
+
+def test_a_held_out_problem_can_be_asked_for_by_its_number(sums: Path) -> None:
+    for environment in (gym(**SPELLING), jsonl(sums, answer_after="####", compare="number")):
+        problems = environment.held_out(12)
+        for number in (11, 0, 7):
+            index, problem = HELD_OUT_START + number, problems[number]
+            assert environment.prompt(index) == problem.prompt
+            answer = environment.answer(index)
+            assert problem.is_correct(answer, finished=True)
+            assert environment.score(index, answer, finished=True) == 1.0
+            assert environment.score(index, "x", finished=True) == problem.score("x", finished=True) < 1.0
+    with pytest.raises(ValueError, match="held-out problems"):
+        environment.prompt(HELD_OUT_START + 10_000)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -13,10 +13,11 @@ from tests.node.test_renderers import qwen3  # noqa: F401 (a fixture)
 from prime_node.adapters.environments.process import ProcessTurnEnvironment
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
+from prime_node.algo.trajectories import interleave
 from prime_node.cli.wire_environments import start_environments
 from prime_node.envs.episodes import Bounds, Recorder, WrongContext, replayed
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.environment import TurnEnvironment
+from prime_node.ports.environment import Ask, TurnEnvironment
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
@@ -118,6 +119,28 @@ async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -
     assert (reward, len(turns)) == (1.0, 2)
     first = turns[0].prompt_token_ids + turns[0].completion.token_ids
     assert turns[1].prompt_token_ids[: len(first)] == first, "bridged: what was sampled stays as it was"
+
+
+async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    world = started(model, [], env="prime_handoff")
+    word = world.answer(0)[::-1]
+
+    def say(prompt: str) -> str:
+        if "the speller says" in prompt:
+            return prompt.rpartition("the speller says ")[2][: len(word)]
+        return word[::-1] if f"spell {word} backward" in prompt else word
+
+    reward, turns = await recorded(world, model, say)
+    assert (reward, len(turns)) == (1.0, 3)
+    samples = interleave(turns)
+    assert [sample.turns for sample in samples] == [(0, 2), (1,)], "the planner's two answers are one sample"
+    assert [sum(sample.loss_mask) for sample in samples] == [2 * (len(word) + 1), len(word) + 1], "each answer once"
+
+    async def play(ask: Ask) -> float:
+        return await world.play(0, (1,), ask)
+
+    assert await replayed(play, turns, BOUNDS, exact=True) == 1.0
 
 
 def test_a_taskset_that_is_not_installed_says_so(tmp_path: Path) -> None:

@@ -9,11 +9,58 @@ interval    Wilson's score interval (1927) of a mean in [0, 1]. Completions of o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import comb, sqrt
 
 Z_95 = 1.959964
 """Standard normal quantile of a two-sided 95 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the completions of one held-out problem are worth. Example: Mark(num_right=3, num_completions=8, reward_mean=0.5)."""
+
+    num_right: int
+    num_completions: int
+    reward_mean: float
+
+    @property
+    def share(self) -> float:
+        return self.num_right / self.num_completions
+
+
+def sampled_figures(marks: Mapping[str, Sequence[Mark]], *, pass_at: Sequence[int]) -> dict[str, float]:
+    """Of marks by environment: `eval_sampled`, the share of exact answers; `eval_reward`, their mean reward; `eval_pass_at_4`,
+    the chance that one of four is right, over the problems with so many completions."""
+    figures = spread("eval_sampled", {name: [mark.share for mark in its] for name, its in marks.items()})
+    figures |= spread("eval_reward", {name: [mark.reward_mean for mark in its] for name, its in marks.items()})
+    for k in pass_at:
+        enough = {name: [mark for mark in its if mark.num_completions >= k] for name, its in marks.items()}
+        chances = {
+            name: [pass_at_k(mark.num_right, mark.num_completions, k) for mark in its] for name, its in enough.items()
+        }
+        figures |= spread(f"eval_pass_at_{k}", chances)
+    return figures
+
+
+def spread(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mean of one value for each problem, by environment, and `_low` and `_high`, which bound it with 95 % confidence; where
+    there are several environments, after a slash for each."""
+    parts = {"": list(chain.from_iterable(values.values()))}
+    if len(values) > 1:
+        parts |= {f"/{environment}": list(its) for environment, its in values.items()}
+    figures: dict[str, float] = {}
+    for suffix, its in parts.items():
+        if its:
+            low, high = interval_95(its)
+            figures |= {
+                f"{name}{suffix}": statistics.fmean(its),
+                f"{name}_low{suffix}": low,
+                f"{name}_high{suffix}": high,
+            }
+    return figures
 
 
 def pass_at_k(num_right: int, num_completions: int, k: int) -> float:

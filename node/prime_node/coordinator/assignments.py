@@ -5,8 +5,10 @@ ones: for a given policy and slot there is exactly one answer, whoever is leased
 policy has other seeds for the same problem.
 
     problem of slot        environment by weight, index, from blake3(key, "problem", run, slot, draw)
+    held-out problem       place p beyond the run's slots is number p // E of environment p % E, of E in the RunSpec's order
     seeds of a group       blake3(key, "seeds", run, policy digest, environment, index, slot), 8 bytes a completion
                            of its extendable output, in order, the top bit cleared
+    of a held-out one      blake3(key, "held out", run, environment, index) likewise: every policy meets the same noise
     name of a network      blake3(key, "network", run, prefix)
     audit of a bundle      blake3(key, "audit", run, bundle digest)
 """
@@ -22,7 +24,7 @@ from blake3 import blake3
 
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_protocol.assignment import GroupAssignment, Lease, Problem
+from prime_protocol.assignment import HELD_OUT_START, GroupAssignment, Lease, Problem
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import SEED_MAX
@@ -58,6 +60,7 @@ class Assigner:
         self._environments = environments
         self._tokenizer = tokenizer
         self._names = [environment.name for environment in run.spec.environments]
+        self._slots_end = run.spec.max_steps * run.spec.groups_per_step
         self._shares = list(accumulate(environment.weight for environment in run.spec.environments))
         # A slot is rendered for its lease, its check and its batch; the window is a few steps.
         self._rendered = lru_cache(maxsize=4 * run.spec.groups_per_step + 1_024)(self._render)
@@ -100,9 +103,23 @@ class Assigner:
     def seeds(self, problem: Problem, slot: int, policy_digest: str) -> tuple[int, ...]:
         """One seed for each completion of a group."""
         num = self._run.spec.rollouts_per_group
-        fields = ("seeds", policy_digest, problem.environment, problem.index, slot)
-        stream = self._hash(*fields, num_bytes=8 * num)
+        if problem.index >= HELD_OUT_START:
+            stream = self._hash("held out", problem.environment, problem.index, num_bytes=8 * num)
+        else:
+            fields = (policy_digest, problem.environment, problem.index, slot)
+            stream = self._hash("seeds", *fields, num_bytes=8 * num)
         return tuple(int.from_bytes(stream[8 * i : 8 * i + 8], "big") & SEED_MAX for i in range(num))
+
+    def held_out_slots(self, problems: int) -> list[int]:
+        """Of the first so many evaluation problems of each environment, or as many as it has; problem by problem."""
+        counts = [len(self._environments[name].held_out(problems)) for name in self._names]
+        places = ((number, which) for number in range(problems) for which in range(len(counts)))
+        return [self._slots_end + number * len(counts) + which for number, which in places if number < counts[which]]
+
+    def held_out_problem(self, slot: int) -> Problem:
+        """Of a slot beyond the run's."""
+        number, which = divmod(slot - self._slots_end, len(self._names))
+        return Problem(environment=self._names[which], index=HELD_OUT_START + number)
 
     def audit_draw(self, bundle: str) -> float:
         """A number in [0, 1) for an uploaded bundle that nobody can foresee: it is audited where this is below its share."""
@@ -114,8 +131,9 @@ class Assigner:
 
     def _render(self, slot: int, first_draw: int) -> tuple[Problem, tuple[int, ...]]:
         longest = self._run.spec.limits.prompt_tokens_max
-        for draw in range(first_draw, first_draw + DRAWS_MAX):
-            problem = self._draw(slot, draw)
+        is_held_out = slot >= self._slots_end
+        for draw in range(first_draw, first_draw + (1 if is_held_out else DRAWS_MAX)):
+            problem = self.held_out_problem(slot) if is_held_out else self._draw(slot, draw)
             text = self._environments[problem.environment].prompt(problem.index)
             prompt = tuple(self._tokenizer.encode_prompt(text))
             if 1 <= len(prompt) <= longest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -57,6 +57,24 @@ class CurriculumConfig(BaseModel):
         return Pool.HARD if reward_mean <= 0.0 else Pool.EASY
 
 
+class EvaluationConfig(BaseModel):
+    """Evaluations by the workers. They cost the run's own inference; their figures are marked as not trusted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    every: int = Field(default=0, ge=0)
+    """A policy is evaluated after so many steps, the first one included; 0: none is."""
+    at: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Policies that are evaluated besides."""
+    problems: int = Field(default=64, ge=1, le=4_096)
+    """Held-out problems of each environment; each is answered rollouts_per_group times."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of pass@k, at most rollouts_per_group."""
+
+    def is_due(self, policy_version: int) -> bool:
+        return policy_version in self.at or (self.every > 0 and policy_version % self.every == 0)
+
+
 class CoordinatorConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_COORDINATOR_")
     section: ClassVar[str] = "coordinator"
@@ -80,6 +98,8 @@ class CoordinatorConfig(Settings):
     them. A worker that was away longer begins from there. None keeps all, so that the whole chain can be verified."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which problems are asked."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Which policies the workers evaluate on held-out problems."""
     trusted_networks: tuple[str, ...] = (
         "127.0.0.0/8",
         "::1/128",

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Banned, Settled, State, Woken
+from prime_node.coordinator.state.records import Banned, Evaluated, Settled, State, Woken
 from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
@@ -68,6 +69,7 @@ class Core:
     news: News
     presence: Presence
     checks: CheckQueue
+    evaluations: Evaluations
     blobs_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays. And while a
     key ring is taken in: no manifest comes between."""
@@ -106,6 +108,9 @@ class Core:
                 self.news.publish(effect.topic)
             elif isinstance(effect, Settled):
                 self._follow_bundle(effect)
+            elif isinstance(effect, Evaluated):
+                row = self.evaluations.row_of(self.state.results[effect.policy_version])
+                self.observer.rows.record(step=effect.policy_version, **row)
             elif isinstance(effect, Banned):
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
                 self.banned.put_nowait(effect.worker)

@@ -28,7 +28,7 @@ _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
 def draws_of(core: Core, slots: tuple[int, ...]) -> tuple[int, ...]:
     """The draw of each slot that is about to be leased; empty where all take their first."""
     curriculum = core.state.curriculum
-    if not core.config.curriculum.is_on and not curriculum.draws:
+    if core.state.is_evaluation(slots) or (not core.config.curriculum.is_on and not curriculum.draws):
         return ()
     draws = tuple(_draw(core, slot) for slot in slots)
     return draws if any(draws) else ()

@@ -28,6 +28,7 @@ from prime_node.coordinator.cases import keep_cases
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
+from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import Observer
@@ -152,19 +153,20 @@ async def open_core(parts: Parts) -> Core:
         sign_receipt=receipt_signer(run, parts.key),
         snapshot_events=config.snapshot_events,
     )
+    assigner = Assigner(
+        run,
+        secret=parts.secret,
+        environments=parts.environments,
+        tokenizer=parts.tokenizer,
+        draws=journal.state.curriculum.draws,
+    )
     core = Core(
         run=run,
         key=parts.key,
         config=config,
         clock=parts.clock,
         journal=journal,
-        assigner=Assigner(
-            run,
-            secret=parts.secret,
-            environments=parts.environments,
-            tokenizer=parts.tokenizer,
-            draws=journal.state.curriculum.draws,
-        ),
+        assigner=assigner,
         store=parts.store,
         bundles=parts.bundles,
         public=parts.public,
@@ -180,6 +182,7 @@ async def open_core(parts: Parts) -> Core:
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(check_ms=round(config.check_seconds * 1_000), attempts_max=config.check_attempts_max),
+        evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
         peers=Peers(parts.dial_back),
     )
     await parts.published.write("run.json", run.envelope.to_bytes())
@@ -195,7 +198,7 @@ async def open_core(parts: Parts) -> Core:
 async def _sweep(core: Core) -> None:
     """Delete bundles that nothing refers to: uploads whose event was not written before a crash, and interrupted deletions."""
     state = core.state
-    kept = {*state.evidence, *state.bundles, *(bundle for step in state.steps.values() for bundle in step.bundles)}
+    kept = {*state.evidence, *state.bundles, *state.step_bundles()}
     orphans = [digest async for digest in core.bundles.digests() if digest not in kept]
     for digest in orphans:
         await core.bundles.delete(digest)

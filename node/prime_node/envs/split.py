@@ -2,7 +2,8 @@
 
 A question whose sha256 is 0 modulo 8 is for evaluation, all others are for training. So the two never overlap, however
 often a generator repeats itself and with whatever seed. Training problem `index` is found by drawing numbers from a hash
-of (seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own.
+of (seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own. Problem
+HELD_OUT_START + n is evaluation problem n, so that leases can ask for it like for any other.
 
     reward = exact_share * (credit == 1) + (1 - exact_share) * credit        0 if the completion was cut off
 """
@@ -16,6 +17,7 @@ from hashlib import sha256
 
 from prime_node.envs.source import ProblemSource, SourceProblem
 from prime_node.ports.environment import HeldOutProblem
+from prime_protocol.assignment import HELD_OUT_START
 
 HELD_OUT_MODULUS = 8
 """One question of eight is held out."""
@@ -26,6 +28,8 @@ DRAWS_MAX = 10_000
 EVALUATION_START = 10_000_000
 """The evaluation's own seed: it counts from here, whatever the seed of the run."""
 CACHED_PROBLEMS = 4_096
+HELD_OUT_CACHED = 256
+"""Evaluation problems that are drawn at a time, where one is asked for by its number."""
 
 
 def is_held_out(question: str) -> bool:
@@ -92,7 +96,8 @@ class SplitEnvironment:
         self.judge = judge
         self._seed = seed
         # The coordinator asks for a prompt, the validator for the same problem's score eight times.
-        self.problem = lru_cache(CACHED_PROBLEMS)(self._draw_training)
+        self.problem = lru_cache(CACHED_PROBLEMS)(self._draw)
+        self._held_out: list[HeldOut] = []
 
     def prompt(self, index: int) -> str:
         return self.judge.frame.ask(self.problem(index).question)
@@ -117,6 +122,16 @@ class SplitEnvironment:
                 last_new = number
             number += 1
         return [HeldOut(self.judge, problem) for problem in found.values()]
+
+    def _draw(self, index: int) -> SourceProblem:
+        return self._draw_training(index) if index < HELD_OUT_START else self._nth_held_out(index - HELD_OUT_START)
+
+    def _nth_held_out(self, number: int) -> SourceProblem:
+        if number >= len(self._held_out):
+            self._held_out = self.drawn_held_out(-(-(number + 1) // HELD_OUT_CACHED) * HELD_OUT_CACHED)
+        if number >= len(self._held_out):
+            raise ValueError(f"this source has {len(self._held_out)} held-out problems, and {number} is asked for")
+        return self._held_out[number].problem
 
     def _draw_training(self, index: int) -> SourceProblem:
         for attempt in range(DRAWS_MAX):

@@ -17,7 +17,8 @@ class Environment(Protocol):
     """A numbered, endless set of problems with a deterministic score.
 
     Everything is a pure function of the arguments and of the EnvironmentSpec that built it: two machines agree on each
-    problem and on each score. Training problems and evaluation problems never overlap.
+    problem and on each score. Training problems and evaluation problems never overlap. Index HELD_OUT_START + n
+    (prime_protocol/assignment.py) is evaluation problem n, in every method that takes an index.
     """
 
     def prompt(self, index: int) -> str:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_node.algo.estimates import interval_95, pass_at_k
+from prime_node.algo.estimates import Mark, sampled_figures, spread
 from prime_node.envs.episodes import Bounds, Desk, Recorder
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
@@ -37,18 +37,6 @@ class HeldOut:
 
     evaluation: tuple[Question, ...]
     stopping: tuple[Question, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """What the completions of one question are worth."""
-
-    correct: tuple[bool, ...]
-    rewards: tuple[float, ...]
-
-    @property
-    def share(self) -> float:
-        return sum(self.correct) / len(self.correct)
 
 
 def held_out(
@@ -98,29 +86,9 @@ class Evaluator:
         questions = self._questions.evaluation
         greedy = await self._ask(questions, self._sampling.model_copy(update={"temperature": 0.0}), samples=1)
         sampled = await self._ask(questions, self._sampling, samples=self._samples)
-        marks = self._figures(greedy, sampled)
-        names = sorted({question.environment for question in questions})
-        for name in names if len(names) > 1 else ():
-            here = [place for place, question in enumerate(questions) if question.environment == name]
-            figures = self._figures([greedy[place] for place in here], [sampled[place] for place in here])
-            marks |= {f"{figure}/{name}": value for figure, value in figures.items()}
-        return marks
-
-    def _figures(self, greedy: Sequence[_Mark], sampled: Sequence[_Mark]) -> dict[str, float]:
-        by_problem = {
-            "eval_greedy": [mark.share for mark in greedy],
-            "eval_sampled": [mark.share for mark in sampled],
-            "eval_reward": [_mean(mark.rewards) for mark in sampled],
-        }
-        for k in self._pass_at:
-            values = [pass_at_k(sum(mark.correct), len(mark.correct), k) for mark in sampled]
-            by_problem[f"eval_pass_at_{k}"] = values
-        figures: dict[str, float] = {}
-        for name, values in by_problem.items():
-            figures[name] = _mean(values)
-            if values:
-                figures[f"{name}_low"], figures[f"{name}_high"] = interval_95(values)
-        return figures
+        greedy_by, sampled_by = _by_environment(questions, greedy), _by_environment(questions, sampled)
+        shares = {name: [mark.share for mark in marks] for name, marks in greedy_by.items()}
+        return spread("eval_greedy", shares) | sampled_figures(sampled_by, pass_at=self._pass_at)
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
         """Sampled accuracy on the stopping rule's own questions."""
@@ -138,7 +106,7 @@ class Evaluator:
         await self._engine.load(weights, policy_version=policy_version)
         return _mean([mark.share for mark in await self._ask(questions, self._sampling, samples=1)])
 
-    async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[_Mark]:
+    async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[Mark]:
         """One mark for each question, over `samples` completions."""
         seeds = [
             [self._seed * 2**32 + sample * 2**20 + number for sample in range(samples)]
@@ -156,7 +124,7 @@ class Evaluator:
         rewards = iter(await desk.serving(asyncio.gather(*episodes)) if episodes else ())
         for place in answers:
             its = tuple(next(rewards) for _ in range(samples))
-            marks[place] = _Mark(tuple(reward == 1.0 for reward in its), its)
+            marks[place] = Mark(sum(reward == 1.0 for reward in its), samples, _mean(its))
         return [marks[place] for place in range(len(questions))]
 
     async def _episode(self, question: Question, seed: int, desk: Desk) -> float:
@@ -165,14 +133,21 @@ class Evaluator:
         ask = Recorder(seed, self._bounds[question.environment], desk.ask)
         return await question.problem.play(question.prompt_token_ids, ask)
 
-    def _mark(self, question: Question, completions: Sequence[Completion]) -> _Mark:
+    def _mark(self, question: Question, completions: Sequence[Completion]) -> Mark:
         texts = [self._tokenizer.decode(list(completion.token_ids)) for completion in completions]
         finished = [completion.finish is FinishReason.STOP for completion in completions]
         problem, pairs = question.problem, list(zip(texts, finished, strict=True))
-        return _Mark(
-            tuple(problem.is_correct(text, finished=is_finished) for text, is_finished in pairs),
-            tuple(problem.score(text, finished=is_finished) for text, is_finished in pairs),
+        right = sum(problem.is_correct(text, finished=is_finished) for text, is_finished in pairs)
+        return Mark(
+            right, len(pairs), _mean([problem.score(text, finished=is_finished) for text, is_finished in pairs])
         )
+
+
+def _by_environment(questions: Sequence[Question], marks: Sequence[Mark]) -> dict[str, list[Mark]]:
+    found: dict[str, list[Mark]] = {}
+    for question, mark in zip(questions, marks, strict=True):
+        found.setdefault(question.environment, []).append(mark)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:

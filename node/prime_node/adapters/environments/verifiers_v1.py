@@ -26,6 +26,7 @@ from prime_node.adapters.environments import verifiers_harness
 from prime_node.envs.split import is_held_out
 from prime_node.ports.environment import Ask
 from prime_node.ports.web import Request, Response, Route, WebServer
+from prime_protocol.assignment import HELD_OUT_START
 from prime_protocol.rollout import Completion, FinishReason
 
 TokenIds = tuple[int, ...]
@@ -145,6 +146,8 @@ class VerifiersEnvironment:
         return [task for task in self._tasks if not is_held_out(task.hash)], held_out
 
     def _task(self, index: int) -> Any:
+        if index >= HELD_OUT_START:
+            return self._split[1][index - HELD_OUT_START]
         number = int.from_bytes(sha256(f"{self._seed} {index}".encode()).digest()[:6], "big")
         return self._split[0][number % len(self._split[0])]
 

@@ -130,7 +130,7 @@ def decide(
 
 def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[RejectReason | None, str]:
     fault = state.rules.admission.check(header.step, header.policy_version, current_step=state.current_step)
-    if fault is not None:
+    if fault is not None and not state.is_evaluation(lease.slots):
         detail = f"step {header.step} by policy {header.policy_version} while step {state.current_step} is trained"
         return RejectReason(fault.value), detail
     if not state.is_redeemable(lease):

@@ -76,6 +76,8 @@ class Publisher:
                 routes=routes_of(manifest),
             )
         )
+        if begun := core.evaluations.due(core.state):
+            core.decide(begun)
         core.observer.made(manifest.policy_version, manifest.created_at_ms)
         await core.journal.synced()  # a head that was shown and then forgotten would look like a fork to who saw it
         core.head = signed

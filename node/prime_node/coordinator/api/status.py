@@ -64,6 +64,7 @@ def status(core: Core) -> dict[str, Any]:
         "usable": core.usable.as_rows(USABLE_SHOWN_MAX),
         "peers": len(core.peers),
         "steps": _steps(state),
+        "evaluations": core.evaluations.as_rows(state),
         "num_workers": state.num_active,
         "workers": [_worker(core, worker) for worker in workers[:WORKERS_SHOWN_MAX]],
         "server_time_ms": core.clock.now_ms(),
@@ -89,9 +90,9 @@ def _steps(state: State) -> list[dict[str, Any]]:
     leased: Counter[int] = Counter()
     pending: Counter[int] = Counter()
     for lease in state.leases.values():
-        leased[lease.step] += len(lease.slots)
+        leased[lease.step] += 0 if state.is_evaluation(lease.slots) else len(lease.slots)
     for bundle in state.bundles.values():
-        pending[bundle.lease.step] += len(bundle.lease.slots)
+        pending[bundle.lease.step] += 0 if state.is_evaluation(bundle.lease.slots) else len(bundle.lease.slots)
     return [
         {
             "step": number,

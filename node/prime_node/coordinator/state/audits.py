@@ -84,7 +84,7 @@ def take_back(
     bundle, num_rollouts = lease.bundle, len(lease.slots) * state.rules.rollouts_per_group
     assert bundle is not None
     worker.surety = [one for one in worker.surety if one.lease.bundle != bundle]
-    step = state.steps.get(lease.step)
+    step = state.step_of(lease)
     dropped = [
         slot
         for slot in (lease.slots if step is not None else ())
@@ -94,7 +94,8 @@ def take_back(
         and step.accepted[slot].bundle == bundle
     ]
     for slot in dropped:
-        slots.drop(state, slot)
+        assert step is not None
+        slots.drop(state, step, slot)
     for known in (lease, worker.ended.get(lease.lease_id, lease)):  # two records after a restart
         known.reason, known.detail = reason, detail
     worker.accepted -= num_rollouts

@@ -5,12 +5,12 @@ A batch is fixed when the trainer is given it. Which groups it takes was decided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import slots
 from prime_node.coordinator.state.records import (
     LEASE_NEWS,
     BundleForgotten,
@@ -18,9 +18,9 @@ from prime_node.coordinator.state.records import (
     LeaseRecord,
     Publication,
     State,
-    Step,
     Worker,
 )
+from prime_node.coordinator.state.slot_records import Step
 
 
 def may_be_ready(state: State, step: int) -> bool:
@@ -53,9 +53,13 @@ def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]
 
 
 def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[Effect]:
-    for slot in event.slots:
-        slots.drop(state, slot)
+    _drop(state, event.slots)
     return [LEASE_NEWS]
+
+
+def _drop(state: State, dropped: Sequence[int]) -> None:
+    for slot in dropped:
+        slots.drop(state, state.steps[slot // state.rules.groups_per_step], slot)
 
 
 def _groups_rated(state: State, event: ev.GroupsRated, at_ms: int) -> list[Effect]:
@@ -64,8 +68,7 @@ def _groups_rated(state: State, event: ev.GroupsRated, at_ms: int) -> list[Effec
     for rating in event.ratings:
         curriculum.rate(rating, step=event.step, num_rollouts=rules.rollouts_per_group)
     filtered = [rating.slot for rating in event.ratings if rating.filtered is not None]
-    for slot in filtered:
-        slots.drop(state, slot)
+    _drop(state, filtered)
     return [LEASE_NEWS] if filtered else []
 
 
@@ -99,7 +102,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
         state.steps[number] = Step(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
-    return [LEASE_NEWS]
+    return [LEASE_NEWS, *evaluations.retire(state)]
 
 
 def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
@@ -128,4 +131,5 @@ HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.ManifestPublished: _manifest_published,
     ev.EncodingsForgotten: _encodings_forgotten,
     ev.DrainSet: _drain_set,
+    **evaluations.HANDLERS,
 }

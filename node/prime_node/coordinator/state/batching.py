@@ -74,7 +74,7 @@ def _begun_versions(state: State) -> Iterator[int]:
     """For each slot that is held and not filled, the oldest policy that anybody works on it with."""
     oldest: dict[int, int] = {}
     for lease in _holders(state):
-        step = state.steps.get(lease.step)
+        step = None if state.is_evaluation(lease.slots) else state.steps.get(lease.step)
         for slot in lease.slots if step is not None else ():
             if step is not None and slot not in step.accepted:
                 oldest[slot] = min(lease.policy_version, oldest.get(slot, lease.policy_version))

@@ -215,6 +215,16 @@ class ManifestPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationBegun:
+    """A published policy is to be evaluated by the workers (evaluations.py)."""
+
+    policy_version: int
+    slots: tuple[int, ...]
+    """Beyond the run's; which problems they are, assignments.py says."""
+    type: Literal["evaluation_begun"] = "evaluation_begun"
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingsForgotten:
     """Old encodings whose bytes are being deleted. Their manifests stay."""
 
@@ -249,6 +259,7 @@ Event = (
     | ExamplesLifted
     | TrainerDurable
     | ManifestPublished
+    | EvaluationBegun
     | EncodingsForgotten
     | DrainSet
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from prime_node.broadcast.follow.paths import search
 from prime_node.coordinator.state.newcomers import is_newcomer
-from prime_node.coordinator.state.records import AcceptedGroup, LeaseEnd, LeaseRecord, State
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_for
+from prime_node.coordinator.state.slot_records import AcceptedGroup
 
 
 def check(state: State) -> None:
     """Raises AssertionError with the invariant that does not hold."""
     _check_slots(state)
+    _check_evaluations(state)
     _check_leases(state)
     _check_workers(state)
     check_ways(state)
@@ -25,7 +27,7 @@ def _check_slots(state: State) -> None:
     assert all(number in window for number in state.steps), "a step outside the window"
     held: dict[int, list[str]] = {}
     for lease in [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]:
-        for slot in lease.slots if lease.step in state.steps else ():
+        for slot in lease.slots if lease.step in state.steps and not state.is_evaluation(lease.slots) else ():
             held.setdefault(slot, []).append(lease.lease_id)
     for number, current in state.steps.items():
         assert current.open == sorted(current.open, reverse=True), f"step {number}: open slots out of order"
@@ -41,6 +43,19 @@ def _check_slots(state: State) -> None:
             _check_admitted(state, number * size, group.policy_version)
             assert len(group.rewards) == state.rules.rollouts_per_group, f"step {number}: a reward is missing"
     _check_batches(state)
+
+
+def _check_evaluations(state: State) -> None:
+    """No place of an evaluation is lost while its policy may be leased, and one that is over is not kept."""
+    for version, current in state.evaluations.items():
+        holders = [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]
+        held = [slot for lease in holders if state.step_of(lease) is current for slot in lease.slots]
+        assert sorted(held) == sorted(slot for slot, leases in current.held.items() for _ in leases)
+        assert not current.taken, f"evaluation of policy {version}: trained on"
+        assert current.open or current.held, f"evaluation of policy {version}: over, and not settled"
+        known = {*current.open, *current.held, *current.accepted}
+        assert current.retired or len(known) == current.num_slots, f"evaluation of policy {version}: a slot is lost"
+        assert all(slot >= state.rules.slots_end for slot in known)
 
 
 def _check_batches(state: State) -> None:
@@ -82,6 +97,9 @@ def _check_leases(state: State) -> None:
 
 def _check_lease(state: State, lease: LeaseRecord) -> None:
     assert lease.slots
+    if state.is_evaluation(lease.slots):
+        assert lease.step == lease.policy_version, "an evaluation of another policy"
+        return
     assert all(slot // state.rules.groups_per_step == lease.step for slot in lease.slots)
     _check_admitted(state, max(lease.slots), lease.policy_version)
 

@@ -7,14 +7,15 @@ in exactly one place: a lease is open (`State.leases`), waits with its bundle (`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Curriculum
 from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.slot_records import Evaluation, Results, Step
 from prime_protocol.evidence import Wealth, Weighed
-from prime_protocol.schedule import StalenessFrom
 from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
 WASTED_MAX = 2
@@ -79,50 +80,6 @@ class Surety:
     num_rollouts: int
     num_tokens: int
     audited: bool
-
-
-@dataclass(slots=True)
-class AcceptedGroup:
-    """A slot's group. Nothing in it changes once it is there; it is not frozen because that would double what making it costs."""
-
-    worker: str
-    policy_version: int
-    bundle: str
-    first: int
-    """Index of its first completion in the bundle."""
-    rewards: tuple[float, ...]
-    oldest_version: int | None = None
-    """The oldest policy that sampled a token; None: policy_version, the one leased, sampled them all."""
-    end_version: int | None = None
-    """The oldest policy that sampled a last token; None likewise."""
-    order: int = 0
-    """How many groups had been accepted before."""
-    unscored: tuple[int, ...] = ()
-    """Completions, counted inside the group, that could not be scored: they are not trained on."""
-
-    def counted_from(self, staleness_from: StalenessFrom) -> int:
-        """The policy that its staleness is counted from."""
-        chosen = {StalenessFrom.OLDEST: self.oldest_version, StalenessFrom.END: self.end_version}.get(staleness_from)
-        return self.policy_version if chosen is None else chosen
-
-
-@dataclass(slots=True)
-class Step:
-    """The R slots of one step. Each is open, held (by leases and bundles without a verdict), or accepted."""
-
-    open: list[int]
-    """Slots that wait to be leased, descending: the lowest, which is leased first, is the last."""
-    attempts: dict[int, int] = field(default_factory=dict)
-    """Slot -> times leased."""
-    held: dict[int, list[str]] = field(default_factory=dict)
-    """Slot -> the leases that hold it: open ones and those whose bundle waits for a verdict."""
-    accepted: dict[int, AcceptedGroup] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
-    """Slot -> the step that it was given to the trainer for."""
-    bundles: list[str] = field(default_factory=list)
-    """Bundles whose bytes are deleted with the step."""
-    fixed: bool = False
-    """All its slots have been given to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +197,10 @@ class State:
     """The slots of earlier steps are trained, durable and forgotten."""
     steps: dict[int, Step] = field(default_factory=dict)
     """From first_step to last_step, ascending, without those that are forgotten already."""
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """By the policy that is evaluated, until all is settled."""
+    results: dict[int, Results] = field(default_factory=dict)
+    """Of the newest evaluations that are over, by policy."""
     batches: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     """Step -> the slots of each batch that the trainer was given for it."""
     num_ready: int = 0
@@ -312,6 +273,22 @@ class State:
         """The trainer has been given all batches of a step."""
         return len(self.batches.get(step, ())) == self.rules.batches_per_step
 
+    def step_of(self, lease: LeaseRecord) -> Step | None:
+        """Where a lease's slots are; None where they are settled and forgotten."""
+        if self.is_evaluation(lease.slots):
+            return self.evaluations.get(lease.step)
+        return self.steps.get(lease.step)
+
+    def step_bundles(self) -> Iterator[str]:
+        """Bundles whose bytes go with a step or an evaluation."""
+        for where in (self.steps, self.evaluations):
+            for step in where.values():
+                yield from step.bundles
+
+    def is_evaluation(self, slots: tuple[int, ...]) -> bool:
+        """Whether slots of a lease are those of an evaluation."""
+        return slots[0] >= self.rules.slots_end
+
     def lease_of(self, lease_id: str, worker: str) -> LeaseRecord | None:
         """An open lease of anybody, or one of this worker's own that waits for a verdict or has ended lately."""
         if lease_id in self.leases:
@@ -325,7 +302,9 @@ class State:
         """Open; or lapsed while all its slots still wait for somebody, so that nothing speaks against a late bundle."""
         if lease.end is not LeaseEnd.LAPSED or lease.bundle is not None:
             return lease.end is None
-        step = self.steps.get(lease.step)
+        step = self.step_of(lease)
+        if isinstance(step, Evaluation) and step.retired:
+            return False
         return step is not None and all(
             step.attempts[slot] == attempt + 1 and slot not in step.held and slot not in step.accepted
             for slot, attempt in zip(lease.slots, lease.attempts, strict=True)
@@ -367,6 +346,13 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Effect: an evaluation is over; `State.results` has it."""
+
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class BundleForgotten:
     """Effect: a bundle's bytes may be deleted once the event is durable."""
 
@@ -381,4 +367,4 @@ class Banned:
     ban: Ban
 
 
-Effect = Woken | Settled | BundleForgotten | Banned
+Effect = Woken | Settled | Evaluated | BundleForgotten | Banned

@@ -61,6 +61,11 @@ class Rules:
         return Admission(size, ahead, self.selection is Selection.IN_ORDER, lag_max)
 
     @property
+    def slots_end(self) -> int:
+        """The run's slots are below this; from here on they are places of an evaluation."""
+        return self.max_steps * self.groups_per_step
+
+    @property
     def batch_groups(self) -> int:
         """Groups of one batch; `batches_per_step` batches are a step."""
         return self.groups_per_step // self.batches_per_step

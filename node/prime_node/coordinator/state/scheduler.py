@@ -4,6 +4,8 @@ The rule (docs of step.py): slot m may be begun on policy v if m < v R + floor(R
 first: they are what the trainer waits for. A slot that failed, expired, was handed back, refused or dropped is among the lowest,
 so it is the next to be leased, by whoever holds a policy that is fresh enough. No slot can be skipped and forgotten.
 
+Evaluations come first (evaluations.py): their policy is soon too old to be leased.
+
 Fair share: while others take part, one worker holds at most ceil(R / workers) slots of one step at once. Who is faster comes
 back sooner and gets more; who is alone gets everything.
 
@@ -24,6 +26,7 @@ groups of a worker that has brought nothing yet and takes far longer still go to
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice
 
@@ -90,7 +93,9 @@ def choose_slots(
             reason = "newcomers of your network hold as many leases as one newcomer may; more once bundles are accepted"
             return Refusal(reason, is_worth_waiting=True)
         count_max = min(count_max, budget.groups)
-    found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
+    found = _find_held_out(state, worker, policy_version=policy_version, count_max=count_max)
+    if found is None:
+        found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
     if found is None:
         found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
     if found is not None:
@@ -99,6 +104,17 @@ def choose_slots(
         reason = f"policy {policy_version} can serve nothing that is open; fetch policy {state.head}"
         return Refusal(reason, is_worth_waiting=False)
     return Refusal(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
+
+
+def _find_held_out(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
+    evaluation = state.evaluations.get(policy_version)
+    if evaluation is None or not evaluation.open:
+        return None
+    share = -(-evaluation.num_slots // max(1, state.num_active - state.crowd))
+    leases = (state.leases[lease_id] for lease_id in worker.leases)
+    held = sum(len(lease.slots) for lease in leases if state.step_of(lease) is evaluation)
+    count = min(share - held, count_max)
+    return Grant(policy_version, lowest_open(evaluation, count)) if count > 0 else None
 
 
 def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
@@ -147,7 +163,7 @@ def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_
         return None
     for lease in islice(state.leases.values(), STRAGGLERS_LOOKED_AT_MAX):
         step = state.steps.get(lease.step)
-        if lease.worker == worker.worker or step is None:
+        if lease.worker == worker.worker or step is None or state.is_evaluation(lease.slots):
             continue
         copies_max = _copies_max(state, lease, worker, now_ms)
         if copies_max == 1:
@@ -206,7 +222,7 @@ def fair_share(state: State) -> int:
 def slots_held(state: State, worker: Worker, number: int) -> int:
     """Slots of a step that a worker has leased and not uploaded yet."""
     leases = (state.leases[lease_id] for lease_id in worker.leases)
-    return sum(len(lease.slots) for lease in leases if lease.step == number)
+    return sum(len(lease.slots) for lease in leases if lease.step == number and not state.is_evaluation(lease.slots))
 
 
 def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:
@@ -229,12 +245,16 @@ def forgettable_step(state: State, durable_step: int) -> int:
 
 def oldest_policy_needed(state: State) -> int:
     """The oldest policy that a lease may name, or does, or that a validator needs."""
-    oldest = max(0, state.head - state.rules.admission.lag_leased)
+    oldest = min([max(0, state.head - state.rules.admission.lag_leased), *state.evaluations])
     if state.rules.selection is Selection.IN_ORDER:  # nothing older is in the window
         return oldest
     versions = [lease.policy_version for lease in state.leases.values()]
     versions += [pending.lease.policy_version for pending in state.bundles.values()]
     return min([oldest, *versions])
+
+
+def _is_of(state: State, lease: LeaseRecord, steps: Container[int]) -> bool:
+    return lease.step in steps and not state.is_evaluation(lease.slots)
 
 
 UNVERIFIABLE_TOLD = 3
@@ -259,8 +279,8 @@ def waits_for(state: State) -> list[str]:
     wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
     steps = {number: state.steps[number] for number in wanted if number in state.steps}
     num_open = sum(len(step.open) for step in steps.values())
-    leased = [lease for lease in state.leases.values() if lease.step in steps]
-    pending = sum(bundle.lease.step in steps for bundle in state.bundles.values())
+    leased = [lease for lease in state.leases.values() if _is_of(state, lease, steps)]
+    pending = sum(_is_of(state, bundle.lease, steps) for bundle in state.bundles.values())
     what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
     if num_open:
         who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"

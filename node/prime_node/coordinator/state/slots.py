@@ -10,12 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import neg
 
-from prime_node.coordinator.state.records import LEASE_NEWS, AcceptedGroup, Effect, LeaseRecord, State, Step
+from prime_node.coordinator.state import evaluations
+from prime_node.coordinator.state.records import LEASE_NEWS, Effect, LeaseRecord, State
+from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Step
 
 
 def hold(state: State, lease: LeaseRecord) -> None:
     """A lease holds its slots, which are open or held by others."""
-    step = state.steps[lease.step]
+    step = state.step_of(lease)
+    assert step is not None
     for slot in lease.slots:
         holders = step.held.get(slot)
         if holders is None:
@@ -27,7 +30,7 @@ def hold(state: State, lease: LeaseRecord) -> None:
 
 def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
     """A lease, or its bundle, holds its slots no longer. Those that nobody holds and nothing fills are open again."""
-    step = state.steps.get(lease.step)
+    step = state.step_of(lease)
     if step is None:  # others filled its slots, and they are trained and forgotten
         return []
     reopened = False
@@ -36,21 +39,23 @@ def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
         holders.remove(lease.lease_id)
         if not holders:
             del step.held[slot]
-            if slot not in step.accepted:
+            if slot not in step.accepted and not (isinstance(step, Evaluation) and step.retired):
                 insort(step.open, slot, key=neg)
                 reopened = True
-    return [LEASE_NEWS] if reopened else []
+    ended = evaluations.settle(state, lease.step) if isinstance(step, Evaluation) else []
+    return [LEASE_NEWS, *ended] if reopened else ended
 
 
-def fill(state: State, slot: int, group: AcceptedGroup) -> bool:
+def fill(state: State, lease: LeaseRecord, slot: int, group: AcceptedGroup) -> bool:
     """An accepted group takes its slot, which somebody holds. False where another group did so before."""
-    step = state.steps.get(slot // state.rules.groups_per_step)
+    step = state.step_of(lease)
     if step is None or slot in step.accepted:
         return False
     assert slot in step.held
     step.accepted[slot] = group
-    state.num_ready += 1
-    state.num_accepted_groups += 1
+    if not isinstance(step, Evaluation):
+        state.num_ready += 1
+        state.num_accepted_groups += 1
     return True
 
 
@@ -66,22 +71,23 @@ def take(state: State, slots: tuple[int, ...], for_step: int) -> None:
     state.num_ready -= len(slots)
 
 
-def drop(state: State, slot: int) -> None:
+def drop(state: State, step: Step, slot: int) -> None:
     """An accepted group that no batch has taken is thrown away."""
-    step = state.steps[slot // state.rules.groups_per_step]
     assert slot not in step.taken
     del step.accepted[slot]
-    state.num_ready -= 1
-    state.num_dropped_groups += 1
+    if not isinstance(step, Evaluation):
+        state.num_ready -= 1
+        state.num_dropped_groups += 1
+    elif step.retired:
+        return
     if slot not in step.held:
         insort(step.open, slot, key=neg)
 
 
 def room(state: State) -> list[Effect]:
     """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
-    for step in state.steps.values():
-        if step.open:
-            return [LEASE_NEWS]
+    if any(step.open for where in (state.steps, state.evaluations) for step in where.values()):
+        return [LEASE_NEWS]
     return []
 
 

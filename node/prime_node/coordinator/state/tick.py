@@ -25,7 +25,6 @@ from prime_node.coordinator.state.records import (
     CHECK_NEWS,
     LEASE_NEWS,
     WASTED_MAX,
-    AcceptedGroup,
     Ban,
     Banned,
     BundleForgotten,
@@ -38,6 +37,7 @@ from prime_node.coordinator.state.records import (
     State,
     Worker,
 )
+from prime_node.coordinator.state.slot_records import AcceptedGroup
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
@@ -102,7 +102,8 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
 
 
 def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Effect]:
-    step, worker = state.steps[event.step], state.workers[event.worker]
+    worker = state.workers[event.worker]
+    step = (state.evaluations if state.is_evaluation(event.slots) else state.steps)[event.step]
     assert worker.active
     assert worker.banned is None
     attempts = tuple(step.attempts.get(slot, 0) for slot in event.slots)
@@ -144,7 +145,8 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     assert lease is not None
     assert lease.worker == event.worker
     assert state.is_redeemable(lease)
-    step = state.steps[lease.step]
+    step = state.step_of(lease)
+    assert step is not None
     if lease.end is None:
         del state.leases[lease.lease_id]
         worker.leases.remove(lease.lease_id)
@@ -284,7 +286,7 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
             group.oldest_version, group.end_version = versions[index]
         if unscored:
             group.unscored = tuple(place - first for place in unscored if first <= place < first + size)
-        slots.fill(state, slot, group)
+        slots.fill(state, lease, slot, group)
     effects = [*forgotten, *slots.let_go(state, lease), *_end_overtaken(state, lease)]
     worker = state.workers[lease.worker]
     worker.accepted += pending.num_rollouts
@@ -302,7 +304,7 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
 
 def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
     """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
-    step = state.steps.get(lease.step)
+    step = state.step_of(lease)
     others = {other for slot in lease.slots for other in step.held.get(slot, ())} if step is not None else ()
     effects: list[Effect] = []
     for other in (state.leases[lease_id] for lease_id in sorted(others) if lease_id in state.leases):
@@ -340,7 +342,7 @@ def _stop_waiting(state: State, pending: PendingBundle) -> list[Effect]:
     del worker.pending[pending.lease.lease_id]
     _remember_ended(worker, pending.lease)
     # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
-    is_late = pending.lease.step not in state.steps and pending.bundle not in state.evidence
+    is_late = state.step_of(pending.lease) is None and pending.bundle not in state.evidence
     return [BundleForgotten(pending.bundle)] if is_late else []
 
 

@@ -1,0 +1,24 @@
+"""An environment of two agents, as somebody else would publish it: a planner hands a word to a speller and says what it heard."""
+
+from __future__ import annotations
+
+import verifiers.v1 as vf
+from prime_words import WordData, WordTask
+
+
+class HandoffConfig(vf.EnvConfig):
+    planner: vf.AgentConfig = vf.AgentConfig()
+    speller: vf.AgentConfig = vf.AgentConfig()
+
+
+class Handoff(vf.Env[HandoffConfig]):
+    async def run(self, task: WordTask, agents: vf.Agents) -> None:
+        async with agents.planner.interaction(task) as planner:
+            word = (await planner.turn()).last_reply
+            order = WordData(prompt=f"spell {word} backward", answer=task.data.answer)
+            heard = await agents.speller.run(WordTask(order, task.config))
+            spelled = [node for node in heard.nodes if node.sampled][-1].message.content
+            await planner.turn(f"the speller says {spelled}")
+
+
+__all__ = ["Handoff"]

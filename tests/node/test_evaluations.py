@@ -1,0 +1,250 @@
+"""Evaluations by workers, against the real daemon and the state machine: what is asked, what is told, what is not trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    Letters,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+from tests.node.scheduler_world import RULES, Run
+
+from prime_node.algo.estimates import Mark
+from prime_node.coordinator.daemon import Parts, open_core
+from prime_node.coordinator.state import evaluations, invariants, snapshot
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import BundleForgotten, Evaluated, LeaseEnd, State
+from prime_node.ports.environment import HeldOutProblem
+from prime_protocol.assignment import HELD_OUT_START, Lease
+from prime_protocol.errors import LocalError
+from prime_protocol.verdict import RejectReason
+
+RUN = make_run(async_level=2)
+SLOTS_END = RUN.spec.max_steps * RUN.spec.groups_per_step
+SETTINGS = {"every": 2, "problems": 3, "pass_at": [2]}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Implements ports.environment.HeldOutProblem."""
+
+    prompt: str
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        return finished and completion == self.prompt
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        return float(self.is_correct(completion, finished=finished))
+
+
+class Examined(Letters):
+    """With five held-out problems; the prompt of the second is too long."""
+
+    def held_out(self, count: int) -> list[HeldOutProblem]:
+        return [Asked(self.prompt(HELD_OUT_START + number)) for number in range(min(count, 5))]
+
+    def prompt(self, index: int) -> str:
+        number = index - HELD_OUT_START
+        return super().prompt(index) if number < 0 else f"held out {number}" + "!" * 9_000 * (number == 1)
+
+
+def examined(parts: Parts) -> Parts:
+    return replace(parts, environments={"letters": Examined()})
+
+
+async def answer(world: World, lease: Lease, *, reason: RejectReason | None = None) -> None:
+    await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    await world.judge(reason=reason)
+
+
+async def test_workers_evaluate_first_and_nobody_trains_on_it() -> None:
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
+        await world.publish()
+        await world.join(ANNA)
+        lease = await world.lease(ANNA)
+        assert [group.slot for group in lease.groups] == [SLOTS_END, SLOTS_END + 2]  # one prompt does not fit
+        assert [group.problem.index - HELD_OUT_START for group in lease.groups] == [0, 2]
+        assert bytes(lease.groups[0].prompt_token_ids) == b"held out 0"
+        under_way = (await world.status())["evaluations"]
+        assert under_way == [{"policy_version": 0, "eval_problems": 0, "eval_missing": 2}]
+        await answer(world, lease)
+        (row,) = (await world.status())["evaluations"]
+        assert (row["eval_by"], row["eval_trusted"]) == ("workers", False)
+        assert (row["eval_problems"], row["eval_unanswered"], row["eval_sampled"], row["eval_pass_at_2"]) == (
+            2,
+            0,
+            0.5,
+            1.0,
+        )
+        assert row["eval_sampled_low"] < 0.5 < row["eval_sampled_high"]
+        batch = await world.fill(0)
+        assert [group.slot for group in batch.groups] == [0, 1, 2, 3]
+        assert (await world.status())["rollouts"]["accepted"] == 4 + 8  # the work is credited like any other
+
+
+async def test_the_problems_and_seeds_that_are_trained_on_do_not_depend_on_evaluations() -> None:
+    asked: list[list[Any]] = []
+    for settings in ({}, SETTINGS):
+        async with running(examined(memory_parts(RUN, evaluation=settings))) as world:
+            await world.publish()
+            await world.join(ANNA)
+            if settings:
+                await answer(world, await world.lease(ANNA))
+            asked.append([(one.slot, one.problem, one.seeds) for one in (await world.lease(ANNA)).groups])
+    assert asked[0] == asked[1]
+
+
+async def test_a_later_policy_meets_the_same_problems_and_seeds_and_a_restart_knows_the_results(tmp_path: Path) -> None:
+    parts = examined(await folder_parts(RUN, tmp_path, evaluation=SETTINGS))
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        first = await world.lease(ANNA)
+        await answer(world, first)
+        for step in (0, 1):
+            await world.fill(step)
+            await world.publish()
+        second = await world.lease(ANNA)
+        assert [(one.problem, one.seeds) for one in first.groups] == [(one.problem, one.seeds) for one in second.groups]
+        assert (second.policy_version, second.step) == (2, 2)
+        await answer(world, second)  # the same text again, from the same seeds: no copy
+        told = (await world.status())["evaluations"]
+        assert [row["policy_version"] for row in told] == [0, 2]
+    async with running(examined(await folder_parts(RUN, tmp_path, evaluation=SETTINGS))) as world:
+        assert (await world.status())["evaluations"] == told
+
+
+async def test_refused_answers_are_asked_again() -> None:
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
+        await world.publish()
+        await world.join(ANNA)
+        lease = await world.lease(ANNA)
+        await answer(world, lease, reason=RejectReason.UNVERIFIABLE)
+        assert [one.slot for one in (await world.lease(ANNA)).groups] == [one.slot for one in lease.groups]
+
+
+async def test_a_policy_is_evaluated_after_the_next_one_is_out() -> None:
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        lease = await world.lease(ANNA, rollouts_max=2)
+        rest = await world.lease(BEN, rollouts_max=2)
+        await world.client(BEN).upload(make_parcel(rest, BEN))
+        await world.judge()
+        for step in range(4):  # further than async_level: what is tagged so would be stale
+            await world.fill(step, BEN)
+            await world.publish()
+            if step % 2:
+                await world.client(BEN).upload(make_parcel(await world.lease(BEN), BEN))
+                await world.judge()
+        await answer(world, lease)
+        rows = {row["policy_version"]: row for row in (await world.status())["evaluations"]}
+        assert rows[0]["eval_problems"] == 2
+
+
+async def test_pass_at_more_than_there_are_completions_is_the_operators_mistake() -> None:
+    with pytest.raises(LocalError, match="pass_at"):
+        await open_core(memory_parts(RUN, evaluation={"every": 1, "pass_at": [3]}))
+
+
+# The state machine
+
+END = RULES.max_steps * RULES.groups_per_step
+
+
+@pytest.fixture
+def run() -> Run:
+    """Two workers, and policy 0 under evaluation."""
+    run = Run()
+    run.join("anna", "ben")
+    run.publish()
+    run.do(ev.EvaluationBegun(0, tuple(range(END, END + 4))))
+    return run
+
+
+def checked(run: Run) -> State:
+    invariants.check(run.state)
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    return run.state
+
+
+def test_an_evaluation_is_shared_fairly_and_comes_before_training(run: Run) -> None:
+    assert run.granted("anna", 0).slots == (END, END + 1)
+    assert run.granted("anna", 0).slots == (0, 1, 2), "its share is out, and it trains meanwhile"
+    assert run.granted("ben", 0).slots == (END + 2, END + 3)
+    checked(run)
+
+
+def test_it_is_over_when_all_is_answered_and_its_bytes_are_forgotten_then(run: Run) -> None:
+    first, second = run.granted("anna", 0), run.granted("ben", 0)
+    run.accept(run.upload(first))
+    assert not checked(run).results
+    effects = run.accept(run.upload(second))
+    assert [effect for effect in effects if isinstance(effect, Evaluated)] == [Evaluated(0)]
+    assert {effect.bundle for effect in effects if isinstance(effect, BundleForgotten)} == {"bundle-0", "bundle-1"}
+    state = checked(run)
+    assert state.results[0].marks == dict.fromkeys(range(END, END + 4), Mark(0, 2, 0.5))
+    assert not state.evaluations
+    assert state.num_ready == state.num_accepted_groups == 0, "nothing for the trainer"
+
+
+def test_what_comes_back_is_leased_again(run: Run) -> None:
+    lapsed, refused = run.granted("anna", 0), run.granted("ben", 0)
+    run.do(ev.LeasesExpired((lapsed.lease_id,)))
+    run.refuse(run.upload(refused), RejectReason.UNVERIFIABLE)
+    assert checked(run).evaluations[0].open == [END + 3, END + 2, END + 1, END]
+
+
+def test_a_policy_that_is_leased_no_more_is_evaluated_no_further(run: Run) -> None:
+    slow, lost = run.granted("anna", 0), run.granted("ben", 0)
+    for policy in range(RULES.async_level + 1):
+        run.train("ben", policy)
+    assert checked(run).evaluations[0].retired
+    run.do(ev.LeasesExpired((lost.lease_id,)))
+    assert not checked(run).evaluations[0].open
+    assert Evaluated(0) in run.accept(run.upload(slow))
+    assert checked(run).results[0].marks.keys() == {END, END + 1}, "of four"
+
+
+def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
+    run = Run(replace(RULES, strikes_max=1, surety_bundles=4, audit_share_min=0.1))
+    run.join("anna", "ben")
+    run.publish()
+    run.do(ev.EvaluationBegun(0, (END, END + 1)))
+    run.accept(run.upload(run.granted("anna", 0), audited=False))
+    assert checked(run).evaluations[0].accepted
+    run.refuse(run.upload(run.granted("anna", 0)), RejectReason.SEED_MISMATCH)
+    assert checked(run).evaluations[0].open == [END + 1, END]
+
+
+def test_a_late_answer_to_what_is_over_is_turned_away(run: Run) -> None:
+    late = run.granted("anna", 0)
+    run.do(ev.LeasesExpired((late.lease_id,)))
+    assert run.state.is_redeemable(late)
+    for worker in ("ben", "anna"):
+        run.accept(run.upload(run.granted(worker, 0)))
+    assert checked(run).results
+    assert not run.state.is_redeemable(late)
+    assert late.end is LeaseEnd.LAPSED
+
+
+def test_few_results_are_remembered() -> None:
+    run = Run()
+    run.join("anna")
+    run.publish()
+    for policy in range(RULES.max_steps - 1):
+        run.do(ev.EvaluationBegun(policy, (END,)))
+        run.accept(run.upload(run.granted("anna", policy)))
+        run.train("anna", policy)
+    assert len(checked(run).results) == min(RULES.max_steps - 1, evaluations.RESULTS_KEPT_MAX)
