@@ -2,7 +2,8 @@
 
     python scripts/bench/learning.py --out DIR                     the whole grid: 126 runs, hours; goes on where it stopped
     python scripts/bench/learning.py --out DIR --minutes 10        as many runs as begin within ten minutes
-    python scripts/bench/learning.py --out DIR --report            tables of what there is; --plot FILE draws the curves
+    python scripts/bench/learning.py --out DIR --report            tables of what there is; --plot FILE draws the curves,
+                                                                   --keep FILE writes them, and --out takes that FILE too
     python scripts/bench/learning.py --quick [--json]              two losses, two levels, a few steps, under a minute
 
 Engine, environment, losses and train backend in one process, without the wire. Every run of a task and a seed begins with the
@@ -22,12 +23,11 @@ import asyncio
 import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -38,6 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from learning_plot import plot
+from learning_report import checks, compare, keep, read, report
 
 from prime_node.adapters.engines.torch_weights import to_torch, to_weights
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -102,14 +103,6 @@ class Row:
     @property
     def name(self) -> str:
         return f"{self.task}-{self.loss}-k{self.async_level}-seed{self.seed}-{self.steps}"
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    value: float
-    bar: str
-    ok: bool
 
 
 def environment_spec(task: str, seed: int, folder: Path) -> EnvironmentSpec:
@@ -276,82 +269,6 @@ def _path(out: Path, row: Row) -> Path:
     return out / f"{row.name}.json"
 
 
-# What it says
-
-
-def read(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(out.glob("*-k*-seed*.json"))]
-
-
-def final(run: dict[str, Any]) -> float:
-    """Sampled held-out accuracy after the last step; 0 where it diverged."""
-    return 0.0 if run["diverged"] else float(run["evaluations"][-1]["sampled"])
-
-
-def lost(run: dict[str, Any]) -> float:
-    """What it had at its best evaluation and has no more at the end."""
-    return max(float(mark["sampled"]) for mark in run["evaluations"]) - final(run)
-
-
-def cell(runs: Sequence[dict[str, Any]]) -> str:
-    """Median and range of the final accuracy, the worst loss from a peak, the mean reward of the last tenth, seeds."""
-    if not runs:
-        return "-"
-    values = [final(run) for run in runs]
-    tail = [statistics.fmean(run["reward"][-max(1, len(run["reward"]) // 10) :] or [0.0]) for run in runs]
-    return (
-        f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f}), -{max(map(lost, runs)):.2f},"
-        f" {statistics.fmean(tail):.2f}, n={len(runs)}"
-    )
-
-
-def report(runs: Sequence[dict[str, Any]]) -> None:
-    for task, steps in sorted({(run["task"], run["steps"]) for run in runs}):
-        mine = [run for run in runs if (run["task"], run["steps"]) == (task, steps)]
-        begins = sorted({float(run["evaluations"][0]["sampled"]) for run in mine})
-        print(f"\n{task}, {steps} steps, lr {mine[0]['lr']:g}; sampled held-out accuracy before: {begins}")
-        print(
-            "Each cell: final accuracy, median (range); worst loss from a peak; mean reward of the last tenth; seeds.\n"
-        )
-        print("| loss | " + " | ".join(f"k = {level}" for level in LEVELS) + " |")
-        print("|---" * (1 + len(LEVELS)) + "|")
-        for loss in LOSSES:
-            cells = [
-                cell([run for run in mine if run["loss"] == loss and run["async_level"] == level]) for level in LEVELS
-            ]
-            if any(each != "-" for each in cells):
-                print(f"| {loss} | " + " | ".join(cells) + " |")
-
-
-def checks(runs: Sequence[dict[str, Any]]) -> list[Check]:
-    """Of what there is."""
-    whole = len(LOSSES) * len(LEVELS) * len(SEEDS) * len(TASKS)
-    found = [Check("runs of the whole grid", float(len(runs)), str(whole), len(runs) >= whole)]
-    for level in sorted({run["async_level"] for run in runs}):
-        pairs = [
-            (final(run), final(other))
-            for run, other in itertools.product(runs, runs)
-            if run["loss"] == "grpo_is"
-            and other["loss"] == "grpo"
-            and run["async_level"] == other["async_level"] == level
-            and all(run[key] == other[key] for key in ("task", "seed", "steps"))
-        ]
-        if pairs:
-            gain = statistics.fmean(corrected - plain for corrected, plain in pairs)
-            name = f"accuracy that importance correction adds at k = {level}"
-            if level:
-                found.append(Check(name, gain, "> 0", gain > 0.0))
-            else:  # the sampler is the trainer's own policy: there is nothing to correct
-                found.append(Check(name, gain, "within 0.03 of 0", abs(gain) <= 0.03))
-    improved = [
-        final(run) - float(run["evaluations"][0]["sampled"]) for run in runs if run["loss"] not in ("grpo", "gspo")
-    ]
-    if improved:
-        worst = min(improved)
-        found.append(Check("least accuracy gained by a run, grpo and gspo left out", worst, "> 0", worst > 0.0))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
@@ -365,6 +282,7 @@ def main() -> None:
     parser.add_argument("--teach-steps", type=int, default=1_000, help="supervised steps at most")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
+    parser.add_argument("--keep", type=Path, help="write the curves there, as JSON lines")
     parser.add_argument("--quick", action="store_true", help="two losses, two levels, a few steps")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     options = parser.parse_args()
@@ -380,20 +298,25 @@ def main() -> None:
                 (0, 4),
             )
             options.steps, options.teach_steps, evaluation = 6, 40, 128
-        out.mkdir(parents=True, exist_ok=True)
+        if not out.is_file():
+            out.mkdir(parents=True, exist_ok=True)
         if not options.report:
             asyncio.run(fill(options, out, evaluation=evaluation))
         runs = read(out)
+    whole = len(LOSSES) * len(LEVELS) * len(SEEDS) * len(TASKS)
     if not runs:
         sys.exit(f"no runs in {out}")
+    if options.keep:
+        keep(runs, options.keep)
     if options.plot:
         plot(runs, options.plot, losses=list(LOSSES))
     if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks(runs)]}))
+        print(json.dumps({"checks": [asdict(check) for check in checks(runs, whole=whole)]}))
         return
-    report(runs)
+    report(runs, losses=LOSSES, levels=LEVELS)
+    compare(runs, losses=LOSSES, levels=LEVELS)
     print()
-    for check in checks(runs):
+    for check in checks(runs, whole=whole):
         print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path, *, losses: Sequence[str]) -> None:
-    """One panel for each task and level; a line a loss, the mean over seeds."""
+    """One panel for each task and level; a line a loss, the mean over seeds, and their range as a band."""
     tasks = sorted({run["task"] for run in runs})
     levels = sorted({run["async_level"] for run in runs})
     figure = Figure(figsize=(4 * len(levels), 3 * len(tasks)), layout="constrained")
@@ -28,8 +28,10 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, *, losses: Sequence[str]) -
                 marks = [run["evaluations"] for run in mine]
                 shortest = min(map(len, marks))
                 steps = [mark["step"] for mark in marks[0][:shortest]]
-                means = [statistics.fmean(each[place]["sampled"] for each in marks) for place in range(shortest)]
-                panel.plot(steps, means, label=f"{loss} ({len(mine)})", linestyle="--" if loss == "grpo" else "-")
+                values = [[each[place]["sampled"] for each in marks] for place in range(shortest)]
+                style = "--" if loss == "grpo" else "-"
+                (line,) = panel.plot(steps, [*map(statistics.fmean, values)], style, label=f"{loss} ({len(mine)})")
+                panel.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.08, color=line.get_color())
         panel.legend(fontsize=6)
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel("sampled accuracy, held out", fontsize=8)

@@ -27,8 +27,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Check, Row
+from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row
 from learning_plot import bands
+from learning_report import Check
 
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
