@@ -93,6 +93,29 @@ async def test_workers_evaluate_first_and_nobody_trains_on_it() -> None:
         assert (await world.status())["rollouts"]["accepted"] == 4 + 8  # the work is credited like any other
 
 
+async def test_the_figures_are_a_row_and_gauges_that_say_that_they_are_not_trusted() -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Kept:
+        def record(self, **fields: Any) -> None:
+            rows.append(fields)
+
+        def close(self) -> None:
+            rows.append({})
+
+    parts = replace(examined(memory_parts(RUN, evaluation=SETTINGS)), rows=Kept())
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await answer(world, await world.lease(ANNA))
+        (row,) = rows
+        assert (row["policy_version"], row["eval_sampled"], row["eval_trusted"]) == (0, 0.5, False)
+        shown = (await world.get("/metrics"))[1].decode()
+        assert "prime_coordinator_eval_sampled 0.5" in shown
+        assert "prime_coordinator_eval_trusted 0.0" in shown
+    assert rows[-1] == {}, "closed with the daemon"
+
+
 async def test_the_problems_and_seeds_that_are_trained_on_do_not_depend_on_evaluations() -> None:
     asked: list[list[Any]] = []
     for settings in ({}, SETTINGS):

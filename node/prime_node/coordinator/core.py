@@ -110,7 +110,7 @@ class Core:
                 self._follow_bundle(effect)
             elif isinstance(effect, Evaluated):
                 row = self.evaluations.row_of(self.state.results[effect.policy_version])
-                self.observer.rows.record(step=effect.policy_version, **row)
+                self.observer.rows.record(policy_version=effect.policy_version, **row)
             elif isinstance(effect, Banned):
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
                 self.banned.put_nowait(effect.worker)
