@@ -95,6 +95,15 @@ class Check:
     ok: bool
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """A completion that an honest worker would not have uploaded."""
+
+    slot: int
+    changes_text: bool
+    """Not its numbers alone."""
+
+
 class Bench:
     """Runs of one process: they share the policies and the engines."""
 
@@ -135,20 +144,21 @@ class Bench:
         assert cheat.adversary is not None
         key, text = cheat.key.key_id, cheat.adversary.changes_text
         trained = {group.slot for batch in outcome.batches for group in batch.groups if group.worker == key}
-        had = since = dishonest = poisoned = accepted = 0
+        had = before = since = dishonest = poisoned = accepted = 0
         first, check = None, None
         for judged in (one for one in outcome.judged if one.worker == key and one.verdict is not None):
             assert judged.verdict is not None
             had += judged.lease.num_rollouts
             wrong = await self._wrong(judged)
             if first is None:
+                before += judged.lease.num_rollouts if not since and not wrong else 0
                 dishonest += len(wrong)
                 since += judged.lease.num_rollouts if since or wrong or not text else 0
                 accepted += bool(wrong) and judged.verdict.accepted
                 if judged.verdict.reason is not None and judged.verdict.reason.is_dishonest:
                     first, check = since, str(judged.verdict.reason)
             if judged.verdict.accepted:
-                poisoned += sum(slot in trained for slot in wrong)
+                poisoned += sum(one.changes_text and one.slot in trained for one in wrong)
         ban = outcome.worker(cheat)["banned"]
         if ban is not None and first is None:
             first, check = since, f"ban, {ban['kind']}"
@@ -156,25 +166,29 @@ class Bench:
             "caught": first,
             "check": check,
             "judged": had,
+            "honest_before": before,
             "dishonest": dishonest,
             "bundles_accepted_before": accepted,
             "poisoned": poisoned,
             "banned": None if ban is None else ban["kind"],
         }
 
-    async def _wrong(self, judged: Judged) -> list[int]:
-        """Slots of completions that are not an honest worker's."""
+    async def _wrong(self, judged: Judged) -> list[Wrong]:
+        """Completions that are not an honest worker's."""
         slots = [group.slot for group in judged.lease.groups for _ in group.seeds]
         try:
             _, rollouts = opened(judged.parcel)
         except PeerError:
-            return slots
-        honest = await self._arena.honest(judged.lease)
-        return [
-            slot
-            for slot, mine, theirs in zip(slots, rollouts.completions(), honest, strict=True)
-            if mine.token_ids != theirs.token_ids or np.abs(np.subtract(mine.logprobs, theirs.logprobs)).max() > NATS
-        ]
+            return [Wrong(slot, True) for slot in slots]
+        honest, found = await self._arena.honest(judged.lease), []
+        for slot, claimed, mine, theirs in zip(
+            slots, rollouts.slots_N.tolist(), rollouts.completions(), honest, strict=True
+        ):
+            if (claimed, mine.token_ids) != (slot, theirs.token_ids):
+                found.append(Wrong(slot, True))
+            elif np.abs(np.subtract(mine.logprobs, theirs.logprobs)).max() > NATS:
+                found.append(Wrong(slot, False))
+        return found
 
     async def _add_streams(self, found: dict[str, Any], name: str, seed: int) -> None:
         """What the baselines have to judge by: nobody is banned."""
@@ -290,10 +304,10 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
         beyond = statistics.fmean((run["caught"] or math.inf) > LEASE_ROLLOUTS * BUNDLES_95 for run in text)
         name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
         return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]
-    worst = max((run["caught"] or 10**6 for run in text), default=0)
+    worst = max((math.inf if run["caught"] is None else run["caught"] for run in text), default=0)
     name = "rollouts until a cheat that changes the text is caught, the most of any seed"
     found.append(Check(name, worst, "<= 50", worst <= 50))
-    older = [run["caught"] or 10**6 for run in runs if run["name"] == "older-1"]
+    older = [math.inf if run["caught"] is None else run["caught"] for run in runs if run["name"] == "older-1"]
     if older:
         worst = max(older)
         found.append(Check("rollouts until one policy step is caught, the most", worst, "<= 50", worst <= 50))
