@@ -2,6 +2,7 @@
 
     python scripts/bench/evidence.py --out DIR [--seconds 200]   a small random model; goes on where it stopped
     python scripts/bench/evidence.py --quick --json         fewer tokens, under a minute; the checks alone
+    python scripts/bench/evidence.py --quick --out DIR --sampler vllm/bf16      workers with vLLM
     python scripts/bench/evidence.py --model M --older 1=A --older 8=B     real policies, by `verify --policy N --export`
 
 Everything runs under the shipped calibration. A cheat samples as its row says; `own` claims the logprobs and proofs of what it
@@ -33,11 +34,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import numpy.typing as npt
-from evidence_cheats import CALIBRATION, LENGTH, WORKER, Part, World, cheats, escalation
+from evidence_cheats import CALIBRATION, LENGTH, Pair, Part, World, cheats, escalation
 
-from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.cli import wire
 from prime_node.cli.calibrate import random_model
 from prime_node.validator.calibrating import make_leases, sample
 from prime_protocol.calibration import evidence_of, speaks_for
@@ -68,20 +69,20 @@ def joined(parts: Sequence[Part]) -> Statistics:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def evidence_after(parts: Sequence[Statistics], judge_class: str, statistics: tuple[str, ...]) -> list[float]:
+def evidence_after(parts: Sequence[Statistics], pair: Pair, statistics: tuple[str, ...]) -> list[float]:
     """Nats after each bundle, of an evidence of these statistics alone."""
     wealth, logs = folded({}, {}, statistics=statistics), []
     for part in parts:
-        sums = evidence_of(part, CALIBRATION, worker=WORKER, validator=judge_class).sums
+        sums = evidence_of(part, CALIBRATION, worker=pair[0], validator=pair[1]).sums
         wealth = folded(wealth, sums, statistics=statistics)
         logs.append(log_evidence(wealth))
     return logs
 
 
-def tokens_needed(parts: list[Part], judge_class: str, statistics: tuple[str, ...], orders: int) -> list[float]:
+def tokens_needed(parts: list[Part], pair: Pair, statistics: tuple[str, ...], orders: int) -> list[float]:
     rng, found = np.random.default_rng(0), []
     for _ in range(orders):
-        logs = evidence_after([parts[i] for i in rng.permutation(len(parts))], judge_class, statistics)
+        logs = evidence_after([parts[i] for i in rng.permutation(len(parts))], pair, statistics)
         found.append(
             next((LENGTH * (n + 1) for n, log_m in enumerate(logs) if log_m >= math.log(EVIDENCE_MAX)), math.inf)
         )
@@ -93,15 +94,15 @@ def bundles_of(parts: list[Part], num: int, seed: int) -> list[Statistics]:
     return [joined([parts[i] for i in rng.integers(0, len(parts), BUNDLE)]) for _ in range(num)]
 
 
-def alone(bundles: list[Statistics], judge_class: str, statistics: tuple[str, ...]) -> npt.NDArray[np.float64]:
-    return np.array([evidence_after([bundle], judge_class, statistics)[0] for bundle in bundles])
+def alone(bundles: list[Statistics], pair: Pair, statistics: tuple[str, ...]) -> npt.NDArray[np.float64]:
+    return np.array([evidence_after([bundle], pair, statistics)[0] for bundle in bundles])
 
 
-def refused_share(bundles: list[Statistics], judge_class: str, *, wide: bool) -> float:
+def refused_share(bundles: list[Statistics], pair: Pair, *, wide: bool) -> float:
     """By the thresholds on single bundles; `wide`: as a validator uses them, wider where the calibration speaks for a bundle."""
     policy, refused = CheckPolicy(), 0
     for bundle in bundles:
-        evidence = evidence_of(bundle, CALIBRATION, worker=WORKER, validator=judge_class)
+        evidence = evidence_of(bundle, CALIBRATION, worker=pair[0], validator=pair[1])
         is_expected = speaks_for(evidence, evidence_max=EVIDENCE_MAX)
         refused += not judge(summary(bundle), widened(policy) if wide and is_expected else policy).accepted
     return refused / len(bundles)
@@ -135,12 +136,15 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
     if not missing:
         return
     began = time.perf_counter()
-    dtype = arguments.judge.partition("/")[2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or random_model(Path(scratch))
         weights = folder_weights(folder) if arguments.model else initial_weights(folder, 5)
         pieces = cheats(weights, older_of(arguments))
-        engine, judge_engine = (TransformersEngine(folder, dtype=each, threads=1) for each in ("fp32", dtype))
+        liar, judge_engine = (
+            wire.plain_scorer(each, folder, threads=1) for each in ("transformers/fp32", arguments.judge)
+        )
+        context = PROMPT_TOKENS + LENGTH
+        engine = wire.plain_engine(arguments.sampler, folder, threads=1, context_tokens_max=context)
         leases = make_leases(
             np.random.default_rng(11),
             num_tokens=size.tokens,
@@ -148,9 +152,9 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
             prompt_tokens_max=PROMPT_TOKENS,
             completion_tokens_max=LENGTH,
         )
-        world = World(engine, judge_engine, weights, leases)
-        await engine.load(weights, policy_version=0)
-        await judge_engine.load(weights, policy_version=0)
+        world = World(engine, liar, judge_engine, weights, leases)
+        for each in (engine, liar, judge_engine):
+            await each.load(weights, policy_version=0)
         sampled = await sample(engine, leases)
         honest = await world.parts(sampled)
         honest_bundles = bundles_of(honest, size.bundles, 10**6)
@@ -158,54 +162,54 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
             if time.perf_counter() - began > arguments.seconds:
                 break
             if name == "honest":
-                found: dict[str, Any] = honest_row(honest, honest_bundles, world.judge_class, size)
+                found: dict[str, Any] = honest_row(honest, honest_bundles, world.pair, size)
             elif name == "escalation":
                 found = {"lines": escalation(folder, world, sampled)}
             else:
                 made = await pieces[name](world)
                 found = {
-                    numbers: cheat_row(parts, numbers, honest_bundles, world.judge_class, size)
+                    numbers: cheat_row(parts, numbers, honest_bundles, world.pair, size)
                     for numbers, parts in made.items()
                 }
-            _path(out, name).write_text(json.dumps(found | {"judge": world.judge_class}))
+            _path(out, name).write_text(json.dumps(found | {"pair": world.pair}))
             print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        await engine.close()
-        await judge_engine.close()
+        for each in (engine, liar, judge_engine):
+            await each.close()
 
 
 def _path(out: Path, name: str) -> Path:
     return out / f"{name.replace(' ', '-')}.json"
 
 
-def honest_row(honest: list[Part], bundles: list[Statistics], judge_class: str, size: Size) -> dict[str, Any]:
+def honest_row(honest: list[Part], bundles: list[Statistics], pair: Pair, size: Size) -> dict[str, Any]:
     """How near honest workers ever came to a ban, and what the thresholds refuse of theirs."""
     highest = []
     for worker in range(size.honest_workers):
         lived = bundles_of(honest, size.honest_bundles, worker)
-        highest.append(max(evidence_after(lived, judge_class, CALIBRATION.statistics)))
+        highest.append(max(evidence_after(lived, pair, CALIBRATION.statistics)))
     return {
         "workers": size.honest_workers,
         "bundles": size.honest_bundles,
         "hurt": {str(limit): float(np.mean(np.array(highest) >= math.log(limit))) for limit in LIMITS},
         "highest": max(highest),
-        "struck": [refused_share(bundles, judge_class, wide=wide) for wide in (False, True)],
+        "struck": [refused_share(bundles, pair, wide=wide) for wide in (False, True)],
     }
 
 
 def cheat_row(
-    parts: list[Part], numbers: str, honest_bundles: list[Statistics], judge_class: str, size: Size
+    parts: list[Part], numbers: str, honest_bundles: list[Statistics], pair: Pair, size: Size
 ) -> dict[str, Any]:
-    needed = {column: tokens_needed(parts, judge_class, of, size.orders) for column, of in COLUMNS.items()}
+    needed = {column: tokens_needed(parts, pair, of, size.orders) for column, of in COLUMNS.items()}
     bundles, told = bundles_of(parts, size.bundles, 7), []
     for of in (CHOICES if numbers == "rescored" else COLUMNS["all"], COLUMNS["logprobs alone"]):
-        limit = float(np.quantile(alone(honest_bundles, judge_class, of), 0.99))
-        told.append(float(np.mean(alone(bundles, judge_class, of) > limit)))
-    return {"needed": needed, "refused": refused_share(bundles, judge_class, wide=True), "told": told}
+        limit = float(np.quantile(alone(honest_bundles, pair, of), 0.99))
+        told.append(float(np.mean(alone(bundles, pair, of) > limit)))
+    return {"needed": needed, "refused": refused_share(bundles, pair, wide=True), "told": told}
 
 
 def report(found: dict[str, dict[str, Any]]) -> None:
     honest = found["honest"]
-    print(f"honest, {WORKER} judged by {honest['judge']}: {honest['workers']:,} workers of {honest['bundles']} bundles")
+    print(f"honest, {' judged by '.join(honest['pair'])}: {honest['workers']:,} workers of {honest['bundles']} bundles")
     print("  ever at " + ", ".join(f"{limit}: {share:.4f}" for limit, share in honest["hurt"].items()))
     print(f"  highest evidence: {honest['highest']:.2f} nats; a ban is at {math.log(EVIDENCE_MAX):.1f}")
     by_default, in_a_run = honest["struck"]
@@ -223,7 +227,7 @@ def report(found: dict[str, dict[str, Any]]) -> None:
 
 def checks(found: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
     honest = found["honest"]
-    fp32 = honest["judge"].endswith("fp32/cpu")
+    fp32 = all("fp32" in one for one in honest["pair"])
 
     def tokens(name: str, numbers: str) -> float:
         return float(np.median(found[name][numbers]["needed"]["all"]))
@@ -252,6 +256,8 @@ def main() -> None:
     parser.add_argument(
         "--older", action="append", default=[], metavar="STEPS=FOLDER", help="an older policy's weights"
     )
+    samplers = ["transformers/fp32", "vllm/fp32", "vllm/bf16"]
+    parser.add_argument("--sampler", default="transformers/fp32", choices=samplers, help="of workers, honest or not")
     parser.add_argument("--judge", default="transformers/fp32", choices=["transformers/fp32", "transformers/bf16"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from prime_node.adapters.engines.torch_noise import gumbel_noise
-from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.cli.shipped import shipped_calibration
+from prime_node.ports.engine import Engine, Scorer
 from prime_node.sim.adversaries.weights import INT4_GROUP, mapped, rounded
 from prime_node.validator.calibrating import measure_pair, sample
 from prime_protocol.assignment import Lease
@@ -24,22 +24,24 @@ from prime_protocol.weights import Weights, WeightTensor
 LENGTH = 32
 """Tokens of a completion."""
 CALIBRATION = shipped_calibration()
-WORKER = "transformers/fp32/cpu"
+Pair = tuple[str, str]
+"""Classes of the engines that sample and that judge."""
 Part = dict[str, npt.NDArray[np.float32]]
 
 
 @dataclass
 class World:
-    """The right policy in an engine that samples for the cheats too, and the judge."""
+    """The right policy in an engine that samples for the cheats too, in one that liars score by, and in the judge's."""
 
-    engine: TransformersEngine
-    judge: TransformersEngine
+    engine: Engine
+    liar: Scorer
+    judge: Scorer
     weights: Weights
     leases: list[Lease]
 
     @property
-    def judge_class(self) -> str:
-        return self.judge.info.calibration_class
+    def pair(self) -> Pair:
+        return self.engine.info.calibration_class, self.judge.info.calibration_class
 
     async def by(self, weights: Weights) -> list[Rollouts]:
         """The leases sampled with other weights."""
@@ -60,7 +62,7 @@ class World:
         found = []
         for lease, rollouts in zip(self.leases, sampled, strict=True):
             blank = replace(rollouts, logprobs_T=np.zeros_like(rollouts.logprobs_T), proofs_CB=None)
-            errors = await measure_pair(self.engine, [lease], [blank])
+            errors = await measure_pair(self.liar, [lease], [blank])
             found.append(replace(blank, logprobs_T=-np.concatenate(errors.values["logprob"])))
         return found
 
@@ -187,7 +189,7 @@ def escalation(folder: Path, world: World, honest: list[Rollouts]) -> list[str]:
                     f"{name}, asks within {nats:g} nats: asks for {asked:.3f} of the tokens, {flips:.5f} of them flip"
                 )
     for pair in CALIBRATION.pairs:
-        if pair.worker == WORKER:
+        if pair.worker == world.pair[0]:
             moments = pair.moments["flip"]
             free = min(each / rate for each, rate in zip(moments.log_moments, moments.lambdas, strict=True))
             rows.append(f"flips that no evidence ever grows from, judged by {pair.validator}: {free:.5f} of the tokens")
