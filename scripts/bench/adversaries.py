@@ -144,7 +144,7 @@ class Bench:
         assert cheat.adversary is not None
         key, text = cheat.key.key_id, cheat.adversary.changes_text
         trained = {group.slot for batch in outcome.batches for group in batch.groups if group.worker == key}
-        had = before = since = dishonest = poisoned = accepted = 0
+        had = before = since = dishonest = poisoned = accepted = passed = 0
         first, check = None, None
         for judged in (one for one in outcome.judged if one.worker == key and one.verdict is not None):
             assert judged.verdict is not None
@@ -155,6 +155,7 @@ class Bench:
                 dishonest += len(wrong)
                 since += judged.lease.num_rollouts if since or wrong or not text else 0
                 accepted += bool(wrong) and judged.verdict.accepted
+                passed += bool(wrong) and judged.verdict.accepted and judged.audited
                 if judged.verdict.reason is not None and judged.verdict.reason.is_dishonest:
                     first, check = since, str(judged.verdict.reason)
             if judged.verdict.accepted:
@@ -168,7 +169,8 @@ class Bench:
             "judged": had,
             "honest_before": before,
             "dishonest": dishonest,
-            "bundles_accepted_before": accepted,
+            "accepted_before": accepted,
+            "passed_audits_before": passed,
             "poisoned": poisoned,
             "banned": None if ban is None else ban["kind"],
         }
@@ -260,7 +262,7 @@ def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
     honest = [one for run in runs for one in numbers_of(run, "honest")]
     cuts = Cuts.of(honest) if honest else None
     columns = ["cheat", "caught after rollouts: median, p95", "by", "dishonest ones among them", "poisoned, trained on"]
-    columns += ["cheated bundles accepted before"] if at_the_floor else BASELINES
+    columns += ["cheated bundles accepted before (audited)"] if at_the_floor else BASELINES
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for name in ADVERSARIES:
@@ -273,7 +275,7 @@ def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
         cells.append(", ".join(str(run["dishonest"]) for run in mine))
         cells.append(f"{statistics.median(poisoned):.0f} (most {max(poisoned)})")
         if at_the_floor:
-            cells.append(", ".join(str(run["bundles_accepted_before"]) for run in mine))
+            cells.append(", ".join(f"{run['accepted_before']} ({run['passed_audits_before']})" for run in mine))
         for who in () if at_the_floor else BASELINES:
             streams = [numbers_of(run, "stream") for run in mine]
             found = [None if cuts is None else cuts.first_refused(stream, who) for stream in streams]
