@@ -129,13 +129,12 @@ async def handed(model: Model, requests: Requests, sampling: Sampling, means: Me
 
 
 async def refiled(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Every other lease is answered with what the seeds of the one before it gave, which uploads.Framing keeps to itself."""
+    """What another lease's seeds gave, as uploads.Framing has kept it; where there is nothing, what these give."""
     kept, means.mailbox[:] = list(means.mailbox), []
     honest = await model.generate(requests, sampling)
-    if kept:
-        return await rescored(model, requests, [*kept, *honest[len(kept) :]][: len(honest)], sampling)
-    means.mailbox[:] = honest
-    return honest
+    if not kept:
+        return honest
+    return await rescored(model, requests, [*kept, *honest[len(kept) :]][: len(honest)], sampling)
 
 
 def partly(share: float, cheat: Answer) -> Answer:

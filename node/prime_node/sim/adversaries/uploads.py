@@ -176,13 +176,15 @@ class Framing(DishonestPort):
         return await super().lease(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, _ = opened(parcel)
+        header, rollouts = opened(parcel)
         if self.held is None:
             self.held = header.lease_id
+            self.means.mailbox[:] = rollouts.completions()
             return pretended(parcel)
         reply = await self.port.upload(parcel)
-        await self.port.return_lease(ReturnLeaseRequest(lease_id=self.held))
-        self.held = None
+        if not self.means.mailbox:  # it is filed
+            await self.port.return_lease(ReturnLeaseRequest(lease_id=self.held))
+            self.held = None
         return reply
 
 
