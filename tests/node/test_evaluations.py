@@ -25,6 +25,7 @@ from prime_node.coordinator.daemon import Parts, open_core
 from prime_node.coordinator.state import evaluations, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import BundleForgotten, Evaluated, LeaseEnd, State
+from prime_node.coordinator.state.slot_records import Results
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START, Lease
 from prime_protocol.errors import LocalError
@@ -227,6 +228,16 @@ def test_what_comes_back_is_leased_again(run: Run) -> None:
     run.do(ev.LeasesExpired((lapsed.lease_id,)))
     run.refuse(run.upload(refused), RejectReason.UNVERIFIABLE)
     assert checked(run).evaluations[0].open == [END + 3, END + 2, END + 1, END]
+
+
+def test_a_problem_that_nobody_can_score_does_not_hold_up_the_training(run: Run) -> None:
+    for _ in range(2 * evaluations.ATTEMPTS_MAX):  # two leases each time
+        lease = run.granted("anna", 0)
+        assert lease.slots[0] >= END
+        run.refuse(run.upload(lease), RejectReason.UNVERIFIABLE)
+        checked(run)
+    assert checked(run).results[0] == Results(4, {})
+    assert run.granted("anna", 0).slots[0] < END
 
 
 def test_a_policy_that_is_leased_no_more_is_evaluated_no_further(run: Run) -> None:

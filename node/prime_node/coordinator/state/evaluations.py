@@ -2,7 +2,8 @@
 
 The slots of an evaluation lie beyond those of the run (Rules.slots_end), so no batch, window or curriculum can meet them. They
 are leased to workers that hold the policy, before anything else, while it may be leased at all. An evaluation is over when each
-slot is answered; or, once its policy is too old, when nothing of it is held: its figures are then those of what was answered.
+slot is answered or was asked in vain often enough; or, once its policy is too old, when nothing of it is held. Its figures are
+those of what was answered.
 
 The workers are not trusted: their answers are proven like all others, but which leases they bring back is up to them.
 """
@@ -24,6 +25,8 @@ from prime_node.coordinator.state.records import (
 )
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Results
 
+ATTEMPTS_MAX = 3
+"""A problem is leased so often at most. One that no validator can score must not hold up the training behind it."""
 RESULTS_KEPT_MAX = 4
 """Newest evaluations whose results are remembered; the rows that were written hold all."""
 
@@ -48,6 +51,11 @@ def retire(state: State) -> list[Effect]:
         state.evaluations[version].open.clear()
         effects += settle(state, version)
     return effects
+
+
+def is_asked_again(evaluation: Evaluation, slot: int) -> bool:
+    """Whether a slot that came back without an answer is open again."""
+    return not evaluation.retired and evaluation.attempts[slot] < ATTEMPTS_MAX
 
 
 def settle(state: State, version: int) -> list[Effect]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prime_node.broadcast.follow.paths import search
+from prime_node.coordinator.state.evaluations import ATTEMPTS_MAX
 from prime_node.coordinator.state.newcomers import is_newcomer
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_for
@@ -54,7 +55,10 @@ def _check_evaluations(state: State) -> None:
         assert not current.taken, f"evaluation of policy {version}: trained on"
         assert current.open or current.held, f"evaluation of policy {version}: over, and not settled"
         known = {*current.open, *current.held, *current.accepted}
-        assert current.retired or len(known) == current.num_slots, f"evaluation of policy {version}: a slot is lost"
+        given_up = sum(slot not in known for slot, number in current.attempts.items() if number >= ATTEMPTS_MAX)
+        assert current.retired or len(known) + given_up == current.num_slots, (
+            f"evaluation of policy {version}: a slot is lost"
+        )
         assert all(slot >= state.rules.slots_end for slot in known)
 
 

@@ -39,7 +39,9 @@ def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
         holders.remove(lease.lease_id)
         if not holders:
             del step.held[slot]
-            if slot not in step.accepted and not (isinstance(step, Evaluation) and step.retired):
+            if slot not in step.accepted and (
+                not isinstance(step, Evaluation) or evaluations.is_asked_again(step, slot)
+            ):
                 insort(step.open, slot, key=neg)
                 reopened = True
     ended = evaluations.settle(state, lease.step) if isinstance(step, Evaluation) else []
