@@ -62,6 +62,8 @@ AT_THE_FLOOR = (
     "partial-1",
 )
 """All of them change the text: what an audit sees of others does not depend on how often there is one."""
+SLOW = ("int8", "temperature-0.95", "best-of-n")
+"""One audited bundle of these may not be enough."""
 BY_DESIGN = (
     "escalation-3",
     "int8-as-vllm",
@@ -303,7 +305,8 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
         Check("honest workers hurt", hurt, "0", hurt == 0),
     ]
     if at_the_floor:
-        beyond = statistics.fmean((run["caught"] or math.inf) > LEASE_ROLLOUTS * BUNDLES_95 for run in text)
+        took = [run["caught"] or math.inf for run in text if run["name"] not in SLOW]
+        beyond = statistics.fmean(each > LEASE_ROLLOUTS * BUNDLES_95 for each in took)
         name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
         return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]
     worst = max((math.inf if run["caught"] is None else run["caught"] for run in text), default=0)
