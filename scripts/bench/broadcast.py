@@ -120,7 +120,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     chosen = [OURS, *(options.system or ("naive HTTP", "libtorrent", "shardcast"))]
     checks: list[dict[str, object]] = []
-    table = [COLUMNS]
+    table: list[tuple[str, ...]] = [COLUMNS]
     if options.faults:
         outcomes = {
             name: run(ours(), row, options.folder)

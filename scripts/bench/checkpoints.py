@@ -70,7 +70,7 @@ def corpus(folder: Path) -> np.ndarray:
     """Token ids of the Python files on this machine. Text that everybody has, and that a small model can learn something of."""
     cached = folder / "tokens.npy"
     if cached.exists():
-        return np.load(cached)
+        return np.asarray(np.load(cached))
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     roots = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
@@ -149,7 +149,8 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     import torch
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(input_ids=tokens, use_cache=False).logits
+        found: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return found
 
 
 def snapshot(model: Any) -> Weights:
@@ -207,7 +208,7 @@ def grpo(folder: Path, pretrained: Path, rate: float, steps: int, keep: int, see
         optimizer.step()
         optimizer.zero_grad()
         if step >= steps - keep:
-            np.savez(out / f"step{step:03d}.npz", **snapshot(model))
+            np.savez(out / f"step{step:03d}.npz", allow_pickle=False, **snapshot(model))
         print(f"lr {rate:g} step {step}: reward {rewards.mean():.3f}", flush=True)
 
 

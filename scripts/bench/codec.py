@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str,
             pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
                 "encode": (lambda: codec.encode(base, new, None), lambda: codec.encode(base, new, pool)),
                 "decode": (
-                    lambda blobs=blobs, one=one: codec.decode(blobs, one, None),
-                    lambda blobs=blobs, two=two: codec.decode(blobs, two, pool),
+                    partial(codec.decode, blobs, one, None),
+                    partial(codec.decode, blobs, two, pool),
                 ),
                 "processes": (lambda: in_processes(codec, base, [new]), lambda: in_processes(codec, base, halves(new))),
                 "hashing": (
@@ -171,8 +172,8 @@ def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str,
                     lambda: run(pool, hashlib.sha256, [block] * 8),
                 ),
                 "memcpy": (
-                    lambda one=one: run(None, np.copyto, one.values(), new.values()),
-                    lambda two=two: run(pool, np.copyto, two.values(), new.values()),
+                    partial(run, None, np.copyto, one.values(), new.values()),
+                    partial(run, pool, np.copyto, two.values(), new.values()),
                 ),
             }
             for name, (alone, together) in pairs.items():

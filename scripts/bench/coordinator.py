@@ -221,8 +221,8 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
     rules = Rules("r" * 64, 2, 1_024, 8, 10**6, 60_000, 2, 10**6, 64, 128)
     for _ in range(ROUNDS):
         state, number = State(rules), 0
-        for worker in range(num_workers):
-            tick(state, ev.WorkerJoined(f"w{worker}", "n", "1", "e", 128), 0)
+        for index in range(num_workers):
+            tick(state, ev.WorkerJoined(f"w{index}", "n", "1", "e", 128), 0)
         tick(state, ev.ManifestPublished(0, "d", (Route(None, 1),)), 0)
         began = time.perf_counter()
         for step in range(steps):

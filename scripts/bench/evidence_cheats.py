@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +97,7 @@ def changed_weights(weights: Weights, older: dict[str, str]) -> dict[str, Callab
     """Name of a cheat -> the weights that it samples with."""
     noise = np.random.default_rng(3)
     return {
-        **{
-            f"policy {steps} steps older": lambda path=path: folder_weights(Path(path)) for steps, path in older.items()
-        },
+        **{f"policy {steps} steps older": partial(folder_weights, Path(path)) for steps, path in older.items()},
         "one sign step, lr 1e-6": lambda: sign_step(weights, 1e-6, 1),
         "one sign step, lr 1e-5": lambda: sign_step(weights, 1e-5, 1),
         "one sign step, lr 1e-4": lambda: sign_step(weights, 1e-4, 1),

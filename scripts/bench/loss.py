@@ -276,7 +276,7 @@ def measure_steps(size: Size, competitors: Mapping[str, Competitor] | None = Non
         padded, packed = PaddedLoop(batch), OurStep(batch, Path(folder))
         more = {name: make(batch, Path(tempfile.mkdtemp(dir=folder))) for name, make in (competitors or {}).items()}
 
-        class Turns(TrainerCallback):  # type: ignore[misc]
+        class Turns(TrainerCallback):
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
                 self.before, self.began = reset_peak(), time.perf_counter()
 

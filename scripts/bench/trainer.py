@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def publishing(batch: loss_bench.Batch, folder: Path, rounds: int) -> dict[str, 
         timed("step", lambda: backend.train_step(samples, objective, lr=1e-6))
         new = timed("copy", backend.copy)
         timed("table", new.tensors)
-        timed("delta", lambda new=new, old=old: new.encode((base, old), keep=lambda entry, data: None))
+        timed("delta", partial(new.encode, (base, old), keep=lambda entry, data: None))
         old = new
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 

@@ -131,8 +131,11 @@ def publish(
 ) -> SignedManifest:
     """Add a policy to a published folder: an anchor first, then deltas."""
     base = None if previous is None else previous[0]
-    named = base and BasePolicy(policy_version=base.manifest.policy_version, state_root=base.manifest.state_root)
-    encoded = encode_checkpoint(weights, None if previous is None or named is None else (named, previous[1]))
+    against = None
+    if previous is not None:
+        held = previous[0].manifest
+        against = BasePolicy(policy_version=held.policy_version, state_root=held.state_root), previous[1]
+    encoded = encode_checkpoint(weights, against)
     tensors = tensor_table(weights)
     version = 0 if base is None else base.manifest.policy_version + 1
     signed = sign_manifest(

@@ -20,7 +20,8 @@ from vectors.folder import Case, Folder
 def hidden_states(num_tokens: int, size: int) -> npt.NDArray[np.uint16]:
     """bf16 values of both signs and many exponents, some of them equal in size, as bits [T, D]."""
     places = np.arange(num_tokens * size)
-    return ((places * 40_503 % 30_000 + 1_000) | ((places % 3 == 0) << 15)).astype(np.uint16).reshape(-1, size)
+    values = (places * 40_503 % 30_000 + 1_000) | ((places % 3 == 0) << 15)
+    return np.asarray(values, np.uint16).reshape(-1, size)
 
 
 def proofs(folder: Folder) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prime_node.cli.shipped import shipped_calibration
 from prime_protocol.assignment import Sampling
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
@@ -15,7 +17,7 @@ FLOOR = AuditPolicy(newcomer_bundles=1)
 FLOOR_AUDITS = 4
 
 
-def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max: int = 2) -> dict[str, object]:
+def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max: int = 2) -> dict[str, Any]:
     """Fields of the RunSpec that differ from the arena's own."""
     checks = CheckPolicy(
         proofs=True,
@@ -24,7 +26,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         strikes_max=strikes_max,
         unseeded=name in UNSEEDED,
     )
-    fields: dict[str, object] = {"checks": checks}
+    fields: dict[str, Any] = {"checks": checks}
     if name in SOFT:
         fields |= {"lease_seconds": 0.5, "max_steps": 5}
     if name == "framing":  # a text has to be long and surprising to be anybody's own

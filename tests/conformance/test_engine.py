@@ -66,7 +66,7 @@ def policies(folder: Path) -> list[Weights]:
 )
 async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Engine]:
     made = DeafTransformers(folder) if request.param == "transformers" else deaf_vllm(folder)
-    yield made  # type: ignore[misc]
+    yield made
     await made.close()
     await made.close()
 

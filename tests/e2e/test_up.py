@@ -76,7 +76,7 @@ def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     again = '{name="again", id="reasoning_gym", turns_max=3, options={task="spell_backward", max_word_len=6, partner="retry"}}'
     up.start("up.unsafe_cheaters={}", "up.num_workers=2", "run.max_steps=24", f"run.environments=[{again}]")
     for step, role in ((2, "coordinator"), (5, "trainer"), (8, "validator"), (11, "join")):
-        up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")  # type: ignore[misc]
+        up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")
         os.kill(up.process_of(role), signal.SIGKILL)
     assert up.finish(timeout_s=300) == 0, up.everything()
     summary = up.summary()

@@ -149,7 +149,7 @@ class AnyRun(RuleBasedStateMachine):
             self.note(effects)
             filled = self.state.steps[lease.step].accepted if lease.step in self.state.steps else {}
             mine = [slot for slot in lease.slots if slot in filled and filled[slot].bundle == bundle]
-            if mine and data.draw(st.booleans()):
+            if data.draw(st.booleans()) and mine:
                 thrown_away = data.draw(st.sampled_from([None, Pool.EASY, Pool.HARD]))
                 ratings = tuple(
                     Rating(slot, str(slot), "letters", slot, 0.5, Pool.NORMAL, thrown_away) for slot in mine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import zstandard
@@ -71,7 +72,7 @@ async def test_a_bundle_for_the_lease_of_somebody_else_is_refused(world: World) 
     ],
 )
 async def test_a_bundle_with_one_wrong_field_is_refused(
-    world: World, code: ErrorCode, change: Callable[[None], dict[str, object]]
+    world: World, code: ErrorCode, change: Callable[[None], dict[str, Any]]
 ) -> None:
     await refused(world, code, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, **change(None)))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import (
@@ -175,7 +176,7 @@ async def test_a_bundle_for_a_returned_lease_is_refused_once_and_for_all(world: 
     ("change", "reason"),
     [({"step": 3, "policy_version": 1}, RejectReason.FUTURE), ({"policy_version": 1}, RejectReason.FUTURE)],
 )
-async def test_a_rollout_from_the_future_is_refused(world: World, change: dict[str, int], reason: RejectReason) -> None:
+async def test_a_rollout_from_the_future_is_refused(world: World, change: dict[str, Any], reason: RejectReason) -> None:
     verdict = (await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA, **change))).verdict
     assert verdict is not None
     assert verdict.reason is reason

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import (
@@ -49,7 +50,7 @@ def clients_run(run: PinnedRun) -> PinnedRun:
     return open_run_spec(run.envelope, pinned=run.digest)
 
 
-def ring(world: World, *signers: SigningKey, **keys: tuple[SigningKey, ...]) -> Envelope:
+def ring(world: World, *signers: SigningKey, **keys: Any) -> Envelope:
     """The next ring at the world's head."""
     point = None if world.head is None else world.head.point
     return next_ring(world.run.keys, *(signers or (ROOT,)), published=point, **keys)
@@ -184,7 +185,8 @@ def test_a_revoked_key_has_its_role_no_longer(caller: Caller, key: SigningKey, r
     run = make_run()
     state = State(rules_of(run))
     require_role(key.key_id, caller, run=run, state=state)
-    run.keys.add(next_ring(run.keys, ROOT, **{role: (NEW,)}))
+    changed: dict[str, Any] = {role: (NEW,)}
+    run.keys.add(next_ring(run.keys, ROOT, **changed))
     require_role(NEW.key_id, caller, run=run, state=state)
     with pytest.raises(PeerError) as refusal:
         require_role(key.key_id, caller, run=run, state=state)

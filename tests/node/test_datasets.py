@@ -13,7 +13,7 @@ from prime_node.cli.wire_environments import build_environments
 from prime_node.coordinator.new_run import RunConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.run_spec import EnvironmentSpec, Option
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -63,7 +63,7 @@ def test_a_parquet_file_is_an_environment_once_its_bytes_are_pinned(halves: Path
 def test_a_file_that_is_no_parquet_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1, or so it says")
-    options = {"path": str(path), "digest": digest_of(path.read_bytes())}
+    options: dict[str, Option] = {"path": str(path), "digest": digest_of(path.read_bytes())}
     with pytest.raises(LocalError, match="not a Parquet file"):
         build_environments([EnvironmentSpec(name="a", id="parquet", options=options)], tmp_path)
 

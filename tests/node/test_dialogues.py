@@ -36,12 +36,12 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, Rollouts
-from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
+from prime_protocol.run_spec import EnvironmentSpec, Option, PinnedRun
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.turns import Turn, rollouts_of_turns, turn_seed
 from prime_protocol.verdict import RejectReason
 
-WORDS = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 4}
+WORDS: dict[str, Option] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 4}
 ENVIRONMENTS = (
     EnvironmentSpec(name="again", id="reasoning_gym", options={**WORDS, "partner": "retry"}, turns_max=3),
     EnvironmentSpec(name="words", id="reasoning_gym", options={**WORDS}),

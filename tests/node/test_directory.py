@@ -23,7 +23,7 @@ class Finder:
     """Implements ports.swarm.PeerFinder: names the peers that it is told to."""
 
     def __init__(self) -> None:
-        self.peers = (PeerRecord(peer=TRAINER.key_id, urls=("http://192.0.2.1:4000",)),)
+        self.peers: tuple[PeerRecord, ...] = (PeerRecord(peer=TRAINER.key_id, urls=("http://192.0.2.1:4000",)),)
 
     async def find_peers(self, request: PeersRequest) -> PeersReply:
         listed = PeerList(run=RUN.digest, issued_at_ms=1, peers=self.peers)
@@ -55,7 +55,7 @@ async def test_a_newcomer_who_comes_to_us_is_asked_for_soon() -> None:
     asking = asyncio.create_task(directory.run(list, lambda: None))
     async with asyncio.timeout(5):
         assert await clock.until_long() > 20.0
-        finder.peers += (PeerRecord(peer=BEN.key_id, urls=("http://192.0.2.2:4000",)),)
+        finder.peers = (*finder.peers, PeerRecord(peer=BEN.key_id, urls=("http://192.0.2.2:4000",)))
         directory.met(BEN.key_id)
         assert await clock.asked.get() <= 1.2 * ASK_S_MIN
         clock.over.set()

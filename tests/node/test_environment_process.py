@@ -22,7 +22,7 @@ from prime_node.ports.environment import EnvironmentGone, TurnEnvironment, TurnP
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
-from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.run_spec import EnvironmentSpec, Option
 
 CONFINED = (
     "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.confine import confine\n"
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EnvironmentSpec]:
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     path.write_text("".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(50)))
-    options = {"path": str(path), "digest": digest_of(path.read_bytes())}
+    options: dict[str, Option] = {"path": str(path), "digest": digest_of(path.read_bytes())}
     return [
         EnvironmentSpec(name="sums", id="jsonl", options=options),
         EnvironmentSpec(name="again", id="jsonl", options={**options, "partner": "retry"}, turns_max=2),

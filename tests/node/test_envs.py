@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
-SPELLING: dict[str, Option] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6}
+SPELLING: dict[str, Any] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 6}
 TASKS = ["spell_backward", "chain_sum", "letter_counting", "count_bits", "simple_equations"]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -21,7 +20,7 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.test_keys_cli import write_key
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file

@@ -151,18 +151,18 @@ def in_float64(
     """The batch's loss before its division, and the gradient."""
 
     def split(values: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(values.detach().double(), LENGTHS)
+        return torch.split(values.detach().double(), list(LENGTHS))
 
     pi = given.trainer_logprobs.detach().double().requires_grad_()
     total: Scalar = torch.zeros((), dtype=torch.float64)
     assert given.teacher_logprobs is not None
     proxies = [None] * len(LENGTHS) if given.prox_logprobs is None else split(given.prox_logprobs)
     parts = (
-        torch.split(pi, LENGTHS),
+        torch.split(pi, list(LENGTHS)),
         *map(split, (given.inference_logprobs, given.advantages, given.teacher_logprobs)),
     )
-    for *values, prox in zip(*parts, proxies, strict=True):
-        losses = reference(Tokens(*values, prox))
+    for pi_T, mu_T, advantages_T, teacher_T, prox_T in zip(*parts, proxies, strict=True):
+        losses = reference(Tokens(pi_T, mu_T, advantages_T, teacher_T, prox_T))
         total = total + sum(losses) / (len(losses) if kind is AggregationKind.SEQUENCE_MEAN else 1)
     (gradient,) = torch.autograd.grad(total, pi)
     return float(total.detach()), gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_each_sample_is_trained_by_its_own_mode() -> None:
     assert {"cross_entropy", "teacher_kl", "ratio_clipped_share", LOG_RATIO_ABS} <= metrics.keys()
 
 
-def _fields(sample: TrainSample) -> dict[str, object]:
+def _fields(sample: TrainSample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in TrainSample.__slots__}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.builder import provenance
@@ -89,7 +90,7 @@ def test_packing_and_passes_change_nothing_but_rounding(
     pool: RankPool, model: Path, packing: str, micro_batch_tokens: int
 ) -> None:
     expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW)
-    how = {"packing": packing, "micro_batch_tokens": micro_batch_tokens, "optimizer": ADAMW}
+    how: dict[str, Any] = {"packing": packing, "micro_batch_tokens": micro_batch_tokens, "optimizer": ADAMW}
     same(rank_jobs.train(ALONE, model=model, **how), expected)
     same(pool.run(rank_jobs.train, ranks=4, model=model, **how)[0], expected)
 
@@ -113,7 +114,7 @@ def test_how_the_model_lies_on_the_ranks_changes_nothing_but_rounding(
     pool: RankPool, model: Path, placement: Placement, replicas: int, atol: float
 ) -> None:
     expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW)
-    how = {"placement": placement, "replicas": replicas, "optimizer": ADAMW}
+    how: dict[str, Any] = {"placement": placement, "replicas": replicas, "optimizer": ADAMW}
     same(pool.run(rank_jobs.train, ranks=4, model=model, **how)[0], expected, atol=atol)
 
 

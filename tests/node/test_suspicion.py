@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, VALIDATOR, make_parcel, make_run, memory_parts, running
@@ -218,12 +219,13 @@ async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes
             )
             await world.client(VALIDATOR).check_result(result)
 
-        for found in [
+        wrong: list[tuple[Any, ...]] = [
             (CLASS, "margin", 1.0),
             (CLASS, "margin", 1.0, 12.0),
             (CLASS, "proof", 1.0, 1.0),
             ("a", "margin", 1.0, 1.0),
-        ]:
+        ]
+        for found in wrong:
             with pytest.raises(PeerError) as refused:
                 await verdict(*found)
             assert refused.value.code is ErrorCode.MALFORMED

@@ -17,7 +17,7 @@ from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
 
 STEPS = 2
-SEVERAL = {"trigger_parameter_sync_step": GROUPS}
+SEVERAL: dict[str, Any] = {"trigger_parameter_sync_step": GROUPS}
 
 
 def coordinator() -> BatchCoordinator:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node import coordinator_world
@@ -82,11 +84,18 @@ def wandb_records(file: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def wandb_history(folder: Path) -> list[dict[str, float]]:
+def wandb_records_of(folder: Path) -> list[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    records = map(Record.FromString, wandb_records(path.read_bytes()))
+    return [Record.FromString(record) for record in wandb_records(path.read_bytes())]
+
+
+def wandb_history(folder: Path) -> list[dict[str, float]]:
+    records = wandb_records_of(folder)
+    while not any(record.HasField("exit") for record in records):  # another process writes it, and says when it is done
+        time.sleep(0.01)
+        records = wandb_records_of(folder)
     return [
         {item.key or item.nested_key[0]: float(item.value_json) for item in record.history.item}
         for record in records

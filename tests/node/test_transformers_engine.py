@@ -110,6 +110,7 @@ async def test_a_token_that_the_seed_did_not_choose_has_a_margin(engine: Transfo
     forged = ScoreRequest(
         first.prompt_token_ids, (first.completion_token_ids[0] ^ 1, *first.completion_token_ids[1:]), 0
     )
+    assert first.seed is not None
     other_seed = ScoreRequest(first.prompt_token_ids, first.completion_token_ids, first.seed + 1)
     margins_T = (await engine.prefill([forged, other_seed], SAMPLING)).margins_T
     assert margins_T[0] > 0.0

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.table_engine import table_weights
@@ -51,7 +52,7 @@ def make_trust(folder: Path, clock: JumpClock, *sources: MemorySource) -> Trust:
     )
 
 
-def rotate(source: MemorySource, *signers: SigningKey, **keys: tuple[SigningKey, ...]) -> Envelope:
+def rotate(source: MemorySource, *signers: SigningKey, **keys: Any) -> Envelope:
     """The source's next ring, at its head."""
     head = source.signed(max(source.manifests))
     ring = next_ring(source.run.keys, *(signers or (ROOT,)), published=head.point, **keys)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.conformance.test_engine import peaked_weights
+from tests.conformance.engine_world import peaked_weights
 from tests.node.test_proofs import LEASE
 from tests.node.test_validator import LengthEnvironment, LetterTokenizer, make_bundle
 from tests.node.worker_world import make_run

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.builder import build_header, build_lease
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
 from tests.node.worker_world import STRANGER, WORKER, make_run
 
-from prime_node.ports.engine import GenerateRequest, ScoreRequest
+from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import EnvironmentGone, HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
@@ -45,11 +46,35 @@ class TableScorer:
         self.loaded.append(policy_version)
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        whole = [((0, len(request.completion_token_ids)),) for request in requests]
+        return self._prefill(requests, whole, sampling, {0: self._logits})
+
+    async def prefill_mixed(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        policies: Mapping[int, Weights],
+    ) -> Prefill:
+        """The table keeps no keys and values: each token is its own policy's."""
+        tables = {version: logits_of(weights) for version, weights in policies.items()}
+        await self.load(policies[max(policies)], policy_version=max(policies))
+        return self._prefill(requests, spans, sampling, tables)
+
+    def _prefill(
+        self,
+        requests: Sequence[ScoreRequest],
+        spans: Sequence[Spans],
+        sampling: Sampling,
+        tables: Mapping[int, npt.NDArray[np.float32]],
+    ) -> Prefill:
         logprobs, margins = [], []
-        for request in requests:
+        for request, of_request in zip(requests, spans, strict=True):
+            assert request.seed is not None
             last = request.prompt_token_ids[-1]
+            versions = [version for version, count in of_request for _ in range(count)]
             for position, token in enumerate(request.completion_token_ids):
-                logits = self._logits[last] / sampling.temperature
+                logits = tables[versions[position]][last] / sampling.temperature
                 scores = logits + gumbel_noise([request.seed], [position], VOCAB_SIZE)[0]
                 logprobs.append(logits[token] - np.log(np.exp(logits).sum()))
                 margins.append(scores.max() - scores[token])

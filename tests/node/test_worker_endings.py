@@ -123,7 +123,7 @@ async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_pe
     class Endless(TableEngine):
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
             world.stop.set()
-            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+            return await asyncio.get_running_loop().create_future()
 
     assert await run(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
     assert world.coordinator.returned == list(world.coordinator.leases)

@@ -49,6 +49,9 @@ class FusedBackend:
         self._fuse.passes("after train_step")
         return stats
 
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        return self.inner.logprobs(samples)
+
     def keep_proximal(self) -> None:
         self.inner.keep_proximal()
 

@@ -88,7 +88,7 @@ def next_ring(
     *signers: SigningKey,
     published: ChainPoint | None = None,
     trainer_threshold: int = 1,
-    **keys: tuple[SigningKey, ...],
+    **keys: Any,
 ) -> Envelope:
     """The key ring after the chain's newest, with other keys for the roles that are given."""
     named = {role: tuple(key.key_id for key in held) for role, held in keys.items()}
@@ -238,9 +238,9 @@ class MemorySource:
 def make_follower(folder: Path, *sources: MemorySource, **options: Any) -> Follower:
     """With the clock that hardly waits; `options` of Follower."""
     named = [(f"source-{number}", source) for number, source in enumerate(sources)]
-    settings = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)} | options
+    settings: dict[str, Any] = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)}
     run = sources[0].run if sources else make_run()
-    return Follower(run, named, folder, **settings)
+    return Follower(run, named, folder, **settings | options)
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_bans_that_follow_from_their_receipts_hold() -> None:
 
 
 def test_1_receipts_of_another_run_or_worker_and_doubled_ones_are_no_case() -> None:
-    for change in ({"run": digest_of(b"other")}, {"worker": OTHER}):
+    changes: list[dict[str, Any]] = [{"run": digest_of(b"other")}, {"worker": OTHER}]
+    for change in changes:
         with pytest.raises(PeerError, match="another run or worker"):
             check([STRIKES[0].model_copy(update=change), STRIKES[1]], BanKind.HARD)
         with pytest.raises(PeerError, match="another run or worker"):

@@ -29,7 +29,7 @@ def run(sample: Any) -> PinnedRun:
 
 def ring(chain: KeyChain, *signers: SigningKey, keys: dict[str, object] | None = None, **changes: object) -> Envelope:
     """The next ring of a chain, but for `changes`."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "run": chain.run,
         "version": chain.version + 1,
         "previous": chain.digest,

@@ -104,7 +104,7 @@ def test_the_largest_verdict_fits_into_a_request(sample: Any) -> None:
 
 def test_a_lease_holds_together(sample: Any, raises: Raises) -> None:
     good = json.loads(sample.lease.model_dump_json())
-    for change in (
+    changes: list[dict[str, Any]] = [
         {"groups": []},
         {"groups": good["groups"][:1] * 2},
         {"groups": [good["groups"][0] | {"seeds": [1] * 4_096}, good["groups"][1]]},
@@ -115,5 +115,6 @@ def test_a_lease_holds_together(sample: Any, raises: Raises) -> None:
         {"groups": [good["groups"][0] | {"prompt_token_ids": []}]},
         {"groups": [good["groups"][0] | {"prompt_token_ids": [2**31]}]},
         {"worker": "nobody"},
-    ):
+    ]
+    for change in changes:
         raises(ErrorCode.WRONG_TYPE, parse_json, json.dumps(good | change).encode(), assignment.Lease)

@@ -63,7 +63,7 @@ def test_the_chunks_of_a_piece_are_its_bytes() -> None:
     chunks = [bytes([number]) * (PIECE_BYTES_MIN // 3) for number in range(9)]
     encoding, index = encoding_of([chunks[:5], chunks[5:]])
     blobs = [b"".join(chunks[:5]), b"".join(chunks[5:])]
-    found = {}
+    found: dict[int, bytes] = {}
     for piece in cut_pieces(encoding, index):
         data = blobs[piece.part][piece.start : piece.end]
         check_piece(piece, data, index)
@@ -80,7 +80,7 @@ def test_one_wrong_byte_is_found_wherever_it_is() -> None:
         wrong = bytearray(right)
         wrong[place] ^= 1
         with pytest.raises(PeerError) as caught:
-            check_piece(piece, wrong, index)
+            check_piece(piece, bytes(wrong), index)
         assert caught.value.code is ErrorCode.DIGEST_MISMATCH
 
 

@@ -12,7 +12,6 @@ from hypothesis.extra import numpy as arrays
 from prime_protocol.errors import PeerError
 from prime_protocol.proof import (
     MANTISSA_ERROR_MAX,
-    PRIME,
     PROOF_BYTES,
     TOP_VALUES,
     Bits,
@@ -21,6 +20,7 @@ from prime_protocol.proof import (
     num_proofs,
     parse_proofs,
 )
+from prime_protocol.proof_polynomial import PRIME
 
 # What toploc 0.1.6's compute_newton_coefficients makes of the 128 largest values of `published()`.
 PUBLISHED = (

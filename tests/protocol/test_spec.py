@@ -26,7 +26,7 @@ from prime_protocol import (
     timestamp,
     verdict,
 )
-from prime_protocol.envelope import PayloadType
+from prime_protocol.envelope import PayloadType, WireModel
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.limits import Limits
 from prime_protocol.rollout import _LAYOUT, FinishReason
@@ -110,7 +110,7 @@ def test_every_message_has_its_table() -> None:
         name
         for module in MODULES
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, assignment.WireModel) and value is not assignment.WireModel
+        if isinstance(value, type) and issubclass(value, WireModel) and value is not WireModel
     }
     assert sorted(MESSAGES) == sorted(named)
 

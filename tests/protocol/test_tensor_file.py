@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from prime_protocol.tensor_file import pack_tensors, unpack_tensors
 
 Raises = Callable[..., PeerError]
 LAYOUT = {"a": ("I32", 1), "b": ("F32", 2), "c": ("U8", 1), "d": ("I64", 1)}
-TENSORS = {
+TENSORS: dict[str, npt.NDArray[Any]] = {
     "a": np.array([1, -2, 3, 4], np.int32),
     "b": np.array([[0.5, np.nan, -np.inf]], np.float32),
     "c": np.array([7], np.uint8),

@@ -342,7 +342,7 @@ def test_every_kind_has_good_and_bad_vectors_and_every_file_is_used() -> None:
 
 
 def test_a_folder_of_vectors_is_never_written_twice(tmp_path: Path) -> None:
-    script = [sys.executable, ROOT / "scripts" / "make_vectors.py"]
+    script = [sys.executable, str(ROOT / "scripts" / "make_vectors.py")]
     again = subprocess.run([*script, tmp_path], capture_output=True, text=True, check=False)
     assert (again.returncode, "never changed" in again.stderr) == (1, True)
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ import numpy as np
 
 from prime_protocol.codec import class_portable, classes, encode_tensor, portable
 from prime_protocol.codec.layout import TYPES, Mode, write_chunk
-from prime_protocol.codec.wire import EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
+from prime_protocol.codec.wire import EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE, lowest_exponents
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "codec.json"
 
@@ -37,7 +37,7 @@ def case(name: str, dtype: str, new: np.ndarray, base: np.ndarray | None, chunk:
 
 def codings(body: bytes, num_elements: int) -> set[tuple[int, int]]:
     """(coder, magnitude code) of every class in a CLASS body."""
-    lowest = class_portable.lowest_exponents(body[0], int.from_bytes(body[1:3], "little"))
+    lowest = lowest_exponents(body[0], int.from_bytes(body[1:3], "little"))
     reader = class_portable.Bits(body[3:])
     plans = [class_portable.read_plan(reader, num_elements) for _ in lowest]
     return {(plan.coder, plan.magnitudes) for plan in plans}
@@ -95,10 +95,10 @@ def main() -> None:
     ]
     escaped = words.copy()
     escaped[[2, 30]] = 0x4000, 0xC123
-    body = classes.encode_classes(escaped, words, TYPES["bf16"])
-    assert body is not None
+    coded = classes.encode_classes(escaped, words, TYPES["bf16"])
+    assert coded is not None
     cases.append(
-        case("class escapes", "bf16", escaped, words, write_chunk(Mode.CLASS, TYPES["bf16"], words.size, body))
+        case("class escapes", "bf16", escaped, words, write_chunk(Mode.CLASS, TYPES["bf16"], words.size, coded))
     )
     VECTORS.write_text(json.dumps({"chunks": cases}, indent=1) + "\n")
 

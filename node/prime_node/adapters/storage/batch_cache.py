@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class BatchLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, heads, columns, size] each, of which the first `length` columns are in use."""
 
     is_sliding = False

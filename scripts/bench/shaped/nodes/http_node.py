@@ -14,7 +14,11 @@ from marks import description, mark, until_go
 
 async def serve(node: SimpleNamespace) -> None:
     app = web.Application()
-    app.router.add_get("/file", lambda request: web.FileResponse(node.file))  # sendfile
+
+    async def give(request: web.Request) -> web.FileResponse:
+        return web.FileResponse(node.file)  # by sendfile
+
+    app.router.add_get("/file", give)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", node.port).start()
