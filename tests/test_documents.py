@@ -51,6 +51,7 @@ def test_every_command_explains_itself_and_its_options() -> None:
     }
     for name, command in (COMMANDS | every).items():
         assert command.help, name
+        assert not command.get_short_help_str(60).endswith("..."), f"{name}: its line of the overview is cut"
         silent = [p.name for p in command.params if not getattr(p, "hidden", False) and not getattr(p, "help", None)]
         assert silent == [], name
 

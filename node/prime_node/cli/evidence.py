@@ -73,7 +73,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check a ban again: signatures, the receipts that it rests on, the sums, and the deciding bundle if it lies beside the file.
+    """Check again what a ban rests on. Signatures, receipts, sums, and the deciding bundle if it lies beside the file.
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.

@@ -51,7 +51,7 @@ Out = Annotated[
 
 @keys.command()
 def show(target: Target) -> None:
-    """Print the keys of today, and every key ring that led to them."""
+    """Print the keys of today and the key rings before them."""
     known = asyncio.run(known_of(target))
     for line in describe(known):
         print(line)
@@ -59,7 +59,7 @@ def show(target: Target) -> None:
 
 @keys.command()
 def make(file: Annotated[Path, typer.Argument(help="New key file, mode 0600.")]) -> None:
-    """Make a key and print its id, for a root or a role whose key lies elsewhere."""
+    """Make a key and print its id. For a root, or a role whose key lies on another machine."""
     print(create_key(file).key_id)
 
 
@@ -83,7 +83,7 @@ def rotate(
     reason: Reason = "rotation",
     out: Out = None,
 ) -> None:
-    """Write a request for new keys of a role; sign it with the run directory's root key where it has one.
+    """Write a request for new keys of a role. The run directory's root key signs it, where it lies there.
 
     \b
     A change of the trainer's key without haste takes two steps: `rotate --keep`, start the trainer with the new key,
@@ -107,7 +107,7 @@ def revoke(
     reason: Reason = "revoked",
     out: Out = None,
 ) -> None:
-    """Write a request that takes keys away; sign it with the run directory's root key where it has one."""
+    """Write a request that takes keys away. The run directory's root key signs it, where it lies there."""
     known = asyncio.run(known_of(target))
     current = known.run.keys.current
     changes: dict[str, object] = {}
@@ -129,7 +129,7 @@ def sign(
     request: Request,
     key: Annotated[Path, typer.Option("--key", help="Key file of a root key, of the old root or of the new one.")],
 ) -> None:
-    """Read what a request says, and add a root key's signature to it. Needs no network."""
+    """Read a request, and add a root key's signature to it. Needs no network."""
     envelope, ring = read_request(request)
     for line in ring_lines(ring):
         print(line)
@@ -139,7 +139,7 @@ def sign(
 
 @keys.command()
 def submit(request: Request, target: Target) -> None:
-    """Hand a signed request to the run's coordinator, or to its folder while it does not run. Exit code 4: it was refused."""
+    """Hand a signed request to the run's coordinator. Or to its folder while it does not run. Exit code 4: it was refused."""
     envelope, ring = read_request(request)
     known = asyncio.run(known_of(target))
     missing = signatures_missing(known.run.keys, envelope, ring)

@@ -51,7 +51,7 @@ def export(
         str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
     ] = None,
 ) -> None:
-    """Write the whole ledger to one file that anyone can verify offline.
+    """Write the ledger to a file that verifies offline.
 
     One JSON text a line: the RunSpec and key rings as signed envelopes, the entries, and the signed head.
     """
@@ -92,7 +92,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Recompute the chain, compare it with what the coordinator signed, find one's own receipts, and sum up who did what.
+    """Verify a ledger. Is the chain whole and signed, does it hold one's own receipts, who did what?
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.

@@ -39,28 +39,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (
-    up,
-    join,
-    seed,
-    fetch,
-    verify,
-    evaluate,
-    trace,
-    new,
-    coordinator,
-    trainer,
-    validator,
-    calibrate,
-    doctor,
-    config,
-):
+SUMMARIES = {
+    up: "Start everything on this machine and train; or go on.",
+    join: "Lend this machine to a run.",
+    seed: "Serve a run's policies to its workers: no GPU needed.",
+    fetch: "Download and verify a policy from the run's peers.",
+    verify: "Prove that a published checkpoint is what it claims to be.",
+    evaluate: "Evaluate the newest policies on held-out problems.",
+    trace: "Show what trainer, broadcast and workers did when.",
+    new: "Make a run: keys, model, signed RunSpec, join link.",
+    coordinator: "Serve a run.",
+    trainer: "Train a run's policies and publish them.",
+    validator: "Judge a run's rollouts.",
+    calibrate: "Measure how far honest engines differ.",
+    doctor: "What can this machine do, and what is missing?",
+    config: "Print every setting, its default and its meaning.",
+}
+"""In one line of a terminal; the commands say more themselves."""
+for module, summary in SUMMARIES.items():
     name = module.__name__.rpartition(".")[2]
-    app.command(name)(getattr(module, name))
-app.add_typer(keys.keys, name="keys")
-app.add_typer(ledger.ledger, name="ledger")
-app.add_typer(evidence.evidence, name="evidence")
-app.add_typer(operate.operate, name="operate")
+    app.command(name, short_help=summary)(getattr(module, name))
+app.add_typer(operate.operate, name="operate", short_help="Ban, forgive and invite workers; let a run drain.")
+app.add_typer(keys.keys, name="keys", short_help="Show, rotate and revoke a run's keys.")
+app.add_typer(ledger.ledger, name="ledger", short_help="Export and verify a run's ledger of bundles.")
+app.add_typer(evidence.evidence, name="evidence", short_help="Check what a ban rests on.")
 
 
 @app.command()

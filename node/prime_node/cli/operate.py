@@ -38,7 +38,7 @@ def ban(
     worker: WorkerId,
     reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
 ) -> None:
-    """Ban a key: its leases end, and what waits for a verdict is refused."""
+    """Ban a key. Its leases end, and what waits for a verdict is refused."""
     _ask(run, "ban", worker, reason)
     print(f"banned {worker}")
 
@@ -63,7 +63,7 @@ def invite(
     keys: Annotated[int, typer.Option("--keys", min=1, help="So many keys may come with it.")] = 1,
     days: Annotated[float, typer.Option("--days", min=0.001, help="For so long new keys may come.")] = 7.0,
 ) -> None:
-    """Print an invitation, for runs with coordinator.invites_needed. Needs no network.
+    """Print an invitation. For runs with coordinator.invites_needed; needs no network.
 
     Its user sets it as worker.invite: prime-node join LINK --set worker.invite=...
     """
