@@ -103,7 +103,7 @@ def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_insi
     (cache / "datasets--us--sums" / "refs" / "main").write_text(commit)
     rows = "".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(50))
     (snapshot / "train.jsonl").write_text(rows)
-    options = {"path": "hf://datasets/us/sums/train.jsonl", "digest": digest_of(rows.encode())}
+    options: dict[str, Option] = {"path": "hf://datasets/us/sums/train.jsonl", "digest": digest_of(rows.encode())}
     spec = EnvironmentSpec(name="sums", id="jsonl", options=options)
     world = start_environments([spec], model, hidden=[])["sums"]
     assert world.prompt(0).endswith("?")
