@@ -10,7 +10,7 @@ Invariant: a statistic has equally many lambdas in every pair, since a worker's 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Self
 
 import numpy as np
@@ -63,6 +63,18 @@ class Calibration(WireModel):
     def statistics(self) -> tuple[str, ...]:
         """Every statistic of any pair."""
         return tuple(sorted({name for pair in self.pairs for name in pair.moments}))
+
+    def without(self, statistics: Collection[str]) -> Calibration:
+        """The same for runs in which these never occur: each one more costs the others a little of what they see."""
+        kept = (
+            {name: moments for name, moments in pair.moments.items() if name not in statistics} for pair in self.pairs
+        )
+        pairs = tuple(
+            pair.model_copy(update={"moments": moments})
+            for pair, moments in zip(self.pairs, kept, strict=True)
+            if moments
+        )
+        return self.model_copy(update={"pairs": pairs})
 
     def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
         """Empty where the two classes are not known together."""

@@ -34,6 +34,14 @@ from prime_protocol.run_spec import CheckPolicy, RunSpec
 from prime_protocol.turns import has_assigned_seeds, prompt_fault, size_fault
 from prime_protocol.verdict import RejectReason, Verdict
 
+SHARPER, FLATTER = 0.8, 1.25
+"""Temperatures, beside the run's, that unseeded choices are held against."""
+LIKELIHOOD_RATIOS = ("sharper", "flatter")
+"""Statistics that may be below 0: their exponential has the mean 1 for whoever samples from the policy."""
+RATIO_NATS_MIN = -60.0
+OF_SEEDS = frozenset({"margin", "flip", "stop"})
+"""Statistics that say something only where the seeds decide."""
+
 GROSS_FACTOR = 10.0
 """Thresholds are so many times as wide where a calibration knows how far honest engines differ."""
 
@@ -53,6 +61,10 @@ class Prefill:
     """[T] the mean of the logprob over what might have been chosen, where there is no seed. Margins are the filters' alone."""
     variance_T: npt.NDArray[np.float32] | None = None
     """[T] and its variance."""
+    sharper_T: npt.NDArray[np.float32] | None = None
+    """[T] without seeds and filters: nats by which the token would be likelier at SHARPER times the temperature."""
+    flatter_T: npt.NDArray[np.float32] | None = None
+    """[T] and at FLATTER times the temperature."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Those that are there, by the names of their fields; of each, the first dimension is T."""
@@ -64,7 +76,8 @@ DEVIATION_VARIANCE_MIN = 1.0
 """Nats squared. A bundle of almost certain tokens is not judged by the little chance that is in it."""
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
-"""What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree."""
+"""What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree, but for
+LIKELIHOOD_RATIOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +158,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     logprob [T]: nats between the claimed logprob and the recomputed one
     stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
     surprise, certainty, spread [T]: without seeds, by how much the logprob is below or above its mean, and its variance
+    sharper, flatter [T]: without seeds, nats by which the token would be likelier at another temperature; below 0 where it is not
     proof [C]: mean distance of each hidden-state proof, where the bundle carries them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
@@ -159,7 +173,13 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     if prefill.expected_T is not None and prefill.variance_T is not None:
         below_T = prefill.expected_T - prefill.logprobs_T
         found |= {"surprise": below_T, "certainty": -below_T, "spread": prefill.variance_T}
-    return {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
+    found = {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
+    for name, ratios_T in zip(LIKELIHOOD_RATIOS, (prefill.sharper_T, prefill.flatter_T), strict=True):
+        if ratios_T is not None:
+            found[name] = np.maximum(
+                np.nan_to_num(ratios_T, nan=np.inf, posinf=np.inf, neginf=RATIO_NATS_MIN), RATIO_NATS_MIN
+            )
+    return found
 
 
 def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:

@@ -70,6 +70,9 @@ async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) ->
     assert (code, said["ok"], said["kind"], said["num_receipts"]) == (0, True, "statistical", 3)
     assert said["worker"] == ANNA.key_id
     assert said["bundle"] == "well-formed; --model repeats the forward pass"
+    repeated = CliRunner().invoke(app, ["evidence", "verify", str(file), "--model", str(tmp_path)])
+    assert isinstance(repeated.exception, LocalError)
+    assert f"a validator of class {CLASS} judged" in str(repeated.exception)
     shown = CliRunner().invoke(app, ["evidence", "verify", str(file)])
     assert "ok   the ban follows from them" in shown.stdout
     assert "not pinned" in shown.stdout

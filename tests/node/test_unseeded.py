@@ -18,6 +18,8 @@ from prime_node.adapters.models.tiny_model import model_files
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_protocol.assignment import Sampling
+from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.evidence import Moments
 from prime_protocol.rollout import Rollouts, rollouts_for
 from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.verdict import RejectReason
@@ -89,3 +91,29 @@ async def test_tokens_that_the_filters_exclude_are_found_out(engine: Transformer
     assert (found.margins_T > 0).mean() > 0.5
     assert found.expected_T is not None
     assert (await engine.prefill(scored, LEASE.sampling)).margins_T.max() == 0
+
+
+async def test_without_seeds_margins_are_no_evidence_for_or_against(engine: TransformersEngine) -> None:
+    moments = Moments(cap=1.0, lambdas=(1.0,), log_moments=(0.001,), num_tokens=1_000)
+    of_class = engine.info.calibration_class
+    names = ("margin", "flip", "stop", "logprob", "sharper", "flatter")
+    pair = PairMoments(worker=of_class, validator=of_class, moments=dict.fromkeys(names, moments))
+    checks = CheckPolicy(unseeded=True, calibration=Calibration(pairs=(pair,)))
+    run = make_run(vocab_size=264, sampling=LEASE.sampling, checks=checks)
+    judgement = await judge(engine, await sampled(engine, rescored=False), run)
+    assert judgement.evidence is not None
+    assert set(judgement.evidence.sums) == {"logprob", "sharper", "flatter"}
+
+
+async def test_a_greedy_choice_needs_no_seed(engine: TransformersEngine) -> None:
+    greedy = LEASE.sampling.model_copy(update={"temperature": 0.0})
+    lease = LEASE.model_copy(update={"sampling": greedy})
+    run = make_run(vocab_size=264, sampling=greedy, checks=CheckPolicy(unseeded=True))
+    info = engine.info.model_copy(update={"seeded": False})
+    rollouts = await sampled(engine, greedy, rescored=False)
+    for made, reason in ((rollouts, None), (await sampled(engine, rescored=False), RejectReason.SEED_MISMATCH)):
+        opened = open_bundle(make_bundle(lease, made, engine=info), lease, run)
+        assert isinstance(opened, OpenedBundle)
+        toys = {"toy": LengthEnvironment()}
+        judgement = await judge_bundle(opened, engine, run=run, environments=toys, tokenizer=LetterTokenizer())
+        assert judgement.verdict.reason is reason

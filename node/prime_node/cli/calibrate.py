@@ -100,7 +100,7 @@ async def _measure(
 ) -> list[PairMoments]:
     """Raises LocalError."""
     from prime_node.cli import wire
-    from prime_node.validator.calibrating import make_leases, measure_pair, pair_of, sample
+    from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample
 
     console, pairs = Console(), []
     weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
@@ -121,7 +121,8 @@ async def _measure(
             scorer = wire.plain_scorer(judge, folder, threads=threads)
             await scorer.load(weights, policy_version=0)
             errors = await measure_pair(scorer, leases, sampled)
+            choices = await choice_moments(scorer, leases, sampled)
             await scorer.close()
-            pairs.append(pair_of(engine, scorer, errors))
+            pairs.append(pair_of(engine, scorer, errors.moments() | choices))
             console.print(f"{sampler} judged by {judge}: {errors.summary()}", highlight=False, soft_wrap=True)
     return pairs

@@ -68,7 +68,8 @@ def verify(
         Path | None,
         typer.Option(
             show_default=False,
-            help="The bundle's policy, by `verify --policy N --export`: repeat the forward pass of the deciding bundle.",
+            help="The bundle's policy, by `verify --policy N --export`: repeat the forward pass of the deciding bundle, where a "
+            "transformers validator made it.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
@@ -160,26 +161,32 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
         return f"{found.verdict.reason} by its own bytes"
     if model is None:
         return "well-formed; --model repeats the forward pass"
-    return asyncio.run(_judged_again(found, case, model))
+    judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
+    if not judge_class.startswith("transformers/"):
+        raise LocalError(
+            f"a validator of class {judge_class} judged the deciding bundle, and --model can repeat the forward pass of "
+            "transformers alone; without --model all the rest is checked"
+        )
+    return asyncio.run(_judged_again(found, case, model, judge_class))
 
 
-async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path) -> str:
+async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_class: str) -> str:
     """Raises PeerError where the forward pass does not find what was refused."""
     from prime_node.cli import wire
-    from prime_node.validator.judge import verdict_on, weigh_bundle
+    from prime_node.validator.judge import evidence_in, verdict_on, weigh_bundle
     from prime_node.validator.spans import policies_of
     from prime_protocol.verify import summary
 
     decided = case.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
         return "well-formed; several policies sampled it, and --model is one"
-    judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
     scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
-        found, weighed = await weigh_bundle(bundle, scorer, run=case.run)
+        found, _ = await weigh_bundle(bundle, scorer, run=case.run)
     finally:
         await scorer.close()
+    weighed = evidence_in(bundle, found, case.run, judged_by=judge_class)  # whatever device this machine has
     if case.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
         return compared(decided.evidence, weighed)
     return confirmed(decided.reason, verdict_on(summary(found), weighed, case.run.spec.checks))

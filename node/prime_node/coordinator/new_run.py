@@ -24,6 +24,7 @@ from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.schedule import Schedule, lag_of
+from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 ROLES = ("root", "coordinator", "trainer", "validator")
 """One key each is made for a new run."""
@@ -148,7 +149,8 @@ def build_run_spec(
     """
     checks = config.checks
     if calibration is not None and checks.calibration is None:
-        checks = checks.model_copy(update={"calibration": calibration})
+        known = calibration if checks.unseeded else calibration.without(LIKELIHOOD_RATIOS)
+        checks = checks.model_copy(update={"calibration": known})
     eta = config.schedule.staleness_threshold
     try:
         spec = RunSpec(

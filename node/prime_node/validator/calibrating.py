@@ -6,8 +6,8 @@ run: groups of completions that share a prompt. Completions run to their length 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from prime_protocol.evidence import Moments, calibrate
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.proof import num_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for
-from prime_protocol.verify import statistics
+from prime_protocol.verify import LIKELIHOOD_RATIOS, statistics
 
 GROUP = 8
 """Completions of one prompt."""
@@ -39,6 +39,8 @@ SPREAD = 2.0
 """Other machines and sharper policies may err by so much more than was measured, ..."""
 HEADROOM = 2.0
 """... and so much more often: log M0 is multiplied by this."""
+RATIO_CAP = 4.0
+"""Nats that a token adds at most to a likelihood ratio."""
 
 
 @dataclass(slots=True)
@@ -126,21 +128,52 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
     """What a validator with this scorer would find. The scorer holds the same policy."""
     errors = Errors()
     for lease, rollouts in zip(leases, sampled, strict=True):
-        requests = [
-            ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=True)
-            for request, completion in zip(_generate_requests(lease), rollouts.completions(), strict=True)
-        ]
+        requests = _score_requests(lease, rollouts)
         found = dict(statistics(rollouts, await scorer.prefill(requests, lease.sampling)))
-        # Without stop tokens it is 0 everywhere: as a bound it would ban whoever ends by a hair.
+        # A stop margin is never above its token's margin, whose moments see it. Here it is 0 everywhere, for want of stop tokens:
+        # as a bound of its own it would ban whoever ends by a hair.
         found.pop("stop", None)
         errors.add(found, rollouts.lengths_N)
     return errors
 
 
-def pair_of(engine: Engine, scorer: Scorer, errors: Errors) -> PairMoments:
+async def choice_moments(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> dict[str, Moments]:
+    """What unseeded engines are held to by their choices, measured on seeded ones: their tokens have the same distribution.
+
+    Under the validator's own probabilities p a likelihood ratio q / p has the mean 1. An honest engine samples from p', a little
+    beside p, and then its mean is 1 + E[(1 - p / p') q / p], where p / p' of the token is what the claimed logprob shows. So
+    E|(1 - p / p') q / p| bounds by how much the engines' difference can raise it, whatever the policy and its randomness are.
+    """
+    found: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in LIKELIHOOD_RATIOS}
+    for lease, rollouts in zip(leases, sampled, strict=True):
+        requests = [replace(request, seed=None, hidden=False) for request in _score_requests(lease, rollouts)]
+        prefill = await scorer.prefill(requests, lease.sampling)
+        statistics_ = statistics(rollouts, prefill)
+        apart_T = np.abs(np.expm1(prefill.logprobs_T.astype(np.float64) - rollouts.logprobs_T))
+        for name in LIKELIHOOD_RATIOS:
+            ratios_T = np.exp(np.minimum(statistics_[name].astype(np.float64), RATIO_CAP))
+            found[name].append(np.log1p(SPREAD * apart_T * ratios_T))
+    lengths_C = np.concatenate([rollouts.lengths_N for rollouts in sampled])
+    moments = {}
+    for name, parts in found.items():
+        raised_T = np.concatenate(parts)
+        cap = max(CAP_OVER_TAIL * float(np.quantile(raised_T, 0.999)), CAP_MIN)
+        slack = calibrate(raised_T, cap=cap, lambdas=[1.0], lengths=lengths_C, headroom=HEADROOM)
+        moments[name] = slack.model_copy(update={"cap": RATIO_CAP})
+    return moments
+
+
+def pair_of(engine: Engine, scorer: Scorer, moments: Mapping[str, Moments]) -> PairMoments:
     return PairMoments(
-        worker=engine.info.calibration_class, validator=scorer.info.calibration_class, moments=errors.moments()
+        worker=engine.info.calibration_class, validator=scorer.info.calibration_class, moments=dict(moments)
     )
+
+
+def _score_requests(lease: Lease, rollouts: Rollouts) -> list[ScoreRequest]:
+    return [
+        ScoreRequest(request.prompt_token_ids, completion.token_ids, request.seed, hidden=True)
+        for request, completion in zip(_generate_requests(lease), rollouts.completions(), strict=True)
+    ]
 
 
 def _generate_requests(lease: Lease) -> list[GenerateRequest]:

@@ -29,6 +29,7 @@ from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
+    OF_SEEDS,
     Measured,
     Statistics,
     check_assignment,
@@ -67,6 +68,11 @@ class OpenedBundle:
     header: RolloutHeader
     rollouts: Rollouts
     lease: Lease
+
+    @property
+    def is_unseeded(self) -> bool:
+        """Its tokens were chosen by randomness that nobody assigned. A greedy choice needs none."""
+        return not self.header.engine.seeded and self.lease.sampling.temperature > 0.0
 
 
 def open_bundle(
@@ -138,11 +144,17 @@ async def weigh_bundle(
     else:
         spans, swap = spans_of(rollouts), run.spec.schedule.swap
         prefill = await prefill_spans(scorer, requests, spans, bundle.lease.sampling, policies, swap=swap)
-    found, calibration = statistics(rollouts, prefill), run.spec.checks.calibration
+    found = statistics(rollouts, prefill)
+    return found, evidence_in(bundle, found, run, judged_by=scorer.info.calibration_class)
+
+
+def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str) -> BundleEvidence | None:
+    """What a bundle's statistics add up to, found by a validator of such a class. None where the run has no calibration."""
+    calibration = run.spec.checks.calibration
     if calibration is None:
-        return found, None
-    sampled_by, judged_by = bundle.header.engine.calibration_class, scorer.info.calibration_class
-    return found, evidence_of(found, calibration, worker=sampled_by, validator=judged_by)
+        return None
+    weighed = {name: values for name, values in found.items() if not (bundle.is_unseeded and name in OF_SEEDS)}
+    return evidence_of(weighed, calibration, worker=bundle.header.engine.calibration_class, validator=judged_by)
 
 
 async def reward_bundle(
@@ -191,7 +203,7 @@ def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
     """The bundle's completions with their prompts, in the bundle's order; hidden states are wanted where it commits to them."""
     turns = [turn for turns in episodes_of(bundle.rollouts, bundle.lease) for turn in turns]
     seeds: list[int | None] = bundle.rollouts.seeds_N.tolist()
-    if not bundle.header.engine.seeded:
+    if bundle.is_unseeded:
         seeds = [None] * len(seeds)
     hidden = bundle.rollouts.proofs_CB is not None
     return [

@@ -19,7 +19,7 @@ from prime_node.adapters.engines.torch_nucleus import slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
-from prime_protocol.verify import Prefill
+from prime_protocol.verify import FLATTER, SHARPER, Prefill
 
 LOGITS_BLOCK = 2**24
 """Elements of logits that are held at a time: 64 MiB of float32."""
@@ -62,6 +62,12 @@ class TokenScores:
         mean_N = (chances_NV * logprobs_NV).sum(dim=1)
         return mean_N, (chances_NV * (logprobs_NV - mean_N[:, None]).square()).sum(dim=1)
 
+    def tempered(self, tokens_N: Tensor, ratio: float) -> Tensor:
+        """Nats by which these tokens are likelier [N] at `ratio` times the temperature. Not defined for filters."""
+        logprobs_NV = self.scaled_NV - self.scaled_NV.logsumexp(dim=1, keepdim=True)
+        other_NV = logprobs_NV / ratio
+        return _chosen(other_NV - logprobs_NV, tokens_N) - other_NV.logsumexp(dim=1)
+
     def outside(self, tokens_N: Tensor) -> Tensor:
         """By how much the tokens are not among those that may be chosen: their margins where nobody assigned a seed."""
         if self.slack_NV is None:
@@ -93,6 +99,8 @@ class Judged(NamedTuple):
     hidden_TD: Tensor | None
     expected_T: Tensor | None = None
     variance_T: Tensor | None = None
+    sharper_T: Tensor | None = None
+    flatter_T: Tensor | None = None
 
     def split(self, lengths: list[int]) -> list[Judged]:
         columns = [[None] * len(lengths) if tensor is None else torch.split(tensor, lengths) for tensor in self]
@@ -118,6 +126,8 @@ def judge_tokens(
         if seeds[0] is None:
             outside_N = scores.outside(chosen)
             numbers = [outside_N, torch.zeros_like(outside_N), *scores.expectation()]
+            if scores.slack_NV is None:
+                numbers += [scores.tempered(chosen, ratio) for ratio in (SHARPER, FLATTER)]
         else:
             numbers = [scores.margins(chosen), scores.stop_margins(chosen, sampling.stop_token_ids)]
         parts.append(tuple(number.cpu() for number in (scores.logprobs(chosen), *numbers)))
@@ -134,8 +144,8 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     logprobs, margins, stop_margins, hidden, *expected = columns
     logprobs_T, margins_T, stop_margins_T = (torch.cat(column).numpy() for column in (logprobs, margins, stop_margins))
     hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
-    mean_T, variance_T = (torch.cat(column).numpy() if column else None for column in expected)
-    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, mean_T, variance_T)
+    unseeded = (torch.cat(column).numpy() if column else None for column in expected)
+    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, *unseeded)
 
 
 def score_tokens(
