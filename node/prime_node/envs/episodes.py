@@ -8,7 +8,6 @@ agree on when an episode has no turn or no room left.
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -148,6 +147,6 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
     return reward
 
 
-async def scored(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool, scorings: int) -> float:
-    """The median reward of so many replays. Raises as `replayed` does."""
-    return statistics.median([await replayed(play, turns, bounds, exact=exact) for _ in range(scorings)])
+async def scored(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool, scorings: int) -> list[float]:
+    """The rewards of so many replays. Raises as `replayed` does."""
+    return [await replayed(play, turns, bounds, exact=exact) for _ in range(scorings)]

@@ -182,8 +182,10 @@ async def reward_bundle(
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
         return replace(so_far, verdict=Verdict.refuse(RejectReason.COPIED, detail))
+    spread = {} if scored.spread_mean is None else {"reward_spread_mean": scored.spread_mean}
     return replace(
         so_far,
+        measured={**so_far.measured, **spread},
         num_tokens=rollouts.num_tokens,
         rewards=scored.rewards,
         fingerprints=tuple((int(rollouts.slots_N[index]), mark) for index, mark in marks),

@@ -31,7 +31,9 @@ class Scored:
     fault: str
     """The last failure, for the operator."""
     enough: bool
-    """Whether so many completions of each group have a reward. Where not, the others have not been looked at."""
+    """Whether so many completions of each group have a reward. Where not, the others may not have been looked at."""
+    spread_mean: float | None
+    """By how much the scorings of one completion differ at most, on average; None where each is scored once."""
 
 
 async def score_rollouts(
@@ -47,23 +49,27 @@ async def score_rollouts(
     problems = [group.problem for group in lease.groups for _ in group.seeds]
     specs, bounds = {one.name: one for one in spec.environments}, bounds_of(spec)
     rewards, unscored, fault, enough = [], [], "", True
+    spreads = []
     cut_short: CutShort | None = None
     for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
         environment, its = environments[problem.environment], specs[problem.environment]
         try:
             if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
                 play = partial(environment.play, problem.index, _prompt_of(lease, index))
-                reward = await scored(play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings)
+                scores = await scored(play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings)
             else:
                 answer = turns[0].completion
                 text = tokenizer.decode(list(answer.token_ids))
                 finished = answer.finish is FinishReason.STOP
-                reward = await asyncio.to_thread(
-                    _median_score, environment, problem.index, text, finished=finished, scorings=its.scorings
+                scores = await asyncio.to_thread(
+                    _scores, environment, problem.index, text, finished=finished, scorings=its.scorings
                 )
+            reward = statistics.median(scores)
             if not math.isfinite(reward):
                 raise ValueError(f"its reward is {reward}")
             rewards.append(reward)
+            if its.scorings > 1:
+                spreads.append(max(scores) - min(scores))
         except WrongContext as error:
             told = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
             if not isinstance(told, CutShort):
@@ -81,11 +87,13 @@ async def score_rollouts(
                 break
     if cut_short is not None:
         raise cut_short
-    return Scored(tuple(rewards), tuple(unscored), fault, enough)
+    return Scored(
+        tuple(rewards), tuple(unscored), fault, enough, spread_mean=statistics.fmean(spreads) if spreads else None
+    )
 
 
-def _median_score(environment: Environment, index: int, text: str, *, finished: bool, scorings: int) -> float:
-    return statistics.median(environment.score(index, text, finished=finished) for _ in range(scorings))
+def _scores(environment: Environment, index: int, text: str, *, finished: bool, scorings: int) -> list[float]:
+    return [environment.score(index, text, finished=finished) for _ in range(scorings)]
 
 
 def _prompt_of(lease: Lease, rollout: int) -> tuple[int, ...]:
