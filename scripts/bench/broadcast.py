@@ -110,6 +110,9 @@ def main() -> int:
     parser.add_argument("--row", action="append", help="only this row, by name; may be repeated")
     parser.add_argument("--system", action="append", help="only this system beside ours; may be repeated")
     parser.add_argument("--faults", action="store_true", help="the faults instead of the rows")
+    parser.add_argument(
+        "--crossing", action="store_true", help="small deltas down the tree and in a swarm, nothing else"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files and baselines"
@@ -121,7 +124,12 @@ def main() -> int:
     chosen = [OURS, *(options.system or ("naive HTTP", "libtorrent", "shardcast"))]
     checks: list[dict[str, object]] = []
     table: list[tuple[str, ...]] = [COLUMNS]
-    if options.faults:
+    if options.crossing:
+        for row in rows.CROSSING:
+            for name, is_tree in (("tree", True), ("swarm", False)):
+                system = replace(ours(), options={"is_tree": is_tree})
+                table.append(line(row, name, [run(system, row, options.folder) for _ in range(options.rounds)]))
+    elif options.faults:
         outcomes = {
             name: run(ours(), row, options.folder)
             for name, row in rows.FAULT_ROWS.items()

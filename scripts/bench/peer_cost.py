@@ -81,14 +81,20 @@ def costs(sizes: list[int], folder: Path, rounds: int) -> list[dict[str, Any]]:
 async def leak(num_peers: int, seconds: float) -> dict[str, Any]:
     """Open files, tasks and memory while policies go by."""
     import numpy as np
+    from tests.node.coordinator_world import make_run
     from tests.node.swarm_world import swarm, until
 
+    from prime_node.coordinator.config import CoordinatorConfig
     from prime_protocol.identity import SigningKey
     from prime_protocol.weights import WeightTensor
 
     samples: list[tuple[int, int, int]] = []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        async with swarm(Path(folder)) as made:
+        # All of them have one address here: its share of requests is not what is measured.
+        config = CoordinatorConfig.load(
+            {"coordinator": {"port": 0, "tick_seconds": 0.05, "requests_per_second": 1e9, "faults_per_second": 1e9}}
+        )
+        async with swarm(Path(folder), run=make_run(max_steps=100_000), config=config) as made:
             for number in range(num_peers):
                 await made.worker(SigningKey(number.to_bytes(32, "big")), neighbours_max=8)
             dice = np.random.default_rng(1)

@@ -54,7 +54,7 @@ def simulate(count: int, *, nat_share: float, churn: float, seed: int) -> Result
         seed=seed,
         stride_s=0.05 if is_large else 0.02,
         announce_s=0.25,
-        tick_s=1.0 if is_large else 0.2,
+        tick_s=2.0 if is_large else 0.2,
         time_s_max=300.0,
         origin_choker=ORIGIN_CHOKER,
         topology=TopologyRules(neighbours_max=16),

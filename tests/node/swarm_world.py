@@ -33,6 +33,7 @@ from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, sign_manifest
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, WeightTensor
 
 CORA = SigningKey(bytes([77]) * 32)
@@ -157,9 +158,11 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def swarm(folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL, **replaced: Any) -> AsyncIterator[Swarm]:
+async def swarm(
+    folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL, run: PinnedRun | None = None, **replaced: Any
+) -> AsyncIterator[Swarm]:
     """A coordinator, with these parts of its own replaced, a trainer's seeder, and a worker for each key."""
-    server, run = CutServer(), make_run()
+    server, run = CutServer(), run or make_run()
     parts = dataclasses.replace(memory_parts(run), **{"web": server, "dial_back": HttpDialBack(run.digest), **replaced})
     await parts.public.put(CONFIG_JSON)
     async with running(parts) as world, contextlib.AsyncExitStack() as stack:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after a second signal, or where the grace period was not enough."""
+SETTLED_S = 60.0
+"""What was imported by then stays for good. A collection that looked at all of it would stop the loop for 0.2 s."""
 
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
@@ -37,6 +40,7 @@ async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_pa
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    loop.call_later(SETTLED_S, gc.freeze)
     if stop_with_parent:
         threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 from collections.abc import AsyncIterator, Callable
@@ -192,9 +191,6 @@ async def swarm_follower(
     async with contextlib.AsyncExitStack() as stack:
         # Beside the joining: their import stops the loop for a second, which is cheap now and dear in the middle of a download.
         warming = asyncio.create_task(asyncio.to_thread(warm_up))
-        warming.add_done_callback(
-            lambda _: gc.freeze()
-        )  # a collection that looks at all imports stops the loop for 0.2 s
         stack.push_async_callback(asyncio.wait, [warming])
         sources = await _sources(stack, run, client, settings)
         trusted = await trust(run, sources, folder)

@@ -38,6 +38,12 @@ DELTA = Row("12 delta, 2 MB, 40 ms", 2, links(100, [20] * 12, 100), delay_ms=10)
 DELTA_BAR = 4.0
 """Over a bound of half a second: a manifest, an index and one round of pieces are five round trips, and bbr starts slowly."""
 
+CROSSING = tuple(
+    replace(DELTA, name=f"12 delta, {name}, 40 ms", size_mb=size_mb)
+    for name, size_mb in (("64 KB", 0.064), ("1 MB", 1.0))
+)
+"""Small deltas that go down the tree and, in another run, in a swarm."""
+
 _FAULTY = Row("no fault", 32, SIX)
 FAULT_ROWS: dict[str, Row] = {
     row.name: row

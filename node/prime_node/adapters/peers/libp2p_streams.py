@@ -66,6 +66,7 @@ class AskingStream:
 
     def __init__(self, stream: INetStream, peer: str) -> None:
         self._stream = stream
+        self._reader = _Reader(stream)
         self._peer = peer
         self._asked: dict[int, _Asked] = {}
         self._next = 0
@@ -107,15 +108,15 @@ class AskingStream:
             await reset(self._stream)
 
     async def _read_reply(self) -> None:
-        header = parse_reply_header(await _exactly(self._stream, REPLY_HEADER_BYTES, stall_s=inf))
+        header = parse_reply_header(await self._reader.exactly(REPLY_HEADER_BYTES, stall_s=inf))
         asked = self._asked.get(header.number)  # None: its asker has gone
         bytes_max = limits.ERROR_BODY_BYTES_MAX if header.refused else asked.reply_bytes_max if asked else 0
         if header.num_bytes > bytes_max:
-            await _skip(self._stream, header.num_bytes)
+            await self._reader.skip(header.num_bytes)
             error: PeerError = LimitExceeded("reply_bytes_max", header.num_bytes, bytes_max)
             reply = b""
         else:
-            reply = await _exactly(self._stream, header.num_bytes)
+            reply = await self._reader.exactly(header.num_bytes)
         if asked is None:
             return
         if header.refused and header.num_bytes <= bytes_max:
@@ -215,17 +216,17 @@ class Streams:
         return any(not leads_through_relay(link) for link in self.links(peer))
 
     async def _answer_all(self, stream: INetStream, peer: str, answer: Serve, request_bytes_max: int) -> None:
-        writing = trio.Lock()
+        writing, reader = trio.Lock(), _Reader(stream)
         async with trio.open_nursery() as nursery:
             while True:
-                header = await _exactly(stream, REQUEST_HEADER_BYTES, stall_s=inf)
+                header = await reader.exactly(REQUEST_HEADER_BYTES, stall_s=inf)
                 number, num_bytes = parse_request_header(header)
                 if num_bytes > request_bytes_max:
-                    await _skip(stream, num_bytes)
+                    await reader.skip(num_bytes)
                     refused: PeerError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
                     nursery.start_soon(_send, stream, writing, pack_refusal(number, refused))
                     continue
-                payload = await _exactly(stream, num_bytes)
+                payload = await reader.exactly(num_bytes)
                 if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
                     refused = PeerError(
                         ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way"
@@ -296,19 +297,25 @@ async def _send(stream: INetStream, writing: trio.Lock, frame: bytes) -> None:
         await stream.write(frame)
 
 
-async def _exactly(stream: INetStream, num_bytes: int, *, stall_s: float = limits.PEER_STALL_S_MAX) -> bytes:
-    """Raises EOFError at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
-    parts, missing = [], num_bytes
-    while missing:
-        with trio.fail_after(stall_s):
-            part = await stream.read(min(missing, READ_BYTES))
-        if not part:
-            raise EOFError(f"{missing} bytes short")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
+class _Reader:
+    """Reads a stream ahead: every read of its own would be answered with a frame that widens the window again."""
 
+    def __init__(self, stream: INetStream) -> None:
+        self._stream = stream
+        self._ahead = bytearray()
 
-async def _skip(stream: INetStream, num_bytes: int) -> None:
-    while num_bytes:
-        num_bytes -= len(await _exactly(stream, min(num_bytes, READ_BYTES)))
+    async def exactly(self, num_bytes: int, *, stall_s: float = limits.PEER_STALL_S_MAX) -> bytes:
+        """Raises EOFError at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
+        while len(self._ahead) < num_bytes:
+            with trio.fail_after(stall_s):
+                part = await self._stream.read(READ_BYTES)
+            if not part:
+                raise EOFError(f"{num_bytes - len(self._ahead)} bytes short")
+            self._ahead += part
+        taken = bytes(self._ahead[:num_bytes])
+        del self._ahead[:num_bytes]
+        return taken
+
+    async def skip(self, num_bytes: int) -> None:
+        while num_bytes:
+            num_bytes -= len(await self.exactly(min(num_bytes, READ_BYTES)))

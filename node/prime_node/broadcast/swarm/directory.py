@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
 """Between two questions to the coordinator: often while there is news, then ever less, and soon again when a member of the run is
 met who is on no list of ours. Offers are remembered for longer."""
-TICKET_KEPT_S = 600.0
-"""Tickets last a day, unless the coordinator's key is replaced."""
+TICKET_KEPT_S = 120.0
+"""Tickets last a day, unless the coordinator's key is replaced: then peers turn us away for so long at most."""
 
 
 class Directory:

@@ -156,7 +156,9 @@ class Picker:
     def pick(self, name: str, now_s: float) -> int | None:
         """The piece to ask of this source now, from here on open; None where it has nothing to do for the moment."""
         source = self._sources[name]
-        if len(self._askers) >= self._rules.open_max or len(source.open) >= self._window(source):  # (1)
+        if len(self._askers) >= self._rules.open_max:  # (1)
+            return None
+        if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
         if source.is_fallback:
@@ -245,24 +247,23 @@ class Picker:
         if now_s - source.looked_s < self._rules.steal_look_s:
             return None
         source.looked_s = now_s
-        waits: dict[int, float] = {}
-        only_late = (
-            source.is_fallback or source.rate_bytes_s is None
-        )  # what it would bring sooner is not known, or is dear
+        # What it would bring sooner is not known, or is dear.
+        only_late = source.is_fallback or source.rate_bytes_s is None
+        latest, longest_s = None, 0.0
         for piece in members(source.has & self._open & ~self.have):
             askers = self._askers[piece]
             if piece in source.open or len(askers) >= self._rules.copies_max:
                 continue
-            requests = [self._sources[asker].open[piece] for asker in askers]
-            if not (only_late and any(now_s < request.due_s for request in requests)):
-                waits[piece] = min(self._left_s(request, now_s) for request in requests)
-        if not waits:
+            left_s = math.inf
+            for asker in askers:
+                due_s = self._sources[asker].open[piece].due_s
+                if only_late and now_s < due_s:
+                    left_s = 0.0
+                # An open request takes as long as was expected when it was sent or, once it is late, as long again.
+                left_s = min(left_s, abs(due_s - now_s))
+            if left_s > longest_s:
+                latest, longest_s = piece, left_s
+        if latest is None:
             return None
-        latest = max(waits, key=lambda piece: waits[piece])
         here_s = (source.open_bytes + self._sizes[latest]) / self._rate(source)
-        return latest if here_s <= self._rules.steal_gain * waits[latest] else None
-
-    @staticmethod
-    def _left_s(request: _Open, now_s: float) -> float:
-        """Until an open request is answered: as expected when it was sent, or, once it is late, as late again."""
-        return abs(request.due_s - now_s)
+        return latest if here_s <= self._rules.steal_gain * longest_s else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.broadcast.follow.follower import Progress
-from prime_node.broadcast.swarm import directory
+from prime_node.broadcast.swarm import directory, topology
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
@@ -101,6 +103,7 @@ async def receive(node: SimpleNamespace) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
                 await linked(peer, node.num_links)
+        gc.freeze()  # as lifetime.py does for a role that has run for a minute
         mark("ready")
         here = asyncio.create_task(all_here.wait())
         await asyncio.wait({task, here}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +135,12 @@ async def seed(node: SimpleNamespace) -> None:
         mark("done")
         await asyncio.to_thread(write_out, node, mirror.parts)
         await task
+
+
+def spread_by(node: SimpleNamespace) -> None:
+    """Where the row compares the two: everything down the tree. Its parents are those of the product."""
+    if node.options.get("is_tree"):
+        topology.TopologyRules = functools.partial(topology.TopologyRules, tree_bytes_max=2**30, tree_peers_min=2)  # type: ignore[misc, assignment]
 
 
 def swarm_config(node: SimpleNamespace, *, is_seeder: bool) -> SwarmConfig:
@@ -186,6 +195,7 @@ def write_out(node: SimpleNamespace, parts: PartStore) -> None:
 
 if __name__ == "__main__":
     described = description()
+    spread_by(described)
     directory.ASK_S_MAX = 1.0  # so that a race need not wait for everybody to have found everybody
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         receiver = seed if described.options.get("is_seeder") else receive
