@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench/trainer.py [--quick] [--json]
 
-All take their turns within TRL's own callback, on one thread, in fp32 (loss.py, which has the model and the batch):
+All take their turns within TRL's own callback, on one thread, in fp32 (loss_steps.py, which has the model and the batch):
 
     TRL             its step from begin to end, with a cached batch in place of generation
     plain, padded   what one writes first
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import loss as loss_bench
+import loss_steps
 import numpy as np
 import torch
 
@@ -41,18 +41,18 @@ from prime_node.ports.train_backend import OptimizerSettings, TrainSample
 from prime_protocol.manifest import BasePolicy
 
 
-def samples_of(batch: loss_bench.Batch) -> list[TrainSample]:
+def samples_of(batch: loss_steps.Batch) -> list[TrainSample]:
     return [
         TrainSample(tuple(prompt), tuple(completion), (-5.0,) * len(completion), advantage)
         for prompt, completion, advantage in zip(batch.prompts, batch.completions, batch.advantages, strict=True)
     ]
 
 
-def plain_packed(batch: loss_bench.Batch, folder: Path) -> Callable[[], None]:
+def plain_packed(batch: loss_steps.Batch, folder: Path) -> Callable[[], None]:
     """As bare as can be: tensors made once, one forward pass, autograd, clipping, AdamW."""
-    model = loss_bench.make_model()
+    model = loss_steps.make_model()
     model.set_attn_implementation(NAME)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=loss_bench.LR, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=loss_steps.LR, weight_decay=0.0, fused=True)
     (packed,) = pack_sequences(samples_of(batch), micro_batch_tokens=2**20)
     layout = SequenceLayout.of(packed.lengths, device=torch.device("cpu"))
     tokens, positions, sources, targets = (
@@ -77,7 +77,7 @@ def plain_packed(batch: loss_bench.Batch, folder: Path) -> Callable[[], None]:
 
 
 def our_backend(folder: Path, packing: Packing) -> TorchBackend:
-    model = loss_bench.make_model()
+    model = loss_steps.make_model()
     model.config.save_pretrained(folder)
     weights = to_weights(model.named_parameters(), dtype="fp32")
     backend = TorchBackend(folder, weights, packing=packing, row_tokens=512)
@@ -85,16 +85,16 @@ def our_backend(folder: Path, packing: Packing) -> TorchBackend:
     return backend
 
 
-def ours_packed(batch: loss_bench.Batch, folder: Path) -> Callable[[], None]:
+def ours_packed(batch: loss_steps.Batch, folder: Path) -> Callable[[], None]:
     backend, objective, samples = our_backend(folder, Packing.SEQUENCES), find_loss("grpo"), samples_of(batch)
 
     def step() -> None:
-        backend.train_step(samples, objective, lr=loss_bench.LR)
+        backend.train_step(samples, objective, lr=loss_steps.LR)
 
     return step
 
 
-def publishing(batch: loss_bench.Batch, folder: Path, rounds: int) -> dict[str, float]:
+def publishing(batch: loss_steps.Batch, folder: Path, rounds: int) -> dict[str, float]:
     """Seconds: what a step waits for (the copy), and what happens behind it (the table and the delta)."""
     backend, objective, samples = our_backend(folder, Packing.TREE), find_loss("grpo"), samples_of(batch)
     seconds: dict[str, list[float]] = {"step": [], "copy": [], "table": [], "delta": []}
@@ -121,10 +121,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    size = loss_bench.QUICK if arguments.quick else loss_bench.FULL
-    found = loss_bench.measure_steps(size, {"plain, packed": plain_packed, "ours, packed": ours_packed})
+    size = loss_steps.QUICK if arguments.quick else loss_steps.FULL
+    found = loss_steps.measure_steps(size, {"plain, packed": plain_packed, "ours, packed": ours_packed})
     folder = Path(tempfile.mkdtemp())
-    waits = publishing(loss_bench.make_batch(), folder, 4 if arguments.quick else 8)
+    waits = publishing(loss_steps.make_batch(), folder, 4 if arguments.quick else 8)
     seconds = {name: statistics.median(values) for name, values in found["seconds"].items()}
     # Turns are taken round by round, so ratios are of neighbours.
     equal = statistics.median(
