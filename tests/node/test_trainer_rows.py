@@ -20,7 +20,7 @@ from prime_node.cli import wire_training
 from prime_node.cli.wire_rows import rows_in
 from prime_node.observe import BestEffort, Gauges, read_json_lines
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.loop import speed
+from prime_node.trainer.rows import speed
 
 
 def test_rows_become_gauges() -> None:

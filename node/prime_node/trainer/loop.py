@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any
 
 from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.recipe import Recipe
+from prime_node.trainer.rows import row_of
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.step import train_step
@@ -82,39 +83,19 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         saved_s = now_s()
         await _unless_left(trainer, stop, trainer.publish())
         ended_s = now_s()
-        trainer.metrics.record(
-            step=step,
-            **numbers,
-            idle_seconds=trained.idle_seconds,
-            ahead_seconds=trained.ahead_seconds,
+        row = row_of(
+            trained,
+            trainer.state,
             train_seconds=trainer.train_seconds,
-            **speed(numbers, trainer.train_seconds, trainer.config.device_flops_max),
             save_seconds=saved_s - trained_s,
             copy_seconds=trainer.copy_seconds,
             submit_seconds=ended_s - saved_s,
             step_seconds=ended_s - began_s,
-            **{
-                "trainer/idle_ratio": trained.idle_seconds / max(ended_s - began_s, 1e-9),
-                "fully_async/total_wait_time": trained.idle_seconds,
-                "fully_async/count/stale_samples_processed": trainer.state.stale_groups,
-                "fully_async/count/stale_trajectory_processed": trainer.state.stale_rollouts,
-            },
+            device_flops_max=trainer.config.device_flops_max,
         )
+        trainer.metrics.record(step=step, **row)
         await trainer.evaluate_if_due()
     await trainer.save()
-
-
-def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: float | None) -> dict[str, float]:
-    """Tokens a second, and the model FLOPs' utilisation: 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), of
-    what all devices compute at best. Attention's own part is left out, which for short sequences is little.
-    """
-    seconds = max(train_seconds, 1e-9)
-    rows = {"tokens_per_second": metrics["num_tokens"] / seconds}
-    if "model_flops" in metrics:
-        rows["computed_tokens_per_second"] = metrics["num_computed_tokens"] / seconds
-        if device_flops_max is not None:
-            rows["mfu"] = metrics["model_flops"] / (seconds * device_flops_max * metrics["ranks"])
-    return rows
 
 
 async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:

@@ -1,0 +1,53 @@
+"""A step as a row of numbers: where its seconds went, how fast it was, what it was trained on.
+
+Names that verl's fully asynchronous trainer uses mean here what they mean there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prime_node.trainer.state import TrainerState
+from prime_node.trainer.step import Trained
+
+
+def row_of(
+    trained: Trained,
+    state: TrainerState,
+    *,
+    train_seconds: float,
+    save_seconds: float,
+    copy_seconds: float,
+    submit_seconds: float,
+    step_seconds: float,
+    device_flops_max: float | None,
+) -> dict[str, float]:
+    """`state`: after the step."""
+    return {
+        **trained.metrics,
+        "idle_seconds": trained.idle_seconds,
+        "ahead_seconds": trained.ahead_seconds,
+        "train_seconds": train_seconds,
+        **speed(trained.metrics, train_seconds, device_flops_max),
+        "save_seconds": save_seconds,
+        "copy_seconds": copy_seconds,
+        "submit_seconds": submit_seconds,
+        "step_seconds": step_seconds,
+        "trainer/idle_ratio": trained.idle_seconds / max(step_seconds, 1e-9),
+        "fully_async/total_wait_time": trained.idle_seconds,
+        "fully_async/count/stale_samples_processed": state.stale_groups,
+        "fully_async/count/stale_trajectory_processed": state.stale_rollouts,
+    }
+
+
+def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: float | None) -> dict[str, float]:
+    """Tokens a second, and the model FLOPs' utilisation: 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), of
+    what all devices compute at best. Attention's own part is left out, which for short sequences is little.
+    """
+    seconds = max(train_seconds, 1e-9)
+    rows = {"tokens_per_second": metrics["num_tokens"] / seconds}
+    if "model_flops" in metrics:
+        rows["computed_tokens_per_second"] = metrics["num_computed_tokens"] / seconds
+        if device_flops_max is not None:
+            rows["mfu"] = metrics["model_flops"] / (seconds * device_flops_max * metrics["ranks"])
+    return rows
