@@ -100,6 +100,19 @@ class HeartbeatRequest(WireModel):
     """Of that, what its engine took to swap to it."""
 
 
+class Speed(WireModel):
+    """How fast a worker is, by its own word: it has sampled a few tokens of the policy that it holds. SPEC.md, section 14.
+
+    Example: Speed(rollout_ms=120, tokens_per_s=2_100, download_bytes_per_s=12_000_000).
+    """
+
+    rollout_ms: int = Field(ge=1, le=limits.COUNT_MAX)
+    """One completion of this run takes it so long at most, where as many are sampled at once as it likes."""
+    tokens_per_s: Count
+    download_bytes_per_s: Count
+    """As its first policy came; 0 where it had that already."""
+
+
 class LeaseRequest(WireModel):
     """A worker asks for work."""
 
@@ -112,6 +125,8 @@ class LeaseRequest(WireModel):
     """Leases that it is still working on or has not uploaded yet. Others of its own lapse: it never got them, or lost them in
     a crash. None says nothing about them."""
     wait_s: WaitSeconds = 0.0
+    speed: Speed | None = Field(default=None, exclude_if=_is_default)
+    """What it claims. Counts until its first bundle has come: then what was measured does."""
 
 
 class ReturnLeaseRequest(WireModel):

@@ -33,6 +33,7 @@ from prime_protocol.messages import (
     ReceiptList,
     ReceiptsRequest,
     ReturnLeaseRequest,
+    Speed,
     UploadReply,
 )
 from prime_protocol.parcel import open_parcel
@@ -64,6 +65,7 @@ class MemoryCoordinator(MemorySource):
         self.verdicts: dict[str, Verdict] = {}
         self.receipts_signed: list[Receipt] = []
         self.leases_max = 10**9
+        self.speeds: list[Speed | None] = []
         self.after_upload: Callable[[], None] = lambda: None
         self._slot = 0
 
@@ -91,6 +93,7 @@ class MemoryCoordinator(MemorySource):
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
         self._check_worker()
+        self.speeds.append(request.speed)
         await asyncio.sleep(0)
         if len(self.leases) >= self.leases_max:
             return NotYet(reason="no work left", retry_after_s=0.5)
@@ -135,7 +138,7 @@ class MemoryCoordinator(MemorySource):
         return UploadReply(bundle=bundle, verdict=None)
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
-        self._check_worker()
+        self._check_reachable()
         signed = [seal(one, PayloadType.RECEIPT, self.key) for one in self.receipts_signed[request.after :]]
         return ReceiptList(receipts=tuple(one.to_bytes().decode() for one in signed), next=len(self.receipts_signed))
 

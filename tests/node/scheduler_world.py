@@ -5,7 +5,8 @@ from __future__ import annotations
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import batching, records
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Effect, State
+from prime_node.coordinator.state.effects import Effect
+from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Refusal, choose_slots
 from prime_node.coordinator.state.tick import tick

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.node.coordinator_world import ANNA, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, ROOT, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import LeaseRecord, Settled, Worker
+from prime_node.coordinator.state.effects import Effect, Settled
+from prime_node.coordinator.state.records import LeaseRecord, Worker
+from prime_protocol.envelope import open_envelope, parse_json
+from prime_protocol.evidence import BundleEvidence, Sums
+from prime_protocol.messages import AdminRequest, LeaveRequest, ReceiptsRequest
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
-from prime_protocol.verdict import BundleStatus, RejectReason
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, surety_bundles=3, max_steps=20)
 
@@ -30,6 +34,10 @@ def accept(run: Run, lease: LeaseRecord, *, audited: bool) -> Settled:
     """The receipt of an accepted bundle of ten tokens."""
     effects = run.accept(run.upload(lease, audited=audited))
     return next(effect for effect in effects if isinstance(effect, Settled))
+
+
+def settled_in(effects: list[Effect]) -> list[Settled]:
+    return [effect for effect in effects if isinstance(effect, Settled)]
 
 
 def anna(run: Run) -> Worker:
@@ -148,3 +156,61 @@ async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_cr
     assert not all(audited)
     assert (told["audits_passed"], told["tokens_withheld"]) == (sum(audited), 19 * 2)
     assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 5 * 2)
+
+
+def test_when_the_run_ends_the_surety_is_credited_once_all_is_judged() -> None:
+    run = Run(dataclasses.replace(AUDITED, max_steps=1, statistics=("margin",)))
+    run.join("anna", "ben")
+    run.publish()
+    said = BundleEvidence(worker="toy", validator="toy", sums={"margin": Sums(num_tokens=10, log_e=(-0.1,))})
+    credited = 0
+    for _ in range(5):
+        bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
+        (settled,) = settled_in(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=said)))
+        credited += settled.num_tokens
+    assert credited == 20
+    late = run.upload(run.granted("anna", 0, rollouts_max=2))
+    run.do(ev.DrainSet())
+    assert not audits.is_releasable(run.state, anna(run)), "a bundle waits, and may show that it cheats"
+    last = settled_in(run.accept(late))[0]
+    assert audits.is_releasable(run.state, anna(run))
+    (released,) = settled_in(run.do(ev.SuretyReleased(("anna",))))
+    assert (released.bundle, released.status) == (late, BundleStatus.ACCEPTED)
+    assert credited + released.num_tokens == 60, "the last receipt says what it said, and what was withheld"
+    assert released.weighed == last.weighed
+    assert not audits.is_releasable(run.state, anna(run))
+    assert ev.from_json(ev.to_json(run.log[-1][0])) == run.log[-1][0]
+    invariants.check(run.state)
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+
+
+def test_who_leaves_is_credited_no_sooner(run: Run) -> None:
+    accept(run, run.granted("anna", 0, rollouts_max=2), audited=False)
+    run.do(ev.WorkerLeft("anna"))
+    assert not audits.is_releasable(run.state, anna(run)), "it could come back with nothing at stake"
+    run.do(ev.DrainSet())
+    assert audits.is_releasable(run.state, anna(run))
+    run.do(ev.WorkerBanned("anna", "by hand"))
+    assert not audits.is_releasable(run.state, anna(run))
+
+
+async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_does_the_ledger() -> None:
+    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, surety_bundles=4)
+    spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
+    async with running(memory_parts(spec)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for _ in range(6):
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            await world.give_verdict(await world.take_task(VALIDATOR))
+        await world.client(ROOT).admin(AdminRequest(action="drain"))
+        told = await world.client(ANNA).receipts(ReceiptsRequest())
+        await world.client(ANNA).leave(LeaveRequest())
+        after = await world.client(ANNA).receipts(ReceiptsRequest(after=told.next))
+        report = await audit_ledger(
+            world.client(ANNA), spec, receipts=[open_envelope(one.encode()) for one in told.receipts]
+        )
+    latest = [parse_json(open_envelope(one.encode()).payload, Receipt) for one in told.receipts]
+    assert sum(receipt.num_tokens for receipt in latest) == 6 * 2
+    assert after.receipts == ()
+    assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 6 * 2)

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.evidence import compared, confirmed
 from prime_node.cli.main import app
+from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, open_envelope, seal
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence, Sums
@@ -29,8 +30,8 @@ from prime_protocol.messages import AdminRequest, CheckRequest, CheckResultReque
 from prime_protocol.verdict import RejectReason, Verdict
 
 
-async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> None:
-    """One more bundle of Anna's gets its verdict."""
+async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> Lease:
+    """One more bundle of Anna's gets its verdict. Returns its lease."""
     lease = await world.lease(ANNA, rollouts_max=2)
     await world.client(ANNA).upload(make_parcel(lease, ANNA))
     task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
@@ -43,6 +44,7 @@ async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None
         evidence=BundleEvidence(worker=CLASS, validator=CLASS, sums=sums),
     )
     await world.client(VALIDATOR).check_result(result)
+    return lease
 
 
 async def case_in(world: World, folder: Path) -> Path:
@@ -163,3 +165,20 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
     for found in (adds(2.0), adds(), None):
         with pytest.raises(PeerError, match="margin adds"):
             compared(adds(11.0), found)
+
+
+async def test_who_equivocates_to_begin_anew_is_banned_by_all_his_bundles(tmp_path: Path) -> None:
+    """The receipt of the bundle that he contradicted is replaced, and its evidence goes on counting."""
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        first = await judged(world, nats=4.0)
+        await world.client(ANNA).upload(make_parcel(first, ANNA, created_at_ms=1))
+        (told,) = (await world.status())["workers"]
+        assert (told["strikes"], told["refused"]) == (1, {"equivocation": 2})
+        assert told["evidence_nats"] > 1.0
+        for nats in (4.0, 11.0):
+            await judged(world, nats=nats)
+        file = await case_in(world, tmp_path)
+    code, said = check(file)
+    assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 3, "")

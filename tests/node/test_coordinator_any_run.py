@@ -13,7 +13,8 @@ from tests.node.scheduler_world import RULES, Run
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, records, scheduler, snapshot
 from prime_node.coordinator.state.curriculum import Pool, Rating
-from prime_node.coordinator.state.records import Effect, Settled, State
+from prime_node.coordinator.state.effects import Effect, Settled
+from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, lag_of, slots_ahead

@@ -10,7 +10,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, records, scheduler, snapshot
-from prime_node.coordinator.state.records import Banned, BundleForgotten, Settled, Topic, Woken
+from prime_node.coordinator.state.effects import Banned, BundleForgotten, Settled, Topic, Woken
 from prime_node.coordinator.state.scheduler import Refusal
 from prime_protocol.verdict import RejectReason
 

@@ -9,7 +9,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import copies, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Effect, Settled
+from prime_node.coordinator.state.effects import Effect, Settled
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 MARK, OTHER = "a" * 24, "b" * 24

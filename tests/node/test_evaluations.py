@@ -24,7 +24,8 @@ from prime_node.algo.estimates import Mark
 from prime_node.coordinator.daemon import Parts, open_core
 from prime_node.coordinator.state import evaluations, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import BundleForgotten, Evaluated, LeaseEnd, State
+from prime_node.coordinator.state.effects import BundleForgotten, Evaluated
+from prime_node.coordinator.state.records import LeaseEnd, State
 from prime_node.coordinator.state.slot_records import Results
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START, Lease

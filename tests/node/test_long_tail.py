@@ -11,7 +11,8 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, scheduler
-from prime_node.coordinator.state.records import BundleForgotten, LeaseEnd, LeaseRecord, Settled
+from prime_node.coordinator.state.effects import BundleForgotten, Settled
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord
 from prime_node.coordinator.state.scheduler import Refusal
 from prime_protocol.schedule import Selection, StalePolicy
 from prime_protocol.verdict import BundleStatus, RejectReason

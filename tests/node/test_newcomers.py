@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import (
@@ -22,8 +24,10 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.api.admission import network_of
 from prime_node.coordinator.daemon import open_core
-from prime_node.coordinator.state import invariants, newcomers, scheduler
-from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.coordinator.state import endings, invariants, newcomers, scheduler, snapshot
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.effects import BundleForgotten
+from prime_node.coordinator.state.records import Claim, LeaseRecord, Worker
 from prime_node.coordinator.state.scheduler import Refusal, fair_share
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, seal
@@ -234,3 +238,168 @@ def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
     assert (hoarder.leases, hoarder.wasted, hoarder.abandoned) == ([], 1, 1)
     assert run.state.is_ready(0)
     invariants.check(run.state)
+
+
+class Counted(dict[str, Worker]):
+    """Counts how many workers are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, key: str) -> Worker:
+        self.looked_at += 1
+        return super().__getitem__(key)
+
+    def values(self) -> Any:
+        self.looked_at += len(self)
+        return super().values()
+
+    def items(self) -> Any:
+        self.looked_at += len(self)
+        return super().items()
+
+
+def workers_looked_at(num_keys: int) -> dict[str, int]:
+    """What each thing that a key can do costs, where so many keys of its network take part and as many are away."""
+    run = Run(dataclasses.replace(CROWDED, workers_max=num_keys // 3))  # so that some are forgotten, too
+    run.publish()
+    for number in range(num_keys):
+        run.join(f"away {number}", network="theirs")
+        run.granted(f"away {number}", 0)
+        run.do(ev.WorkerLeft(f"away {number}"))
+    run.join(*(f"key {number}" for number in range(num_keys)), network="theirs")
+    scenes: dict[str, Callable[[], object]] = {
+        "join": lambda: run.join("another", network="theirs"),
+        "lease": lambda: run.granted("key 1", 0),
+        "upload": lambda: run.upload(next(iter(run.state.leases.values()))),
+        "judge": lambda: run.refuse("bundle-0", RejectReason.SEED_MISMATCH),
+        "leave": lambda: run.do(ev.WorkerLeft("key 1")),
+    }
+    found = {}
+    for name, scene in scenes.items():
+        run.state.workers = counted = Counted(run.state.workers)
+        scene()
+        found[name] = counted.looked_at
+        run.state.workers = dict(counted)
+        invariants.check(run.state)
+    return found
+
+
+def test_nothing_takes_longer_with_more_keys() -> None:
+    assert workers_looked_at(9) == workers_looked_at(300)
+
+
+def test_a_network_that_floods_the_memory_pushes_out_its_own_keys() -> None:
+    run = Run(dataclasses.replace(CROWDED, workers_max=4))
+    run.join("anna", network="honest")
+    run.publish()
+    run.accept(run.upload(run.granted("anna", 0)))
+    run.do(ev.WorkerLeft("anna"))
+    for number in range(100):
+        run.join(f"key {number}", network="theirs")
+        run.granted(f"key {number}", 0)
+        run.do(ev.WorkerLeft(f"key {number}"))
+        invariants.check(run.state)
+    assert len(run.state.workers) == endings.WORKERS_REMEMBERED_FACTOR * 4
+    assert run.state.workers["anna"].accepted == 2
+    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+
+
+def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_goes_on_paying() -> None:
+    run = Run(dataclasses.replace(CROWDED, workers_max=2, strikes_max=1, groups_per_step=1, max_steps=100))
+    run.join("cheat", "named", "invited", network="theirs")
+    run.do(ev.WorkerJoined("invited", "invited", "1", "engine", 64, "theirs", invite="ab" * 16))
+    run.publish()
+    deciding = run.upload(run.granted("cheat", 0))
+    run.refuse(deciding, RejectReason.SEED_MISMATCH)
+    assert run.state.evidence == [deciding]
+    run.do(ev.WorkerBanned("named", "by hand"))
+    run.do(ev.WorkerLeft("invited"))
+    pause_ms = newcomers.pause_ms(run.state, "theirs", run.now_ms)
+    forgotten = []
+    for number in range(20):
+        run.join(f"key {number}", network="theirs")
+        run.granted(f"key {number}", 0)
+        forgotten += run.do(ev.WorkerLeft(f"key {number}"))
+        invariants.check(run.state)
+    assert "cheat" not in run.state.workers
+    assert run.state.evidence == []
+    assert BundleForgotten(deciding) not in forgotten, "it is deleted with its step"
+    assert {"named", "invited"} <= run.state.workers.keys(), "whom the operator named or let in"
+    assert newcomers.pause_ms(run.state, "theirs", run.now_ms) == pause_ms > 0
+    assert run.state.invites == {"ab" * 16: 1}
+
+
+def test_a_snapshot_with_lists_of_keys_is_read() -> None:
+    run = world_of(THOUSAND[:20])
+    run.refuse(run.upload(run.granted("key 1", 0)), RejectReason.SEED_MISMATCH)
+    run.do(ev.WorkerBanned("key 2", "by hand"))
+    run.do(ev.WorkerLeft("key 1"))
+    old = json.loads(snapshot.to_json(run.state))
+    del old["by_away"], old["invites"]
+    keys = [worker["worker"] for worker in old["workers"].values() if worker["network"]]
+    old["networks"] = {"theirs": {"workers": keys, "crowd": 17}}
+    for worker in old["workers"].values():
+        del worker["counted"]
+    assert snapshot.from_json(json.dumps(old)) == run.state
+
+
+def slow_first_lease(claim: Claim | None, *, network: str = "") -> tuple[Run, LeaseRecord]:
+    """A newcomer holds a group while everybody else has brought everything; a rollout usually takes 10 ms."""
+    run = Run(dataclasses.replace(RULES, lease_ms=1_000_000))
+    run.join("honest")
+    run.publish()
+    first = run.granted("honest", 0, rollouts_max=2)
+    run.now_ms += 20
+    run.accept(run.upload(first))
+    run.join("slow", network=network)
+    if claim is not None:
+        run.do(ev.SpeedClaimed("slow", claim))
+    held = run.granted("slow", 0, rollouts_max=2)
+    while isinstance(lease := run.lease("honest", 0), LeaseRecord):
+        run.accept(run.upload(lease))
+    return run, held
+
+
+def lost_after_ms(run: Run) -> int:
+    """How long until another worker is leased the same."""
+    for waited_s in range(1_000):
+        if isinstance(lease := run.lease("honest", run.state.head), LeaseRecord):
+            run.accept(run.upload(lease))
+            return waited_s * 1_000
+        run.now_ms += 1_000
+    raise AssertionError("the group is held up for ever")
+
+
+def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_said_so() -> None:
+    run, held = slow_first_lease(Claim(rollout_ms=20_000, tokens_per_s=4, download_bytes_per_s=0))
+    run.now_ms += 2 * 20_000
+    assert isinstance(run.lease("honest", 0), Refusal)
+    run.accept(run.upload(held))
+    assert run.state.is_ready(0)
+    assert run.state.workers["slow"].wasted == 0
+    assert lost_after_ms(slow_first_lease(None)[0]) == scheduler.SILENCE_MS_MIN + 1_000, "who says nothing does not"
+
+
+def test_who_lies_about_his_speed_holds_up_a_group_for_a_share_of_one_lease_and_his_network_once() -> None:
+    run, _ = slow_first_lease(Claim(2**40, 0, 0), network="theirs")
+    assert lost_after_ms(run) == pytest.approx(scheduler.CLAIM_SHARE_MAX * 1_000_000, abs=1_000)
+    run.join("liar 2", network="theirs")
+    run.do(ev.SpeedClaimed("liar 2", Claim(2**40, 0, 0)))
+    run.fix()
+    run.publish()
+    run.granted("liar 2", 1, rollouts_max=2)
+    while isinstance(lease := run.lease("honest", 1), LeaseRecord):
+        run.accept(run.upload(lease))
+    assert lost_after_ms(run) <= scheduler.SILENCE_MS_MIN + 1_000, "its network has broken its word"
+    invariants.check(run.state)
+
+
+def test_a_claim_gives_a_slow_worker_no_more_than_it_can_finish() -> None:
+    run = Run(dataclasses.replace(RULES, slow_factor=2.0))
+    run.join("honest", "slow")
+    run.publish()
+    run.state.step_ms = 1_000.0
+    run.state.rollout_ms = 10.0
+    run.do(ev.SpeedClaimed("slow", Claim(rollout_ms=400, tokens_per_s=4, download_bytes_per_s=0)))
+    assert run.granted("slow", 0).slots == (0,), "one group of two takes 800 ms of the step's 1,000"
+    assert len(run.granted("honest", 0).slots) == 3

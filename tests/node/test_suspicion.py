@@ -13,12 +13,19 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Banned, Effect, Settled
+from prime_node.coordinator.state.effects import Banned, Effect, Settled
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, Sums, folded, log_evidence
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, ReceiptsRequest
+from prime_protocol.messages import (
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HeartbeatRequest,
+    ReceiptsRequest,
+    WorkerState,
+)
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 
@@ -195,9 +202,16 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
         assert shown[ANNA.key_id]["banned"]["kind"] == "statistical"
         assert shown[ANNA.key_id]["evidence_nats"] == pytest.approx(log_evidence(wealth), abs=0.01)
         assert (shown[BEN.key_id]["evidence_nats"], shown[BEN.key_id]["calibrated"]) == (0.0, None)
+        told = await world.client(ANNA).receipts(ReceiptsRequest())
+        assert told.receipts == tuple(one.envelope for one in stored), "the banned can read why"
         with pytest.raises(PeerError) as refused:
-            await world.client(ANNA).receipts(ReceiptsRequest())
+            await world.client(ANNA).heartbeat(
+                HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
+            )
         assert refused.value.code is ErrorCode.BANNED
+        with pytest.raises(PeerError) as refused:
+            await world.client(COORDINATOR).receipts(ReceiptsRequest())
+        assert refused.value.code is ErrorCode.UNKNOWN_WORKER
 
 
 async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes_on() -> None:
@@ -231,3 +245,47 @@ async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes
             assert refused.value.code is ErrorCode.MALFORMED
         await verdict(CLASS, "margin", 1.0, 1.0)
         assert (await world.status())["workers"][0]["evidence_nats"] != 0.0
+
+
+@pytest.mark.parametrize("reason", [RejectReason.EQUIVOCATION, RejectReason.COPIED])
+def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run, reason: RejectReason) -> None:
+    """Who signs twice, or is found to have copied, does not begin anew; his receipts stay numbered without a gap."""
+    mark = "a" * 24
+    bundles = {name: run.upload(run.granted(name, 0, rollouts_max=2)) for name in ("ben", "anna")}
+    run.state.bundles[bundles["anna"]].arrived_at_ms += 1
+    slots = {name: run.state.bundles[bundle].lease.slots[0] for name, bundle in bundles.items()}
+
+    def accept(name: str, replaced: tuple[ev.Replaced, ...] = ()) -> list[Effect]:
+        marks = ((slots[name], mark),)
+        said = saying(3.0) if name == "anna" else saying(-0.2)
+        return run.do(
+            ev.VerdictGiven(bundles[name], None, "", (0.5,) * 2, 10, "v", (), (), said, marks, replaced=replaced)
+        )
+
+    first = receipt_of(accept("anna")).weighed
+    before = dict(run.state.workers["anna"].evidence)
+    replaced = (ev.Replaced(bundles["anna"], first),)
+    if reason is RejectReason.COPIED:
+        effects = accept("ben", replaced)
+    else:
+        lease = next(iter(run.state.workers["anna"].ended.values()))
+        effects = run.do(ev.BundleContradicted(lease.lease_id, "anna", "another", replaced))
+    anna = run.state.workers["anna"]
+    (settled,) = [one for one in effects if isinstance(one, Settled) and one.bundle == bundles["anna"]]
+    assert (settled.reason, settled.weighed, anna.strikes) == (reason, first, 1)
+    assert (anna.evidence, anna.num_weighed) == (before, 1)
+    event, _ = run.log[-1]
+    assert ev.from_json(ev.to_json(event)) == event
+    invariants.check(run.state)
+
+
+def test_a_receipt_from_before_a_pardon_says_nothing_of_the_evidence_after_it(run: Run) -> None:
+    bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
+    first = receipt_of(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=saying(-0.2)))).weighed
+    lease = next(iter(run.state.workers["anna"].ended.values()))
+    run.do(ev.WorkerBanned("anna", "by hand"))
+    run.now_ms += 1
+    run.do(ev.WorkerUnbanned("anna"))
+    run.join("anna")
+    effects = run.do(ev.BundleContradicted(lease.lease_id, "anna", "another", (ev.Replaced(bundle, first),)))
+    assert receipt_of(effects).weighed is None

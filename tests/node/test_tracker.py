@@ -14,7 +14,7 @@ from prime_node.coordinator.measure.observer import STEPS_COMPARED, Observer
 from prime_node.coordinator.measure.report import row_of
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Effect
+from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.schedule import Selection, StalePolicy
 from prime_protocol.verdict import RejectReason
@@ -31,7 +31,7 @@ class Observed(Run):
 
     def do(self, event: ev.Event) -> list[Effect]:
         effects = super().do(event)
-        spans, done = self.tracker.note(event, self.state, self.now_ms)
+        spans, done = self.tracker.note(event, effects, self.state, self.now_ms)
         self.spans += spans
         self.steps += [done] if done is not None else []
         return effects
@@ -184,7 +184,7 @@ class Told(Run):
 
     def do(self, event: ev.Event) -> list[Effect]:
         effects = super().do(event)
-        self.observer.note(event, self.state, self.now_ms)
+        self.observer.note(event, effects, self.state, self.now_ms)
         return effects
 
 
@@ -231,3 +231,37 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
     assert 'prime_group_lag_bucket{le="0.0"} 6.0' in text
     assert 'prime_group_lag_bucket{le="1.0"} 12.0' in text
     assert "prime_policy_swap_seconds_sum 0.125" in text
+
+
+def test_groups_that_are_taken_back_from_a_cheat_are_told_as_dropped() -> None:
+    run = Observed(replace(RULES, audit_share_min=0.25, newcomer_bundles=1, surety_bundles=3))
+    run.join("anna", "ben")
+    run.publish()
+    run.accept(run.upload(run.granted("anna", 0, 4), audited=False))
+    run.refuse(run.upload(run.granted("anna", 0, 2)), RejectReason.SEED_MISMATCH)
+    while not run.fix():
+        run.accept(run.upload(run.granted("ben", 0)))
+    run.publish()
+    [step] = run.steps
+    assert (step.dropped, step.refused) == ({"taken_back": 2}, {"seed_mismatch": 1})
+    assert step.lags == {0: 6}
+    assert len(step.queue_seconds) == 6, "whoever filled them afterwards is measured as ever"
+
+
+def test_a_ban_ends_what_waited_and_costs_by_what_it_ends() -> None:
+    """Leases are not looked through: a state whose other leases cannot be listed is told of just as well."""
+
+    class Unlisted(dict[str, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all leases were looked at")
+
+    run = Observed()
+    run.join("anna", "ben")
+    run.publish()
+    run.granted("ben", 0, 2)
+    run.granted("anna", 0, 2)
+    run.upload(run.granted("anna", 0, 2))
+    run.tracker._held = Unlisted(run.tracker._held)
+    run.do(ev.WorkerBanned("anna", "by hand"))
+    assert [span.outcome for span in run.of(SpanKind.LEASE)] == ["redeemed", "lapsed"]
+    assert (run.tracker._judged, len(run.tracker._held)) == ({}, 1)

@@ -87,6 +87,8 @@ async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Pat
     assert ending.exit_code == 4
     assert world.status()["ended"] == "banned"
     assert world.status()["notice"] == "two bundles with false logprobs"
+    kept = (tmp_path / "receipts.jsonl").read_bytes().splitlines()
+    assert len(kept) == len(world.coordinator.receipts_signed) > 0, "it has read what became of its last bundles"
 
 
 async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Path) -> None:
@@ -122,6 +124,8 @@ async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_pe
 
     class Endless(TableEngine):
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            if not world.coordinator.leases:  # the rehearsal
+                return await super().generate(requests, sampling)
             world.stop.set()
             return await asyncio.get_running_loop().create_future()
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 
 import pytest
 from tests.node.memory_coordinator import MemoryCoordinator
+from tests.node.table_engine import TableEngine
 from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, make_run
 
+from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.leases import Pace, open_lease
+from prime_node.worker.rehearsal import rehearse
+from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
-from prime_protocol.messages import LeaseRequest
+from prime_protocol.messages import LeaseRequest, Speed
+from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 
 RUN = make_run()
@@ -97,3 +103,30 @@ def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
     assert pace.fits(20, seconds_left=100.0)
     pace.measured(rollouts=1, tokens=1, seconds=10_000.0)
     assert pace.rollouts_max(pinned, wanted=128) == pinned.spec.rollouts_per_group
+
+
+def test_a_rehearsal_counts_until_work_does() -> None:
+    pinned, pace = make_run(lease_seconds=100.0), Pace()
+    assert pace.claim(download_bytes_per_s=0.0) is None
+    pace.rehearsed(tokens=64, seconds=8.0, rollout_tokens=16)
+    assert pace.rollouts_max(pinned, wanted=128) == 20
+    assert pace.claim(download_bytes_per_s=1e6) == Speed(
+        rollout_ms=2_000, tokens_per_s=8, download_bytes_per_s=1_000_000
+    )
+    assert pace.fits(1_000, seconds_left=1.0), "completions may be far shorter: it is tried"
+    pace.measured(rollouts=10, tokens=100, seconds=1.0)
+    assert pace.rollouts_max(pinned, wanted=128) == 128
+
+
+async def test_a_machine_that_takes_too_long_for_a_rehearsal_is_known_to_be_at_least_so_slow() -> None:
+    pinned, pace, clock = make_run(), Pace(), JumpClock()
+
+    class Stuck(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError("unreachable")
+
+    await rehearse(Stuck(), pinned.spec, pace, clock=clock, too_long=clock.sleep(10.0))
+    claim = pace.claim(download_bytes_per_s=0.0)
+    assert claim is not None
+    assert claim.rollout_ms == pytest.approx(1e3 * 10.0 / 16, rel=0.01)

@@ -50,6 +50,8 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
 
     class Watching(TableEngine):
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            if not world.coordinator.leases:  # the rehearsal
+                return await super().generate(requests, sampling)
             for _ in range(10):
                 await asyncio.sleep(0)
             ahead.append(len(world.coordinator.leases) - len(ahead) - 1)
@@ -195,7 +197,7 @@ async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path:
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
             nonlocal slept
             completions = await super().generate(requests, sampling)
-            if not slept:
+            if world.coordinator.leases and not slept:
                 slept = True
                 world.clock.seconds += 2 * RUN.spec.lease_seconds
                 world.coordinator.known = False
@@ -325,3 +327,21 @@ async def test_the_run_is_waited_for_while_the_coordinator_starts() -> None:
     assert not task.done()
     coordinator.away = False
     assert (await task).digest == RUN.digest
+
+
+async def test_a_slow_machine_says_so_before_its_first_lease_which_then_fits(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    class Slow(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            completions = await super().generate(requests, sampling)
+            world.clock.seconds += 10_000.0 * sum(len(one.token_ids) for one in completions)
+            return completions
+
+    world.stop_when(lambda: world.coordinator.accepted >= 1)
+    await run(world.worker(Slow(), leases_ahead=0), world.stop)
+    first = world.coordinator.speeds[0]
+    assert first is not None
+    assert (first.rollout_ms, first.tokens_per_s) == (8 * 10_000_000, 0)
+    leases = list(world.coordinator.leases.values())
+    assert leases[0].num_rollouts == 4, "one group: two would take longer than 0.4 of the lease"

@@ -79,22 +79,31 @@ async def _keep_parcel(core: Core, bundle: str) -> None:
 
 
 async def _receipts(core: Core, worker: Worker, ban: Ban) -> list[Envelope]:
-    """The receipts that count, oldest first: a statistical ban's weighed ones, a hard one's strikes."""
+    """The receipts that count, oldest first: a statistical ban's weighed ones, a hard one's strikes.
+
+    A receipt that replaced another comes later and says the same number, so the numbers give the order; of an earlier life of
+    the worker, before it was forgiven, the same numbers are older.
+    """
     if ban.kind is BanKind.OPERATOR:
         return []
     statistical = ban.kind is BanKind.STATISTICAL
-    kept: deque[Envelope] = deque(maxlen=worker.num_weighed if statistical else worker.strikes)
+    strikes: deque[Envelope] = deque(maxlen=worker.strikes)
+    weighed: dict[int, Envelope] = {}
     cursor = 0
     while True:
         stored, following = await core.store.receipts_of(worker.worker, after=cursor, limit=limits.RECEIPTS_MAX)
         for one in stored:
             envelope, receipt = _opened(one)
-            is_strike = receipt.reason is not None and receipt.reason.is_dishonest
-            if receipt.evidence is not None if statistical else is_strike:
-                kept.append(envelope)
+            if receipt.reason is not None and receipt.reason.is_dishonest:
+                strikes.append(envelope)
+            if receipt.evidence is not None:
+                weighed[receipt.evidence.number] = envelope
         if not stored or following == cursor:
-            return list(kept)
+            break
         cursor = following
+    if not statistical:
+        return list(strikes)
+    return [weighed[number] for number in range(1, worker.num_weighed + 1) if number in weighed]
 
 
 def _opened(stored: StoredReceipt) -> tuple[Envelope, Receipt]:

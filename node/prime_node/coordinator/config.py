@@ -109,7 +109,10 @@ class CoordinatorConfig(Settings):
         "fc00::/7",
     )
     """Networks whose newcomers are not limited together: by default this machine and private addresses. Behind a reverse proxy
-    every worker seems to come from the proxy: leave its address out, or let the proxy limit each address."""
+    or a container's bridge every worker seems to come from there: name the proxy in `proxies`, or leave its address out here."""
+    proxies: tuple[str, ...] = ()
+    """Addresses or networks of reverse proxies of your own, for example ["127.0.0.1"]. What they write at the end of
+    X-Forwarded-For is the caller's address; nobody else's header is read."""
     workers_per_network_max: int = Field(default=64, ge=1)
     """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, but for trusted ones."""
     allowed_workers: tuple[KeyId, ...] = ()
@@ -147,7 +150,7 @@ class CoordinatorConfig(Settings):
     grace_seconds: float = Field(default=5.0, ge=0.0)
     """How long requests under way may take to finish when the coordinator stops."""
 
-    @field_validator("trusted_networks")
+    @field_validator("trusted_networks", "proxies")
     @classmethod
     def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
         for network in networks:
@@ -158,3 +161,15 @@ class CoordinatorConfig(Settings):
     def trusted(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
         """trusted_networks, parsed."""
         return tuple(ipaddress.ip_network(network) for network in self.trusted_networks)
+
+    @cached_property
+    def behind(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+        """proxies, parsed."""
+        return tuple(ipaddress.ip_network(network) for network in self.proxies)
+
+    @property
+    def unlimited(self) -> tuple[str, ...]:
+        """Networks of others' machines whose newcomers have no limits, where it listens for others at all."""
+        if self.proxies or self.host in ("127.0.0.1", "::1", "localhost"):
+            return ()
+        return tuple(str(network) for network in self.trusted if not network.is_loopback)

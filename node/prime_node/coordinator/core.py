@@ -16,7 +16,8 @@ from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Banned, Evaluated, Settled, State, Woken
+from prime_node.coordinator.state.effects import Banned, Evaluated, Settled, Woken
+from prime_node.coordinator.state.records import State
 from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
@@ -102,7 +103,7 @@ class Core:
     def decide(self, event: ev.Event) -> None:
         """Make an event happen. It is durable once `journal.synced` returns, which every answer waits for."""
         effects = self.journal.record(event)
-        self.observer.note(event, self.state, self.clock.now_ms())
+        self.observer.note(event, effects, self.state, self.clock.now_ms())
         for effect in effects:
             if isinstance(effect, Woken):
                 self.news.publish(effect.topic)

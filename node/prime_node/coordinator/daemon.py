@@ -19,6 +19,7 @@ from prime_node.coordinator.api import judging
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.publishing import restore_head
+from prime_node.coordinator.api.receipts import release_sureties
 from prime_node.coordinator.api.requests import Gate
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import renew_timestamp, require_own_key, restore_keys
@@ -122,6 +123,12 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
             routes = make_routes(core, gate)
             port = await parts.web.start(routes, host=parts.config.host, port=parts.config.port)
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
+            if parts.config.unlimited:
+                log.warning(
+                    "workers from %s count as your own and have no limits by network: behind a reverse proxy or a container's "
+                    "bridge, where everybody seems to come from there, set coordinator.proxies or trusted_networks",
+                    ", ".join(parts.config.unlimited),
+                )
             if parts.network is not None:
                 await open_host(parts.network, core, routes)
                 announcer = tasks.create_task(announce_heads(parts.network, core))
@@ -229,6 +236,8 @@ async def _keep_time(core: Core) -> None:
             core.decide(ev.WorkersLost(lost))
         core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
+        if core.state.is_ending:
+            release_sureties(core)
         if bark := watchdog.look(core, now_s):
             log.warning("%s", bark)
         await forget_old_encodings(core)

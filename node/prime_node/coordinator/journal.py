@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from prime_node.coordinator.ledger import load_chain
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
-from prime_node.coordinator.state.records import BundleForgotten, Effect, Settled, State
+from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
+from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.tick import tick
 from prime_node.ports.clock import Clock

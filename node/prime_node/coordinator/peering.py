@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from prime_node.broadcast.swarm.announced import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.peers import Judgement, PeerNetwork
 from prime_node.ports.web import Route
 from prime_protocol import limits

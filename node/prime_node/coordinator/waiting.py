@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.clock import Clock
 
 T = TypeVar("T")

@@ -21,7 +21,8 @@ from prime_node.coordinator.measure.tracker import StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
-from prime_node.coordinator.state.records import LeaseRecord, State, Topic, Woken
+from prime_node.coordinator.state.effects import Topic, Woken
+from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Refusal, choose_slots, forgettable_step
 from prime_node.coordinator.state.tick import tick
@@ -189,7 +190,7 @@ class World:
     def _decide(self, event: ev.Event) -> None:
         self.num_events += 1
         effects = tick(self.state, event, self.time.now_ms)
-        _, done = self.tracker.note(event, self.state, self.time.now_ms)
+        _, done = self.tracker.note(event, effects, self.state, self.time.now_ms)
         if done is not None:
             self.steps.append(done)
         for effect in effects:

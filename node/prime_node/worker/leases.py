@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from prime_node.ports.engine import GenerateRequest
+from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import LeaseRequest
+from prime_protocol.messages import LeaseRequest, Speed
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import EngineInfo, RolloutHeader, Rollouts, pack_body
 from prime_protocol.run_spec import PinnedRun
@@ -76,15 +77,32 @@ def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: Eng
 
 
 class Pace:
-    """How fast this machine generates, from what it has done: a mean that forgets."""
+    """How fast this machine generates, from what it has done: a mean that forgets. A rehearsal counts until work does."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
         self._seconds_per_rollout: float | None = None
+        self._is_rehearsed = False
+
+    def rehearsed(self, *, tokens: int, seconds: float, rollout_tokens: int) -> None:
+        """A few tokens were sampled so fast, and a rollout has `rollout_tokens` at most."""
+        self.tokens_per_s = tokens / max(seconds, 1e-6)
+        self._seconds_per_rollout, self._is_rehearsed = rollout_tokens / self.tokens_per_s, True
+
+    def claim(self, *, download_bytes_per_s: float) -> Speed | None:
+        """What the coordinator is told before it has measured anything."""
+        if self._seconds_per_rollout is None:
+            return None
+        return Speed(
+            rollout_ms=min(max(1, round(self._seconds_per_rollout * 1_000)), limits.COUNT_MAX),
+            tokens_per_s=round(self.tokens_per_s),
+            download_bytes_per_s=round(download_bytes_per_s),
+        )
 
     def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:
         seconds = max(seconds, 1e-6)
-        if self._seconds_per_rollout is None:
+        if self._seconds_per_rollout is None or self._is_rehearsed:
+            self._is_rehearsed = False
             self._seconds_per_rollout = seconds / rollouts
             self.tokens_per_s = tokens / seconds
         else:
@@ -93,7 +111,7 @@ class Pace:
 
     def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
         """Whether the work can be finished in time. Before the first measurement: try it."""
-        if self._seconds_per_rollout is None:
+        if self._seconds_per_rollout is None or self._is_rehearsed:
             return seconds_left > 0
         return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
 

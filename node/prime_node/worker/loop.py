@@ -24,6 +24,9 @@ from prime_protocol.messages import UploadReply, WorkerState
 
 log = logging.getLogger(__name__)
 
+LAST_RECEIPTS_S_MAX = 10.0
+"""A banned worker asks for what was judged so long; the coordinator may be away."""
+
 
 async def run(worker: Worker, stop: asyncio.Event) -> Ending:
     """Until `stop` is set, the run is over or we are banned.
@@ -42,6 +45,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> Ending:
         if not isinstance(error, Banned):
             raise error from None
         log.error("banned from this run: %s. What is not uploaded stays in %s", error, worker.folder / "spool")
+        await unless(worker.clock.sleep(LAST_RECEIPTS_S_MAX), last_receipts(worker))  # they say why
         worker.session.notice, outcome = str(error), Ending.BANNED.value
         return Ending.BANNED
     finally:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from prime_node.ports.transport import Unreachable
+from prime_node.worker.session import Banned
 from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Worker
 from prime_protocol.errors import PeerError
@@ -30,7 +31,7 @@ async def last_receipts(worker: Worker) -> None:
     try:
         while await _take_receipts(worker, worker.session.attempt):
             continue
-    except (PeerError, Unreachable) as error:
+    except (PeerError, Unreachable, Banned) as error:
         log.info("receipts: %s; what is missing is fetched next time", error)
 
 

@@ -20,6 +20,7 @@ from prime_node.ports.transport import Unreachable
 from prime_node.worker.episodes import play_lease
 from prime_node.worker.generating import Play, generate
 from prime_node.worker.leases import bundle_for, open_lease
+from prime_node.worker.rehearsal import rehearse
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.errors import LocalError, PeerError
@@ -32,17 +33,29 @@ LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
 """After a question for a lease that went wrong; and the longest pause that a coordinator may ask for."""
 HOLDING_MAX = 1_024
 """Leases that a request may name."""
+REHEARSAL_S_MAX = 10.0
+"""A machine that takes longer than this for a few tokens is known to be slow, and how slow it shows."""
 LOADS_MAX = 2
 """Tries to make the engine compute what its weights say, before we give up on it."""
 
 
 async def load_first(worker: Worker) -> None:
-    """Hold a policy before asking for work: starting an engine takes long enough for a lease to become stale."""
+    """Hold a policy before asking for work: starting an engine takes long enough for a lease to become stale.
+
+    Then rehearse, so that the first lease already fits this machine and the coordinator knows how long to wait for it.
+    """
+    began_s = worker.clock.monotonic_s()
     policy = await unless(worker.quit.wait(), worker.follower.wait_newer(-1))
     if policy is None:
         return
+    download_bytes = sum(worker.follower.received.values())
+    download_bytes_per_s = download_bytes / max(worker.clock.monotonic_s() - began_s, 1e-3)
     worker.waiting_for = f"the engine to load policy {policy.version}"
-    await unless(worker.quit.wait(), _load(worker, policy))
+    if await unless(worker.quit.wait(), _load(worker, policy)):
+        too_long = first_of(worker.quit.wait(), worker.clock.sleep(REHEARSAL_S_MAX))
+        worker.waiting_for = "a rehearsal"
+        await rehearse(worker.engine, worker.run.spec, worker.pace, clock=worker.clock, too_long=too_long)
+        worker.speed = worker.pace.claim(download_bytes_per_s=download_bytes_per_s)
     worker.waiting_for = ""
 
 
@@ -66,6 +79,7 @@ async def _next_lease(worker: Worker) -> Lease:
             policy_digest=policy.signed.digest,
             rollouts_max=worker.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
             holding=_holding(worker),
+            speed=None if worker.rollouts_generated else worker.speed,
             wait_s=worker.config.wait_seconds,
         )
         try:
@@ -153,8 +167,8 @@ async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights
     return policy.version, policy.weights
 
 
-async def _load(worker: Worker, policy: Policy) -> None:
-    """Swap the engine to verified weights. Raises LocalError where it does not compute what they say."""
+async def _load(worker: Worker, policy: Policy) -> bool:
+    """Swap the engine to verified weights. Always True. Raises LocalError where it does not compute what they say."""
     for attempt in range(1, LOADS_MAX + 1):
         worker.held = -1
         try:
@@ -163,7 +177,7 @@ async def _load(worker: Worker, policy: Policy) -> None:
         except EngineMismatch as error:
             log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
         else:
-            return
+            return True
     raise LocalError(
         f"the engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
         f"after {LOADS_MAX} loads; try another one with --engine, and report this"

@@ -27,7 +27,7 @@ from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import Hardware, JoinRequest, WorkerState
+from prime_protocol.messages import Hardware, JoinRequest, Speed, WorkerState
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class Worker:
     rollouts_generated: int = 0
     leases_dropped: int = 0
     pace: Pace = field(default_factory=Pace)
+    speed: Speed | None = None
+    """What the rehearsal showed, for the coordinator."""
     quit: asyncio.Event = field(default_factory=asyncio.Event)
     """Take no new work: we were asked to stop, or the coordinator drains us."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event)

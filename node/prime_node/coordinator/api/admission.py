@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from prime_node.coordinator.api.callers import is_in, parsed
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
@@ -82,13 +83,10 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
 
 def network_of(core: Core, address: str) -> str:
     """A name for the network of an address, which only this coordinator can make; empty for one that the operator trusts."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    found = parsed(address)
+    if found is None:
         return core.assigner.network_name("unknown")
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if any(found in network for network in core.config.trusted):
+    if is_in(address, core.config.trusted):
         return ""
     prefix = ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False)
     return core.assigner.network_name(str(prefix))
@@ -114,7 +112,7 @@ def _redeem(core: Core, request: JoinRequest) -> str:
             "this run takes invited keys; ask its operator and set worker.invite to what he sends",
         )
     invite = open_invite(request.invite, core.run, now_ms=core.clock.now_ms())
-    used = sum(worker.invite == invite.invite for worker in core.state.workers.values())
+    used = core.state.invites.get(invite.invite, 0)
     if used >= invite.keys_max:
         raise PeerError(ErrorCode.NOT_INVITED, f"this invitation was used by {used} keys, all that it is for")
     return invite.invite

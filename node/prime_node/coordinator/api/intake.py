@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prime_node.coordinator.api.receipts import replaced, verdict_of
 from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
-from prime_node.ports.store import StoredReceipt
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.messages import UploadReply
 from prime_protocol.parcel import Parcel, open_parcel
 from prime_protocol.rollout import RolloutHeader, body_bytes_max
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
+from prime_protocol.verdict import RejectReason, Verdict
 
 
 async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> UploadReply:
@@ -177,8 +177,11 @@ async def _keep_both(
     headers = [first.envelope, opened.envelope]
     name = f"equivocation-{lease.worker}-{lease.lease_id[:16]}.jsonl"
     await core.private.write(name, b"".join(header.to_bytes() + b"\n" for header in headers))
-    if lease.reason is None:  # it may have come twice meanwhile
-        core.decide(contradicted)
+    receipt = await replaced(core, lease.bundle)
+    worker = core.state.workers.get(contradicted.worker)
+    is_known = worker is not None and core.state.lease_of(contradicted.lease_id, contradicted.worker) is lease
+    if is_known and lease.reason is None:  # it may have come twice meanwhile, or be forgotten
+        core.decide(replace(contradicted, replaced=(receipt,)))
     detail = "two bundles were signed for this lease"
     return UploadReply(bundle=contradicted.other, verdict=Verdict.refuse(RejectReason.EQUIVOCATION, detail))
 
@@ -192,14 +195,6 @@ async def _answer_of_old(core: Core, header: RolloutHeader, bundle: str) -> Uplo
         refusal = Verdict.refuse(RejectReason.STALE, f"step {core.state.current_step} is trained now")
         return UploadReply(bundle=bundle, verdict=refusal)
     raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease; ask for a new one")
-
-
-def verdict_of(stored: StoredReceipt) -> Verdict | None:
-    """What a receipt of our own says; None while the bundle waits."""
-    receipt = parse_json(open_envelope(stored.envelope.encode()).payload, Receipt)
-    if receipt.status is BundleStatus.PENDING:
-        return None
-    return Verdict(accepted=receipt.status is BundleStatus.ACCEPTED, reason=receipt.reason, detail=receipt.detail)
 
 
 def _verdict_on(state: State, lease: LeaseRecord) -> Verdict | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from prime_node.coordinator import curation
+from prime_node.coordinator.api.receipts import replaced
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import copies
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
@@ -54,6 +56,9 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
     calibration = core.run.spec.checks.calibration
     if request.evidence is not None and calibration is not None:
         require_possible(request.evidence, calibration)
+    known = await _copies_replaced(core, request)
+    if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
+        return
     core.decide(
         ev.VerdictGiven(
             bundle=request.bundle,
@@ -66,12 +71,24 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             unscored=request.unscored,
             evidence=request.evidence,
             fingerprints=request.fingerprints,
+            replaced=known,
         )
     )
     if verdict.accepted:
         curation.rate(core, pending.lease, request.bundle)
     for name, value in request.measured.items():
         core.metrics.observe("prime_check_measured", value, number=name)
+
+
+async def _copies_replaced(core: Core, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
+    """The receipts of bundles that this one shows to be copies, which were judged and accepted before it."""
+    known: dict[str, ev.Replaced] = {}
+    while (pending := core.state.bundles.get(request.bundle)) is not None:
+        later = copies.found_later(core.state, pending, request.fingerprints)
+        if (unknown := next((one.bundle for one in later if one.bundle not in known), None)) is None:
+            break
+        known[unknown] = await replaced(core, unknown)
+    return tuple(known.values())
 
 
 async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:

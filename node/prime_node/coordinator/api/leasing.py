@@ -1,4 +1,4 @@
-"""What workers ask for beside joining and uploading: heartbeat, lease, hand back, leave, receipts."""
+"""What workers ask for beside joining and uploading: heartbeat, lease, hand back, leave."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from prime_node.coordinator.api.requests import Caller, require_role
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.curation import draws_of
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
+from prime_node.coordinator.state.records import Claim
 from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
 from prime_protocol.messages import (
     HeartbeatReply,
@@ -18,15 +19,12 @@ from prime_protocol.messages import (
     LeaseRequest,
     LeaveRequest,
     NotYet,
-    ReceiptList,
-    ReceiptsRequest,
     ReturnLeaseRequest,
+    Speed,
 )
 
 log = logging.getLogger(__name__)
 
-RECEIPTS_MAX = 256
-"""Receipts in one answer."""
 ENVIRONMENT_RETRY_S = 5.0
 """After an environment failed: it may be a service that comes back."""
 RETRY_S = 0.2
@@ -53,6 +51,7 @@ async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> Heart
 async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | NotYet:
     """The lowest open slots that the worker's policy may serve; or, at the latest after `wait_s`, why there are none."""
     core.presence.heard(signer, core.clock.monotonic_s())
+    _note_claim(core, signer, request.speed)
     if request.holding is not None:
         # An answer may have been lost on its way; without this, its groups would wait until the lease expires.
         unknown = tuple(lease for lease in core.state.workers[signer].leases if lease not in request.holding)
@@ -101,19 +100,12 @@ async def leave(core: Core, signer: str, request: LeaveRequest) -> None:
     core.hints.pop(signer, None)
 
 
-async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
-    """What became of a worker's bundles, in the order of the last change."""
-    await core.journal.synced()  # the store must have caught up with the state before it is read
-    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=RECEIPTS_MAX)
-    return ReceiptList(receipts=tuple(_by_todays_key(core, receipt.envelope) for receipt in found), next=cursor)
-
-
-def _by_todays_key(core: Core, receipt: str) -> str:
-    """A receipt may be older than our key: workers believe none by a key whose time is over."""
-    envelope = open_envelope(receipt.encode()) if core.run.keys.version else None
-    if envelope is None or envelope.sole_signer() == core.key.key_id:
-        return receipt
-    return seal(envelope.payload, PayloadType.RECEIPT, core.key).to_bytes().decode()
+def _note_claim(core: Core, signer: str, speed: Speed | None) -> None:
+    """Once, and before anything was measured: then no claim counts."""
+    worker = core.state.workers[signer]
+    if speed is not None and worker.claimed is None and not worker.rollout_ms:
+        claim = Claim(speed.rollout_ms, speed.tokens_per_s, speed.download_bytes_per_s)
+        core.decide(ev.SpeedClaimed(signer, claim))
 
 
 def _environment_fault(core: Core, grant: Grant, draws: tuple[int, ...]) -> str:

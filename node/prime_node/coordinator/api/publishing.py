@@ -16,7 +16,7 @@ from prime_node.coordinator.api.requests import Caller, Gate, require_role, wron
 from prime_node.coordinator.api.training import batch_digests
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json

@@ -41,6 +41,8 @@ class Caller(StrEnum):
     """Any usable key that is not banned: to join."""
     WORKER = "worker"
     """A key that takes part."""
+    KNOWN = "known"
+    """A key that takes part or did, be it banned: to learn what became of its work."""
     VALIDATOR = "validator"
     TRAINER = "trainer"
     JUDGES = "validator or trainer"
@@ -85,7 +87,7 @@ class Gate:
             if signer not in state.workers and caller is Caller.ANYONE:
                 self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
             payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
-        if caller in (Caller.ANYONE, Caller.WORKER):
+        if caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
             self.limiter.by_key.require(signer, now_s)  # (5)
             self.limiter.by_key.charge(signer, now_s)
         stamped = parse_json(payload, Stamped)  # (6)
@@ -150,9 +152,11 @@ def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -
             raise PeerError(ErrorCode.WRONG_ROLE, f"this is for {caller} keys of the run only")
         return
     worker = state.workers.get(signer)
+    if caller is Caller.KNOWN and worker is not None:
+        return
     if worker is not None and worker.banned is not None:
         raise PeerError(ErrorCode.BANNED, f"this key is banned: {worker.banned.reason}")
-    if caller is Caller.WORKER and (worker is None or not worker.active):
+    if caller in (Caller.WORKER, Caller.KNOWN) and (worker is None or not worker.active):
         raise PeerError(ErrorCode.UNKNOWN_WORKER, "this key does not take part; join first")
 
 

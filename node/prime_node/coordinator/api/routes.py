@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,14 +24,16 @@ from prime_node.coordinator.api import (
     leasing,
     operating,
     publishing,
+    receipts,
     statements,
     status,
     training,
 )
+from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.publishing import Publisher
 from prime_node.coordinator.api.requests import Caller, Gate
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.state.records import Topic
+from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.envelope import Envelope
@@ -54,7 +57,7 @@ _ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
     ("lease", Caller.WORKER, messages.LeaseRequest, leasing.lease),
     ("return_lease", Caller.WORKER, messages.ReturnLeaseRequest, leasing.return_lease),
     ("leave", Caller.WORKER, messages.LeaveRequest, leasing.leave),
-    ("receipts", Caller.WORKER, messages.ReceiptsRequest, leasing.receipts),
+    ("receipts", Caller.KNOWN, messages.ReceiptsRequest, receipts.receipts),
     ("check", Caller.VALIDATOR, messages.CheckRequest, judging.check),
     ("check_result", Caller.VALIDATOR, messages.CheckResultRequest, judging.check_result),
     ("batch", Caller.TRAINER, messages.BatchRequest, training.batch),
@@ -105,9 +108,10 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         ("/v1/peers", find_peers, limits.REQUEST_BYTES_MAX),
     ]
     gets = _public(core)
+    callers = Callers(proxies=core.config.behind, trusted=core.config.trusted)
     return [
-        *(Route("GET", path, _guarded(core, path, handler)) for path, handler in gets),
-        *(Route("POST", path, _guarded(core, path, handler), size) for path, handler, size in posts),
+        *(Route("GET", path, _guarded(core, path, handler, callers)) for path, handler in gets),
+        *(Route("POST", path, _guarded(core, path, handler, callers), size) for path, handler, size in posts),
     ]
 
 
@@ -130,11 +134,11 @@ def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller:
     )
 
 
-def _guarded(core: Core, path: str, handler: Handler) -> Handler:
-    """The edge of every endpoint: durability before the answer, and nothing of our inside in an error."""
+def _guarded(core: Core, path: str, handler: Handler, callers: Callers) -> Handler:
+    """The edge of every endpoint: who calls, durability before the answer, and nothing of our inside in an error."""
 
     async def handle(request: Request) -> Response:
-        outcome = "ok"
+        outcome, request = "ok", replace(request, remote=callers.address_of(request))
         try:
             response = await handler(request)
             await core.journal.synced()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from prime_node.coordinator.core import Core
@@ -118,6 +119,7 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "hardware": worker.hardware,
         "newcomer": newcomers.is_newcomer(core.state.rules, worker),
         "rollout_ms": round(worker.rollout_ms, 1),
+        "claimed": None if worker.claimed is None else asdict(worker.claimed),
         "active": worker.active,
         "state": seen.state if seen and worker.active else "away",
         "policy_version": seen.policy_version if seen else -1,

@@ -8,12 +8,14 @@ timeline.jsonl   a line a span: leases, verdicts, batches, policies and when eac
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_node.coordinator.measure.report import row_of
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
@@ -46,9 +48,9 @@ class Observer:
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
     _num_stale: int = 0
 
-    def note(self, event: ev.Event, state: State, at_ms: int) -> None:
-        """After the event."""
-        spans, done = self.tracker.note(event, state, at_ms)
+    def note(self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int) -> None:
+        """After the event, with what followed from it."""
+        spans, done = self.tracker.note(event, effects, state, at_ms)
         for span in spans:
             self._tell(span, state)
         if done is not None:

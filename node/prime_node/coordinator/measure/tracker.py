@@ -1,7 +1,8 @@
 """The tracker: what happened between two policies, from the state machine's events. Pure; it decides nothing.
 
 Soft state: a restart begins it anew, so what was under way then is missing in the report of that step. It is told of an event
-after `tick` has carried it out. Memory is bounded like the state's: by open leases, pending bundles and groups that wait.
+after `tick` has carried it out, with what followed from it, and never looks through all leases: an event costs by what it ends.
+Memory is bounded like the state's: by open leases, pending bundles, groups that wait, and workers.
 
 A worker generates its leases in turn: the time of each counts from when it was granted or from the worker's last bundle,
 whichever is later (the same as `tick` measures a worker's speed by).
@@ -10,13 +11,16 @@ whichever is later (the same as `tick` measures a worker's speed by).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from prime_node.coordinator.measure.zero_overhead import Work
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import LeaseRecord, State
+from prime_node.coordinator.state.effects import Effect, LeaseEnded, Settled
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
+from prime_protocol.verdict import BundleStatus
 
 
 class SpanKind(StrEnum):
@@ -129,7 +133,7 @@ class Tracker:
         """Worker -> leases that it holds; none at 0."""
         self._num_active = 0
         self._arrived_ms: dict[str, int] = {}
-        """Worker -> when its last bundle came; forgotten once it holds no lease and does not take part."""
+        """Worker -> when its last bundle came; forgotten some time after the state has forgotten it."""
         self._judged: dict[str, Span] = {}
         """Bundle without a verdict -> its lease."""
         self._waiting: dict[int, _Waiting] = {}
@@ -139,7 +143,9 @@ class Tracker:
         for pending in state.bundles.values():
             self._judged[pending.bundle] = self._span(_held(pending.lease), pending.arrived_at_ms, "redeemed")
 
-    def note(self, event: ev.Event, state: State, at_ms: int) -> tuple[list[Span], StepLog | None]:
+    def note(
+        self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int
+    ) -> tuple[list[Span], StepLog | None]:
         """What has come to its end: spans, and with a policy the step that made it."""
         self._pass_time(at_ms)
         spans: list[Span] = []
@@ -150,7 +156,7 @@ class Tracker:
             case ev.BundleArrived():
                 spans.append(self._arrive(event.bundle, state.bundles[event.bundle].lease, at_ms))
             case ev.VerdictGiven():
-                spans += self._judge(event, state, at_ms)
+                spans += self._judge(event, effects, state, at_ms)
             case ev.BatchFixed():
                 spans.append(Span(SpanKind.BATCH, at_ms, at_ms, step=event.step))
                 self._take(event.step, state, at_ms)
@@ -165,11 +171,15 @@ class Tracker:
                 done = self._publish(state, at_ms)
             case _:
                 pass
-        if len(self._held) != len(state.leases):
-            spans += self._let_go(state, at_ms)
-        if len(self._judged) != len(state.bundles):  # refused with their worker, without a verdict of their own
-            for bundle in [bundle for bundle in self._judged if bundle not in state.bundles]:
-                del self._judged[bundle]
+        for effect in effects:
+            match effect:
+                case LeaseEnded():
+                    spans += self._let_go(effect.lease, at_ms)
+                case Settled(status=BundleStatus.REFUSED):
+                    self._judged.pop(effect.bundle, None)  # with its worker, without a verdict of its own
+                    self._take_back(effect.lease, state)
+        if len(self._arrived_ms) > 2 * len(state.workers) + 16:
+            self._arrived_ms = {key: at_ms for key, at_ms in self._arrived_ms.items() if key in state.workers}
         self._num_active = state.num_active
         return spans, done
 
@@ -194,12 +204,11 @@ class Tracker:
         self._judged[bundle] = span
         return span
 
-    def _judge(self, event: ev.VerdictGiven, state: State, at_ms: int) -> list[Span]:
+    def _judge(self, event: ev.VerdictGiven, effects: Sequence[Effect], state: State, at_ms: int) -> list[Span]:
         lease = self._judged.pop(event.bundle)
-        worker = state.workers.get(lease.worker)
-        ended = worker.ended.values() if worker is not None else ()
         # The state machine refuses some that the validator accepted: copies, and what all evidence together speaks against.
-        reason = event.reason or next((one.reason for one in ended if one.bundle == event.bundle), None)
+        settled = (one for one in effects if isinstance(one, Settled) and one.bundle == event.bundle)
+        reason = next((one.reason for one in settled), None)
         outcome = "accepted" if reason is None else str(reason)
         check = Span(
             SpanKind.CHECK,
@@ -239,6 +248,20 @@ class Tracker:
             self._waiting.pop(slot, None)
         self._log(self._step).dropped[reason] += len(slots)
 
+    def _take_back(self, lease: LeaseRecord, state: State) -> None:
+        """Groups of a refused bundle that had been accepted, and are no longer."""
+        step = state.step_of(lease)
+        accepted = {} if step is None else step.accepted
+        lost = tuple(
+            slot
+            for slot in lease.slots
+            if slot not in accepted
+            and (waited := self._waiting.get(slot)) is not None
+            and (waited.lease.worker, waited.lease.slots) == (lease.worker, lease.slots)
+        )
+        if lost:
+            self._drop("taken_back", lost)
+
     def _publish(self, state: State, at_ms: int) -> StepLog | None:
         log = self._logs.pop(self._step)
         self._step = state.head
@@ -251,20 +274,15 @@ class Tracker:
         log.num_open = sum(len(step.open) for step in state.steps.values())
         return log
 
-    def _let_go(self, state: State, at_ms: int) -> list[Span]:
-        """Leases that ended without a bundle."""
-        spans = []
-        for lease_id in [lease_id for lease_id in self._held if lease_id not in state.leases]:
-            held = self._held.pop(lease_id)
-            self._release(held.worker)
-            known = state.workers.get(held.worker)
-            ended = None if known is None else known.ended.get(lease_id)
-            outcome = str(ended.end) if ended is not None and ended.end is not None else "lapsed"
-            spans.append(self._span(held, at_ms, outcome))
-            self._log(self._step).wasted[outcome] += 1
-        for worker in [worker for worker in self._arrived_ms if worker not in state.workers]:
-            del self._arrived_ms[worker]
-        return spans
+    def _let_go(self, lease: LeaseRecord, at_ms: int) -> list[Span]:
+        """It ended without a bundle."""
+        held = self._held.pop(lease.lease_id, None)
+        if held is None:
+            return []
+        self._release(held.worker)
+        outcome = str(lease.end or LeaseEnd.LAPSED)
+        self._log(self._step).wasted[outcome] += 1
+        return [self._span(held, at_ms, outcome)]
 
     def _release(self, worker: str) -> None:
         self._holding[worker] -= 1

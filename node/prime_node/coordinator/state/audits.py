@@ -14,18 +14,11 @@ Leases that end without a bundle count too: whoever leaves indices out may be ch
 
 from __future__ import annotations
 
-from prime_node.coordinator.state import newcomers, slots
-from prime_node.coordinator.state.records import (
-    LEASE_NEWS,
-    Effect,
-    LeaseRecord,
-    PendingBundle,
-    Settled,
-    State,
-    Surety,
-    Worker,
-)
+from prime_node.coordinator.state import newcomers, slots, suspicion
+from prime_node.coordinator.state.effects import LEASE_NEWS, Effect, Settled
+from prime_node.coordinator.state.records import LeaseRecord, PendingBundle, State, Surety, Worker
 from prime_node.coordinator.state.rules import Rules
+from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 ABANDONED_COSTS = 4
@@ -40,35 +33,70 @@ def share(rules: Rules, worker: Worker) -> float:
     return max(rules.audit_share_min, rules.newcomer_bundles / worker.streak)
 
 
-def credit(state: State, worker: Worker, pending: PendingBundle, num_tokens: int) -> tuple[int, str]:
-    """The tokens that an accepted bundle's receipt credits, and what to say about it."""
+def credit(
+    state: State, worker: Worker, pending: PendingBundle, num_tokens: int, weighed: Weighed | None = None
+) -> tuple[int, str]:
+    """The tokens that an accepted bundle's receipt credits, and what to say about it. `weighed`: what else it says."""
     worker.streak += pending.audited
-    newcomers.recount(state, worker.network)
+    newcomers.kept(state, worker)
+    newcomers.recount(state, worker)
     bundles_max = state.rules.surety_bundles
     if bundles_max == 0:
         return num_tokens, ""
-    worker.surety.append(Surety(pending.lease, pending.num_rollouts, num_tokens, pending.audited))
-    credited = worker.surety.pop(0).num_tokens if len(worker.surety) > bundles_max else 0
-    return credited, f"its own {num_tokens} tokens are credited when {bundles_max} more bundles are accepted"
+    mine = Surety(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
+    worker.surety.append(mine)
+    mine.credited = worker.surety.pop(0).num_tokens if len(worker.surety) > bundles_max else 0
+    said = f"its own {num_tokens} tokens are credited when {bundles_max} more bundles are accepted, or the run ends"
+    return mine.credited, said
+
+
+def is_releasable(state: State, worker: Worker) -> bool:
+    """Its surety has nothing left to stand for: no work is given out any more, and all of its own is judged."""
+    waits = worker.leases or worker.pending or worker.banned is not None
+    return bool(worker.surety) and state.is_ending and not waits
+
+
+def release(state: State, worker: Worker) -> Settled:
+    """Credit what is withheld, by another receipt of the last bundle.
+
+    Not when a worker leaves: it could come back with nothing at stake, and cheat then.
+    """
+    last, num_tokens = worker.surety[-1], sum(one.num_tokens for one in worker.surety)
+    released, worker.surety = len(worker.surety), []
+    detail = f"the run ends: the {num_tokens} tokens of the last {released} bundles are credited"
+    weighed = last.weighed if suspicion.still_counts(worker, last.lease) else None
+    credited = last.credited + num_tokens
+    assert last.lease.bundle is not None
+    return Settled(
+        last.lease.bundle,
+        last.lease,
+        last.num_rollouts,
+        credited,
+        BundleStatus.ACCEPTED,
+        detail=detail,
+        weighed=weighed,
+    )
 
 
 def abandoned(state: State, worker: Worker) -> None:
     """A lease ended without a bundle."""
     worker.abandoned += 1
+    newcomers.let_go(state, worker)
     worker.streak = max(0, worker.streak - ABANDONED_COSTS)
-    newcomers.recount(state, worker.network)
+    newcomers.recount(state, worker)
 
 
 def found_out(state: State, worker: Worker) -> list[Effect]:
     """A bundle of the worker's could only be dishonest: what stood on trust alone is taken back."""
     worker.streak = 0
-    newcomers.recount(state, worker.network)
+    newcomers.recount(state, worker)
     taken_back, worker.surety = worker.surety, []
     effects: list[Effect] = []
     reopened = False
     for one in taken_back:
         if not one.audited:
             settled, reopened_here = take_back(state, worker, one.lease, RejectReason.UNPROVEN, TAKEN_BACK)
+            settled.weighed = one.weighed if suspicion.still_counts(worker, one.lease) else None
             effects.append(settled)
             reopened |= reopened_here
     return [*effects, LEASE_NEWS] if reopened else effects

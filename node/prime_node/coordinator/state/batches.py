@@ -11,15 +11,8 @@ from typing import Any
 
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import (
-    LEASE_NEWS,
-    BundleForgotten,
-    Effect,
-    LeaseRecord,
-    Publication,
-    State,
-    Worker,
-)
+from prime_node.coordinator.state.effects import LEASE_NEWS, BundleForgotten, Effect
+from prime_node.coordinator.state.records import LeaseRecord, Publication, State, Worker
 from prime_node.coordinator.state.slot_records import Step
 
 

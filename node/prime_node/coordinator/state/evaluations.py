@@ -16,13 +16,8 @@ from typing import Any
 
 from prime_node.algo.estimates import Mark
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import (
-    LEASE_NEWS,
-    BundleForgotten,
-    Effect,
-    Evaluated,
-    State,
-)
+from prime_node.coordinator.state.effects import LEASE_NEWS, BundleForgotten, Effect, Evaluated
+from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Results
 
 ATTEMPTS_MAX = 3

@@ -13,7 +13,8 @@ from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Rating
-from prime_protocol.evidence import BundleEvidence
+from prime_node.coordinator.state.records import Claim
+from prime_protocol.evidence import BundleEvidence, Weighed
 from prime_protocol.verdict import RejectReason
 
 
@@ -31,6 +32,15 @@ class WorkerJoined:
     invite: str = ""
     hardware: str = ""
     type: Literal["worker_joined"] = "worker_joined"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedClaimed:
+    """A worker that has brought nothing yet says how fast it is."""
+
+    worker: str
+    claim: Claim
+    type: Literal["speed_claimed"] = "speed_claimed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,14 @@ class BundleTurnedAway:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """An accepted bundle's receipt that may be replaced: what it says of evidence is said by the next one too."""
+
+    bundle: str
+    weighed: Weighed | None
+
+
+@dataclass(frozen=True, slots=True)
 class BundleContradicted:
     """A worker signed a second, other bundle for a lease that one had redeemed. No honest worker does: it keeps the bytes."""
 
@@ -135,6 +153,8 @@ class BundleContradicted:
     worker: str
     other: str
     """The second one. Its bytes are not kept, its signed header is."""
+    replaced: tuple[Replaced, ...] = ()
+    """The first one's receipt, where it was accepted. Empty in older logs, which forgot the evidence instead."""
     type: Literal["bundle_contradicted"] = "bundle_contradicted"
 
 
@@ -157,7 +177,17 @@ class VerdictGiven:
     """What its tokens say against the worker, where a forward pass was made."""
     fingerprints: tuple[tuple[int, str], ...] = ()
     """Of an accepted bundle: slots, and what was said in them (copies.py)."""
+    replaced: tuple[Replaced, ...] = ()
+    """The receipts of accepted bundles that turn out to be copies by it. Empty in older logs likewise."""
     type: Literal["verdict_given"] = "verdict_given"
+
+
+@dataclass(frozen=True, slots=True)
+class SuretyReleased:
+    """The run ends, and all work of these workers is judged: what is withheld of them is credited."""
+
+    workers: tuple[str, ...]
+    type: Literal["surety_released"] = "surety_released"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +272,7 @@ class DrainSet:
 
 Event = (
     WorkerJoined
+    | SpeedClaimed
     | WorkerLeft
     | WorkersLost
     | WorkerBanned
@@ -253,6 +284,7 @@ Event = (
     | BundleTurnedAway
     | BundleContradicted
     | VerdictGiven
+    | SuretyReleased
     | BatchFixed
     | GroupsDropped
     | GroupsRated

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prime_node.broadcast.follow.paths import search
 from prime_node.coordinator.state.evaluations import ATTEMPTS_MAX
-from prime_node.coordinator.state.newcomers import is_newcomer
+from prime_node.coordinator.state.networks import Network
+from prime_node.coordinator.state.newcomers import is_forgettable, is_newcomer
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_for
 from prime_node.coordinator.state.slot_records import AcceptedGroup
@@ -115,12 +116,7 @@ def _check_admitted(state: State, slot: int, policy_version: int) -> None:
 
 
 def _check_workers(state: State) -> None:
-    assert state.crowd == sum(known.crowd for known in state.networks.values()), "a crowd miscounted"
-    for network, known in state.networks.items():
-        members = [state.workers[name] for name in known.workers]
-        assert all(worker.network == network for worker in members), "a worker of another network"
-        present = sum(worker.active and is_newcomer(state.rules, worker) for worker in members)
-        assert known.crowd == max(0, present - 1), f"network {network}: {present} newcomers"
+    _check_networks(state)
     assert state.num_active == sum(worker.active for worker in state.workers.values())
     assert sum(len(worker.leases) for worker in state.workers.values()) == len(state.leases)
     assert sum(len(worker.pending) for worker in state.workers.values()) == len(state.bundles)
@@ -129,6 +125,31 @@ def _check_workers(state: State) -> None:
         assert not worker.banned or not (worker.active or worker.pending), "a banned worker takes part"
         assert len(worker.leases) <= state.rules.leases_per_worker_max
         assert all(lease.end is not None for lease in worker.ended.values())
+
+
+def _check_networks(state: State) -> None:
+    """The sums that change by what workers change are what adding up all keys gives."""
+    expected: dict[str, Network] = {}
+    for worker in state.workers.values():
+        known = expected.setdefault(worker.network, Network())
+        known.keys += 1
+        known.active += worker.active
+        if worker.active and is_newcomer(state.rules, worker):
+            known.newcomers += 1
+            known.held += len(worker.leases) + len(worker.pending)
+            known.passed += worker.streak
+        if is_forgettable(worker):
+            known.away[worker.worker] = None
+    assert state.networks.keys() == expected.keys(), "a network too many or too few"
+    for name, known in state.networks.items():
+        other = expected[name]
+        other.bans, other.banned_at_ms, other.broken = known.bans, known.banned_at_ms, known.broken
+        assert known == other, f"network {name}: sums {known} where its keys give {other}"
+        bans = sum(worker.banned is not None for worker in state.workers.values() if worker.network == name)
+        assert known.bans >= bans, f"network {name}: a ban is not counted"
+        assert not name or not known.away or name in state.by_away[len(known.away)], f"network {name}: out of its place"
+    assert sum(map(len, state.by_away.values())) == sum(bool(name and one.away) for name, one in state.networks.items())
+    assert state.crowd == sum(known.crowd for known in state.networks.values()), "a crowd miscounted"
 
 
 def check_ways(state: State) -> None:

@@ -6,14 +6,23 @@ and they count as one where a step is shared out. Who has passed `newcomer_bundl
 honest bundles. Where a key was banned, new keys of its network wait, twice as long after each ban.
 
 Networks that the operator trusts (coordinator.trusted_networks) have no name here, and no such limits.
+
+Memory: beyond WORKERS_REMEMBERED_FACTOR times `workers_max` keys, the network with most keys away forgets the one that is away
+longest, so a flood of keys pushes out its own. A banned key that is forgotten is worth a new one, which anybody has for nothing;
+what its network pays for the ban stays as long as any key of it is remembered. Keys with an invitation, and those that the
+operator has banned himself, are never forgotten: they are no more than he has let in or named.
+
+Nothing here takes longer with more keys: a network's sums change by what its workers change (`recount`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prime_node.coordinator.state.records import Network, State, Worker
+from prime_node.coordinator.state.networks import NOTHING, Network, Part
+from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.state.rules import Rules
+from prime_protocol.verdict import BanKind
 
 BUNDLES_PER_LEASE = 2
 """Passed audits of a network's newcomers for each further lease that they may hold at once."""
@@ -41,73 +50,149 @@ def budget(state: State, worker: Worker) -> Budget | None:
     """None where it has only the limits that everybody has."""
     if not is_newcomer(state.rules, worker):
         return None
-    held = passed = 0
-    for other in _newcomers(state, worker.network):
-        held += len(other.leases) + len(other.pending)
-        passed += other.streak
-    leases_max = min(state.rules.leases_per_worker_max, 1 + passed // BUNDLES_PER_LEASE)
-    return Budget(leases=max(0, leases_max - held), groups=1 + passed)
+    known = state.networks[worker.network]
+    leases_max = min(state.rules.leases_per_worker_max, 1 + known.passed // BUNDLES_PER_LEASE)
+    return Budget(leases=max(0, leases_max - known.held), groups=1 + known.passed)
 
 
 def pause_ms(state: State, network: str, now_ms: int) -> int:
     """How long a new key of this network has to wait; 0: not at all."""
     known = state.networks.get(network)
-    bans = [] if known is None else [state.workers[name].banned for name in known.workers]
-    at_ms = [ban.at_ms for ban in bans if ban is not None]
-    if not at_ms:
+    if known is None or not known.bans:
         return 0
-    pause = min(BAN_PAUSE_MS << min(len(at_ms) - 1, 16), BAN_PAUSE_MS_MAX)
-    return max(0, max(at_ms) + pause - now_ms)
+    pause = min(BAN_PAUSE_MS << min(known.bans - 1, 16), BAN_PAUSE_MS_MAX)
+    return max(0, known.banned_at_ms + pause - now_ms)
 
 
 def num_active(state: State, network: str) -> int:
     """Workers of a network that take part."""
     known = state.networks.get(network)
-    return 0 if known is None else sum(state.workers[name].active for name in known.workers)
+    return 0 if known is None else known.active
 
 
 def enter(state: State, worker: Worker, network: str) -> None:
     """A worker has joined from a network, perhaps another one than before."""
     if worker.network != network:
         leave(state, worker)
-        worker.network = network
-    if network:
-        known = state.networks.setdefault(network, Network())
-        if worker.worker not in known.workers:
-            known.workers.append(worker.worker)
-    recount(state, network)
+    worker.network = network
+    state.networks.setdefault(network, Network())
+    recount(state, worker)
 
 
 def leave(state: State, worker: Worker) -> None:
     """A worker is about to be forgotten, or has gone to another network."""
     known = state.networks.get(worker.network)
-    if known is None:
+    if known is None or worker.counted == NOTHING:
         return
-    known.workers.remove(worker.worker)
-    recount(state, worker.network)
-    if not known.workers:
+    _add(state, known, worker, NOTHING)
+    _set_away(state, worker, is_away=False)
+    if known.keys == 0:
         del state.networks[worker.network]
 
 
-def forget_one(state: State) -> None:
-    """The oldest worker that is away, and that nothing speaks against keeping in mind."""
-    for key, worker in state.workers.items():
-        if not worker.active and not worker.banned and not worker.pending:
-            leave(state, worker)
-            del state.workers[key]
-            return
+def banned(state: State, worker: Worker, at_ms: int) -> None:
+    """A key of its network has been banned."""
+    known = state.networks[worker.network]
+    known.bans, known.banned_at_ms = known.bans + 1, at_ms
+    recount(state, worker)
 
 
-def recount(state: State, network: str) -> None:
-    """After somebody of this network came, went, or was audited."""
-    known = state.networks.get(network)
-    if known is not None:
-        crowd = max(0, len(_newcomers(state, network)) - 1)
-        state.crowd += crowd - known.crowd
-        known.crowd = crowd
+def unbanned(state: State, worker: Worker) -> None:
+    """The operator has lifted its ban."""
+    state.networks[worker.network].bans -= 1
+    recount(state, worker)
 
 
-def _newcomers(state: State, network: str) -> list[Worker]:
-    """Those that take part."""
-    workers = [state.workers[name] for name in state.networks[network].workers if name in state.workers]
-    return [worker for worker in workers if worker.active and is_newcomer(state.rules, worker)]
+def let_go(state: State, worker: Worker) -> None:
+    """A lease of its ended without a bundle. What a newcomer breaks, its network has broken."""
+    if (known := state.networks.get(worker.network)) is not None and is_newcomer(state.rules, worker):
+        known.broken += 1
+
+
+def kept(state: State, worker: Worker) -> None:
+    """A bundle of its was accepted."""
+    if (known := state.networks.get(worker.network)) is not None:
+        known.broken = 0
+
+
+def is_believed(state: State, worker: Worker) -> bool:
+    """Whether what it says of itself counts: once for a network, until one of its newcomers has kept its word."""
+    return worker.wasted == 0 and state.networks[worker.network].broken == 0
+
+
+def forget_one(state: State) -> Worker | None:
+    """Who is forgotten now; None where everybody is needed. The trusted network's keys go last."""
+    if state.by_away:
+        network = next(iter(state.by_away[max(state.by_away)]))  # as many numbers as the root of the keys, at most
+    elif (trusted := state.networks.get("")) is not None and trusted.away:
+        network = ""
+    else:
+        return None
+    worker = state.workers[next(iter(state.networks[network].away))]
+    leave(state, worker)
+    del state.workers[worker.worker]
+    return worker
+
+
+def recount(state: State, worker: Worker) -> None:
+    """After anything of a worker has changed that its network's sums are made of."""
+    known = state.networks.get(worker.network)
+    if known is None:
+        return
+    is_counted = worker.active and is_newcomer(state.rules, worker)
+    held = len(worker.leases) + len(worker.pending)
+    now = Part(1, int(worker.active), 1, held, worker.streak) if is_counted else Part(1, int(worker.active))
+    if now != worker.counted:
+        _add(state, known, worker, now)
+    _set_away(state, worker, is_away=is_forgettable(worker))
+
+
+def is_forgettable(worker: Worker) -> bool:
+    """It does not take part, and nothing speaks for keeping it in mind."""
+    by_operator = worker.banned is not None and worker.banned.kind is BanKind.OPERATOR
+    return not (worker.active or worker.pending or worker.invite or by_operator)
+
+
+def rebuild(state: State) -> None:
+    """All of it from the workers, for a snapshot of a release that kept lists."""
+    state.networks, state.by_away, state.crowd, state.invites = {}, {}, 0, {}
+    for worker in state.workers.values():
+        enter(state, worker, worker.network)
+        if worker.banned is not None:
+            banned(state, worker, max(worker.banned.at_ms, state.networks[worker.network].banned_at_ms))
+        if worker.invite:
+            state.invites[worker.invite] = state.invites.get(worker.invite, 0) + 1
+
+
+def _add(state: State, known: Network, worker: Worker, now: Part) -> None:
+    before, crowd = worker.counted, known.crowd
+    known.keys += now.keys - before.keys
+    known.active += now.active - before.active
+    known.newcomers += now.newcomers - before.newcomers
+    known.held += now.held - before.held
+    known.passed += now.passed - before.passed
+    worker.counted = now
+    state.crowd += known.crowd - crowd
+
+
+def _set_away(state: State, worker: Worker, *, is_away: bool) -> None:
+    known = state.networks[worker.network]
+    if is_away is (worker.worker in known.away):
+        return
+    before = len(known.away)
+    if is_away:
+        known.away[worker.worker] = None
+    else:
+        del known.away[worker.worker]
+    if not worker.network:
+        return
+    for number in (before, len(known.away)):
+        if number == 0:
+            continue
+        alike = state.by_away.setdefault(number, {})
+        if number == before:
+            del alike[worker.network]
+        else:
+            alike[worker.network] = None
+        if not alike:
+            del state.by_away[number]

@@ -13,10 +13,11 @@ from enum import StrEnum
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Curriculum
+from prime_node.coordinator.state.networks import NOTHING, Network, Part
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.slot_records import Evaluation, Results, Step
 from prime_protocol.evidence import Wealth, Weighed
-from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
+from prime_protocol.verdict import BanKind, RejectReason
 
 WASTED_MAX = 2
 """A worker that wasted this many leases in a row is leased little, and slowly."""
@@ -80,6 +81,21 @@ class Surety:
     num_rollouts: int
     num_tokens: int
     audited: bool
+    credited: int = 0
+    """What its own receipt credits: the tokens of an older one."""
+    weighed: Weighed | None = None
+    """What its receipt says of evidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How fast a worker says it is, before anything of it was measured. It may lie (scheduler.py says what that gains)."""
+
+    rollout_ms: int
+    """One rollout takes it so long, where it samples as many at once as it likes."""
+    tokens_per_s: int
+    download_bytes_per_s: int
+    """As its first policy came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,8 @@ class Worker:
     """By statistic, since it began or was forgiven (suspicion.py)."""
     num_weighed: int = 0
     """Bundles that this evidence is from."""
+    forgiven_at_ms: int = 0
+    """What leases granted before this gave is no part of it."""
     calibrated: bool | None = None
     """Whether the run's calibration knew its engine when its last bundle was judged; None before the first."""
     wasted: int = 0
@@ -119,10 +137,14 @@ class Worker:
     """It is leased nothing before this time."""
     rollout_ms: float = 0.0
     """How long one rollout takes it, a mean that forgets; 0 before the first bundle."""
+    claimed: Claim | None = None
+    """What it says itself of its speed."""
     arrived_at_ms: int = 0
     """When its last bundle came."""
     network: str = ""
     """Where it joined from (newcomers.py); empty: from a network that the operator trusts."""
+    counted: Part = NOTHING
+    """What of it is in its network's sums."""
     hardware: str = ""
     """What it says about its machine."""
     invite: str = ""
@@ -150,16 +172,8 @@ class Worker:
 
     @property
     def has_history(self) -> bool:
-        return bool(self.accepted or self.refused or self.strikes or self.banned or self.pending or self.ended)
-
-
-@dataclass(slots=True)
-class Network:
-    """Keys that joined from one network."""
-
-    workers: list[str] = field(default_factory=list)
-    crowd: int = 0
-    """Its newcomers that take part, but for one of them."""
+        is_judged = self.accepted or self.refused or self.strikes or self.banned
+        return bool(is_judged or self.pending or self.ended or self.invite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +222,11 @@ class State:
     workers: dict[str, Worker] = field(default_factory=dict)
     num_active: int = 0
     networks: dict[str, Network] = field(default_factory=dict)
-    """By the names that workers have them under."""
+    """By the names that workers have them under; those that the operator trusts are one, under the empty name."""
+    by_away: dict[int, dict[str, None]] = field(default_factory=dict)
+    """Number of keys that may be forgotten -> the networks that have so many, but for the trusted one."""
+    invites: dict[str, int] = field(default_factory=dict)
+    """Invitation -> keys that have come with it."""
     crowd: int = 0
     """Workers that take part and do not count where a step is shared out: all newcomers of a network count as one."""
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
@@ -256,6 +274,11 @@ class State:
     def last_step_at(self, head: int) -> int:
         """The same while `head` is the newest policy."""
         return min(self.rules.admission.last_step(head), self.rules.max_steps - 1) if head >= 0 else -1
+
+    @property
+    def is_ending(self) -> bool:
+        """Nothing will be leased any more."""
+        return self.draining or self.is_complete
 
     @property
     def is_complete(self) -> bool:
@@ -309,62 +332,3 @@ class State:
             step.attempts[slot] == attempt + 1 and slot not in step.held and slot not in step.accepted
             for slot, attempt in zip(lease.slots, lease.attempts, strict=True)
         )
-
-
-class Topic(StrEnum):
-    """What somebody may be waiting for."""
-
-    LEASE = "lease"
-    CHECK = "check"
-    BATCH = "batch"
-    HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class Woken:
-    """Effect: whoever waits for this should look again."""
-
-    topic: Topic
-
-
-LEASE_NEWS, CHECK_NEWS, BATCH_NEWS = Woken(Topic.LEASE), Woken(Topic.CHECK), Woken(Topic.BATCH)
-
-
-@dataclass(slots=True)
-class Settled:
-    """Effect: a bundle's receipt is to be signed and stored, in the same transaction as the event."""
-
-    bundle: str
-    lease: LeaseRecord
-    num_rollouts: int
-    num_tokens: int
-    status: BundleStatus
-    reason: RejectReason | None = None
-    detail: str = ""
-    weighed: Weighed | None = None
-    """What it added to the evidence against its worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Effect: an evaluation is over; `State.results` has it."""
-
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BundleForgotten:
-    """Effect: a bundle's bytes may be deleted once the event is durable."""
-
-    bundle: str
-
-
-@dataclass(frozen=True, slots=True)
-class Banned:
-    """Effect: a worker was banned; the operator should know."""
-
-    worker: str
-    ban: Ban
-
-
-Effect = Woken | Settled | Evaluated | BundleForgotten | Banned

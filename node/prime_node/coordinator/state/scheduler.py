@@ -22,6 +22,11 @@ anybody else: nothing stays open for want of a faster worker.
 Stragglers (`leases_per_slot_max`): whoever finds nothing open is leased the groups of the oldest lease that takes far longer than
 usual. The first accepted bundle fills the slot; the other lease ends then, at nobody's cost. Whatever the run's setting,
 groups of a worker that has brought nothing yet and takes far longer still go to one that has: a stranger cannot hold up a step.
+
+Claims: who has brought nothing yet is as fast as it says. To lie gains little: who claims to be faster gets what anybody gets
+who says nothing; who claims to be slower gets less, and is left alone with its first lease for CLAIM_SHARE_MAX of the lease's
+time at most, once for all newcomers of its network (newcomers.is_believed). The first bundle is the challenge: from then on what
+counts is the coordinator's clock.
 """
 
 from __future__ import annotations
@@ -41,6 +46,10 @@ SILENCE_FACTOR = 5.0
 """A worker that has brought nothing yet is waited for so many times as long as a straggler, ..."""
 SILENCE_MS_MIN = 10_000
 """... and at least so long."""
+CLAIM_MARGIN = 2.0
+"""A worker may take so many times as long as it claimed, ..."""
+CLAIM_SHARE_MAX = 0.4
+"""... within this share of its lease's time: an honest one asks for no more than it can do in that (worker/leases.py)."""
 STRAGGLERS_LOOKED_AT_MAX = 64
 """Oldest open leases that are looked through for a straggler."""
 
@@ -146,13 +155,18 @@ def _is_slow(state: State, worker: Worker) -> bool:
         factor is not None
         and state.num_active > 1
         and state.step_ms > 0
-        and worker.rollout_ms > factor * state.rollout_ms > 0
+        and _speed_ms(worker) > factor * state.rollout_ms > 0
     )
+
+
+def _speed_ms(worker: Worker) -> float:
+    """How long a rollout takes it: measured, or before that as it says; 0 where nothing is known."""
+    return worker.rollout_ms or (0.0 if worker.claimed is None else float(worker.claimed.rollout_ms))
 
 
 def _fitting(state: State, worker: Worker, number: int) -> int:
     """Groups that a worker can finish before the trainer wants them, by what was measured, beside those that it holds."""
-    group_ms = worker.rollout_ms * state.rules.rollouts_per_group
+    group_ms = _speed_ms(worker) * state.rules.rollouts_per_group
     held = sum(len(state.leases[lease_id].slots) for lease_id in worker.leases)
     return int((number - state.head + 1) * state.step_ms / group_ms) - held
 
@@ -187,8 +201,18 @@ def _copies_max(state: State, lease: LeaseRecord, asker: Worker, now_ms: int) ->
     patience_ms = state.rules.straggler_factor * usual_ms
     if late_ms <= patience_ms:
         return 1
-    is_silent = not state.workers[lease.worker].accepted and late_ms > max(SILENCE_FACTOR * patience_ms, SILENCE_MS_MIN)
+    holder = state.workers[lease.worker]
+    silence_ms = max(SILENCE_FACTOR * patience_ms, SILENCE_MS_MIN, _claimed_ms(state, holder, lease))
+    is_silent = not holder.accepted and late_ms > silence_ms
     return max(state.rules.leases_per_slot_max, 2 if is_silent and asker.accepted else 1)
+
+
+def _claimed_ms(state: State, holder: Worker, lease: LeaseRecord) -> float:
+    """How long a worker of which nothing is known may take for its first lease, by its own word."""
+    if holder.claimed is None or holder.rollout_ms or not newcomers.is_believed(state, holder):
+        return 0.0
+    claimed_ms = CLAIM_MARGIN * holder.claimed.rollout_ms * len(lease.slots) * state.rules.rollouts_per_group
+    return min(claimed_ms, CLAIM_SHARE_MAX * state.rules.lease_ms)
 
 
 def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, float]:

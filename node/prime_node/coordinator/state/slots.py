@@ -11,7 +11,8 @@ from bisect import bisect_left, insort
 from operator import neg
 
 from prime_node.coordinator.state import evaluations
-from prime_node.coordinator.state.records import LEASE_NEWS, Effect, LeaseRecord, State
+from prime_node.coordinator.state.effects import LEASE_NEWS, Effect
+from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Step
 
 

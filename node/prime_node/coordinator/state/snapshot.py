@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
+from prime_node.coordinator.state import newcomers
 from prime_node.coordinator.state.records import State
 
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 _NEWER_FIELD = '"num_ready":'
 """A snapshot without it was written before there were schedules. (Inside a JSON string the quotes would be escaped.)"""
+
+_NETWORK_SUMS = '"by_away":'
+"""A snapshot without it was written while networks were lists of keys."""
 
 
 def to_json(state: State) -> str:
@@ -20,6 +24,8 @@ def from_json(payload: str) -> State:
     state = _STATE.validate_json(payload)
     if _NEWER_FIELD not in payload:
         _complete(state)
+    if _NETWORK_SUMS not in payload:
+        newcomers.rebuild(state)
     return state
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from prime_node.coordinator.state.records import Ban, State, Worker
+from prime_node.coordinator.state.records import Ban, LeaseRecord, State, Worker
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
 from prime_protocol.verdict import BanKind, RejectReason
@@ -54,6 +54,11 @@ def ban_after(
     return None
 
 
-def forgive(worker: Worker) -> None:
+def forgive(worker: Worker, at_ms: int) -> None:
     """Everything begins anew; otherwise the next bundle would ban it again."""
-    worker.evidence, worker.num_weighed = {}, 0
+    worker.evidence, worker.num_weighed, worker.forgiven_at_ms = {}, 0, at_ms
+
+
+def still_counts(worker: Worker, lease: LeaseRecord) -> bool:
+    """Whether what a lease's bundle added is part of the evidence that stands against its worker."""
+    return lease.issued_at_ms >= worker.forgiven_at_ms

@@ -1,0 +1,58 @@
+"""Receipts: what workers are told of their bundles, and what the stored ones say."""
+
+from __future__ import annotations
+
+from prime_node.coordinator.core import Core
+from prime_node.coordinator.state import audits
+from prime_node.coordinator.state import events as ev
+from prime_node.ports.store import StoredReceipt
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
+from prime_protocol.messages import ReceiptList, ReceiptsRequest
+from prime_protocol.verdict import BundleStatus, Receipt, Verdict
+
+RECEIPTS_MAX = 256
+"""Receipts in one answer."""
+
+
+async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
+    """What became of a worker's bundles, in the order of the last change. The banned are told too, and those who have left."""
+    worker = core.state.workers.get(signer)
+    if worker is not None and audits.is_releasable(core.state, worker):
+        core.decide(ev.SuretyReleased((signer,)))
+    await core.journal.synced()  # the store must have caught up with the state before it is read
+    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=RECEIPTS_MAX)
+    return ReceiptList(receipts=tuple(_by_todays_key(core, receipt.envelope) for receipt in found), next=cursor)
+
+
+def release_sureties(core: Core) -> None:
+    """The run ends: of everybody whose work is all judged."""
+    workers = [one.worker for one in core.state.workers.values() if audits.is_releasable(core.state, one)]
+    if workers:
+        core.decide(ev.SuretyReleased(tuple(workers)))
+
+
+async def replaced(core: Core, bundle: str) -> ev.Replaced:
+    """What a bundle's receipt says of evidence, for the one that is to follow it."""
+    await core.journal.synced()
+    stored = await core.store.receipt(bundle)
+    return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
+
+
+def verdict_of(stored: StoredReceipt) -> Verdict | None:
+    """What a receipt of our own says; None while the bundle waits."""
+    receipt = _opened(stored)
+    if receipt.status is BundleStatus.PENDING:
+        return None
+    return Verdict(accepted=receipt.status is BundleStatus.ACCEPTED, reason=receipt.reason, detail=receipt.detail)
+
+
+def _opened(stored: StoredReceipt) -> Receipt:
+    return parse_json(open_envelope(stored.envelope.encode()).payload, Receipt)
+
+
+def _by_todays_key(core: Core, receipt: str) -> str:
+    """A receipt may be older than our key: workers believe none by a key whose time is over."""
+    envelope = open_envelope(receipt.encode()) if core.run.keys.version else None
+    if envelope is None or envelope.sole_signer() == core.key.key_id:
+        return receipt
+    return seal(envelope.payload, PayloadType.RECEIPT, core.key).to_bytes().decode()

@@ -1,0 +1,160 @@
+"""What follows from verdicts: bundles accepted or refused, by others' evidence after all, and workers found out."""
+
+from __future__ import annotations
+
+from prime_node.coordinator.state import audits, batches, copies, endings, slots, suspicion
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, BundleForgotten, Effect, LeaseEnded, Settled
+from prime_node.coordinator.state.records import (
+    LeaseEnd,
+    LeaseRecord,
+    Original,
+    PendingBundle,
+    State,
+    Worker,
+)
+from prime_node.coordinator.state.slot_records import AcceptedGroup
+from prime_protocol.evidence import Weighed
+from prime_protocol.verdict import BundleStatus, RejectReason
+
+
+def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
+    pending = state.bundles[event.bundle]
+    worker = state.workers[pending.lease.worker]
+    unverifiable = event.reason is RejectReason.UNVERIFIABLE
+    state.unverifiable = state.unverifiable + 1 if unverifiable else 0
+    state.unverifiable_detail = event.detail if unverifiable else ""
+    weighed = suspicion.weigh(state.rules, worker, event.evidence)
+    reason, detail = event.reason, event.detail
+    if reason is None and (original := copies.found_earlier(state, pending, event.fingerprints)) is not None:
+        reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} said the same before"
+    if (reason is None or not reason.is_dishonest) and suspicion.is_proven(state.rules, weighed):
+        reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
+    if reason is None:
+        later = copies.found_later(state, pending, event.fingerprints)
+        copies.remember(state, pending, event.fingerprints)
+        effects = _accept(state, pending, event, weighed)
+        return effects + [effect for one in later for effect in _accepted_copy(state, one, event.replaced, at_ms)]
+    effects = endings.refuse(state, pending, reason, detail, weighed)
+    if reason is RejectReason.INCOMPLETE:
+        endings.note_wasted(state, worker, at_ms)
+    if reason.is_dishonest:
+        effects += _found_out(state, worker, event.bundle, reason, weighed, at_ms)
+    return [effect for effect in effects if not _is_kept(state, effect)]
+
+
+def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) -> list[Effect]:
+    worker, lease = state.workers[event.worker], state.lease_of(event.lease_id, event.worker)
+    assert lease is not None
+    assert lease.worker == event.worker
+    detail = f"its worker signed another bundle for the same lease too: {event.other[:12]}"
+    if lease.bundle not in state.bundles:
+        return _refuse_after_all(state, lease, RejectReason.EQUIVOCATION, detail, event.replaced, at_ms)
+    effects = endings.refuse(state, state.bundles[lease.bundle], RejectReason.EQUIVOCATION, detail)
+    effects += _found_out(state, worker, lease.bundle, RejectReason.EQUIVOCATION, None, at_ms)
+    return [effect for effect in effects if not _is_kept(state, effect)]
+
+
+def surety_released(state: State, event: ev.SuretyReleased, at_ms: int) -> list[Effect]:
+    return [audits.release(state, state.workers[worker]) for worker in event.workers]
+
+
+def _found_out(
+    state: State, worker: Worker, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
+) -> list[Effect]:
+    """What follows for a worker from a bundle that could only be dishonest, whose receipt says so."""
+    worker.strikes += 1
+    effects = audits.found_out(state, worker)
+    for unaudited in [each for each in worker.pending.values() if not state.bundles[each].audited]:
+        effects += endings.refuse(state, state.bundles[unaudited], RejectReason.UNPROVEN, audits.TAKEN_BACK)
+    ban = suspicion.ban_after(state, worker, bundle, reason, weighed, at_ms)
+    return effects if ban is None else effects + endings.banish(state, worker, ban)
+
+
+def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
+    """A bundle that was judged and accepted before the original was."""
+    worker = state.workers.get(copy.worker)
+    lease = None if worker is None else next((one for one in worker.ended.values() if one.bundle == copy.bundle), None)
+    if worker is None or lease is None:
+        return []
+    return _refuse_after_all(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, replaced, at_ms)
+
+
+def _refuse_after_all(
+    state: State,
+    lease: LeaseRecord,
+    reason: RejectReason,
+    detail: str,
+    replaced: tuple[ev.Replaced, ...],
+    at_ms: int,
+) -> list[Effect]:
+    """An accepted bundle turns out to be dishonest. Its groups are taken back as far as they are untrained.
+
+    Its receipt is replaced by one that says the same of evidence: the worker's numbered receipts stay without a gap.
+    """
+    worker = state.workers[lease.worker]
+    if worker.banned is not None or lease.reason is not None:
+        return []
+    assert lease.bundle is not None
+    before = next((one for one in replaced if one.bundle == lease.bundle), None)
+    if before is None:  # an older log
+        suspicion.forgive(worker, at_ms)
+    settled, reopened = audits.take_back(state, worker, lease, reason, detail)
+    if before is not None and suspicion.still_counts(worker, lease):
+        settled.weighed = before.weighed
+    effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
+    return effects + _found_out(state, worker, lease.bundle, reason, None, at_ms)
+
+
+def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None) -> list[Effect]:
+    lease, size = pending.lease, state.rules.rollouts_per_group
+    assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
+    forgotten = endings.stop_waiting(state, pending)
+    rewards, versions, unscored = event.rewards, event.versions, event.unscored
+    for index, slot in enumerate(lease.slots):
+        first = index * size
+        group = AcceptedGroup(
+            lease.worker,
+            lease.policy_version,
+            event.bundle,
+            first,
+            rewards[first : first + size],
+            order=state.num_accepted_groups,
+        )
+        if versions:
+            group.oldest_version, group.end_version = versions[index]
+        if unscored:
+            group.unscored = tuple(place - first for place in unscored if first <= place < first + size)
+        slots.fill(state, lease, slot, group)
+    effects = [*forgotten, *slots.let_go(state, lease), *_end_overtaken(state, lease)]
+    worker = state.workers[lease.worker]
+    worker.accepted += pending.num_rollouts
+    worker.wasted, worker.pause_until_ms = 0, 0
+    state.accepted += pending.num_rollouts
+    num_tokens, detail = audits.credit(state, worker, pending, event.num_tokens, weighed)
+    settled = Settled(
+        event.bundle, lease, pending.num_rollouts, num_tokens, BundleStatus.ACCEPTED, detail=detail, weighed=weighed
+    )
+    if not batches.may_be_ready(state, lease.step):
+        return [settled, *effects, *slots.room(state)]
+    # The last step of the run being full is news for those who wait for a lease, too: there will be none.
+    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else slots.room(state))]
+
+
+def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
+    """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
+    step = state.step_of(lease)
+    others = {other for slot in lease.slots for other in step.held.get(slot, ())} if step is not None else ()
+    effects: list[Effect] = []
+    for other in (state.leases[lease_id] for lease_id in sorted(others) if lease_id in state.leases):
+        if step is not None and all(slot in step.accepted for slot in other.slots):
+            worker = endings.end_lease(state, other, LeaseEnd.OVERTAKEN)
+            if state.rules.leases_per_slot_max == 1:
+                worker.wasted += 1
+                audits.abandoned(state, worker)
+            effects += [LeaseEnded(other), *slots.let_go(state, other)]
+    return effects
+
+
+def _is_kept(state: State, effect: Effect) -> bool:
+    return isinstance(effect, BundleForgotten) and effect.bundle in state.evidence
