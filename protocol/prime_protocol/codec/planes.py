@@ -74,18 +74,28 @@ def write_plane(
         kind, payload = PlaneKind.ZSTD, compress(plane, parameters)
     if kind is PlaneKind.RAW or len(payload) >= plane.size:
         kind, payload = PlaneKind.RAW, plane.data
+    return join_plane(kind, payload)
+
+
+def join_plane(kind: PlaneKind, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    """A plane's head, and its payload."""
     return bytes((kind,)) + len(payload).to_bytes(3, "little"), payload
 
 
-def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
-    """The plane of `size` bytes at `offset`, and where the next one begins."""
+def split_plane(data: memoryview, offset: int) -> tuple[int, memoryview, int]:
+    """Kind and payload of the plane at `offset`, and where the next one begins."""
     begin = offset + PLANE_HEAD_BYTES
     if begin > len(data):
         raise CodecError("ends inside a plane's head")
     kind, end = data[offset], begin + int.from_bytes(data[offset + 1 : begin], "little")
     if end > len(data):
         raise CodecError("ends inside a plane")
-    payload = data[begin:end]
+    return kind, data[begin:end], end
+
+
+def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
+    """The plane of `size` bytes at `offset`, and where the next one begins."""
+    kind, payload, end = split_plane(data, offset)
     if kind == PlaneKind.RAW and len(payload) == size:
         return np.frombuffer(payload, np.uint8), end
     if kind == PlaneKind.CONSTANT and len(payload) == 1:

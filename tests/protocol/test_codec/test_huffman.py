@@ -1,0 +1,99 @@
+"""Our frames of Huffman codes are zstd's: what our reader takes, zstd reads alike, and whatever it is not sure of it leaves to zstd."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_protocol.codec.kernels import huffman
+
+from .cases import Array
+
+GUARD = 0xA5
+
+
+def exponents(count: int, spread: float, seed: int) -> Array:
+    """Bytes spread like the exponents of weights, with a few of the least and of the greatest that a frame can hold."""
+    rng = np.random.default_rng(seed)
+    plane = np.maximum(118 - rng.geometric(1 / spread, count), 0)
+    plane[rng.integers(0, count, 3)] = huffman.WEIGHTS_MAX
+    return plane.astype(np.uint8)
+
+
+def written(plane: Array) -> bytes:
+    octets = np.zeros(plane.size + 4096, np.uint8)
+    size = huffman.write_frame(plane, octets, np.zeros(1 << 16, np.uint32))
+    return octets[:size].tobytes()
+
+
+def read(frame: bytes, size: int) -> Array | None:
+    """What our reader makes of a frame, and that it writes nowhere else."""
+    guarded = np.full(size + 128, GUARD, np.uint8)
+    taken = huffman.read_frame(np.frombuffer(frame, np.uint8), guarded[64:-64])
+    assert (guarded[:64] == GUARD).all()
+    assert (guarded[-64:] == GUARD).all()
+    return guarded[64:-64] if taken else None
+
+
+@pytest.mark.parametrize("count", [3000, 16384, huffman.BLOCK_BYTES, huffman.BLOCK_BYTES + 9999, 2 * huffman.BLOCK_BYTES])
+@pytest.mark.parametrize("spread", [1.1, 2.0, 5.0, 30.0])
+def test_zstd_and_our_reader_read_what_is_written(count: int, spread: float) -> None:
+    plane = exponents(count, spread, seed=count)
+    frame = written(plane)
+    assert len(frame) < plane.size
+    assert zstandard.ZstdDecompressor().decompress(frame) == plane.tobytes()
+    back = read(frame, count)
+    assert back is not None
+    assert np.array_equal(back, plane)
+
+
+def test_codes_are_about_as_short_as_zstds() -> None:
+    values = np.random.default_rng(0).standard_normal(huffman.BLOCK_BYTES, np.float32) * np.float32(0.02)
+    plane = ((values.view(np.uint32) >> 23) & 0xFF).astype(np.uint8)
+    level = zstandard.ZstdCompressor(level=1)
+    assert len(written(plane)) <= 1.002 * len(level.compress(plane))
+
+
+def test_what_has_no_such_frame_is_left_to_zstd() -> None:
+    rng = np.random.default_rng(0)
+    for plane in (
+        np.full(20_000, 7, np.uint8),
+        rng.integers(0, 256, 20_000, np.uint8),
+        rng.integers(0, 128, 20_000, np.uint8) // 100 + 129,
+        exponents(huffman.BLOCK_BYTES + 1, 5.0, 0),
+    ):
+        assert written(plane.astype(np.uint8)) == b""
+    plane = exponents(20_000, 5.0, 1)
+    assert read(zstandard.ZstdCompressor(level=3).compress(plane), plane.size) is None
+    assert read(written(plane), plane.size - 1) is None
+
+
+PLANE = exponents(5000, 4.0, 2)
+FRAME = written(PLANE)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    places=st.lists(st.tuples(st.integers(0, len(FRAME) - 1), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 40),
+)
+def test_a_frame_with_changed_bytes_is_read_as_zstd_reads_it_or_left_to_it(places: list[tuple[int, int]], cut: int) -> None:
+    octets = bytearray(FRAME)
+    for place, octet in places:
+        octets[place] = octet
+    frame = bytes(octets[: len(octets) - max(0, cut - 30)])
+    mine = read(frame, PLANE.size)
+    if mine is not None:
+        assert zstandard.ZstdDecompressor().decompress(frame) == mine.tobytes()
+
+
+@pytest.mark.parametrize("place", range(60))
+def test_each_byte_of_the_heads_is_read_as_zstd_reads_it_or_left_to_it(place: int) -> None:
+    for octet in range(256):
+        frame = FRAME[:place] + bytes((octet,)) + FRAME[place + 1 :]
+        mine = read(frame, PLANE.size)
+        if mine is not None:
+            assert zstandard.ZstdDecompressor().decompress(frame) == mine.tobytes()
