@@ -1,7 +1,8 @@
 """What others do, written anew from their descriptions, to be measured beside our codec in one run.
 
-Each baseline codes a whole checkpoint (name -> uint16 bit patterns of bf16) and applies it in place to a copy of the base. Where
-its authors' own code is slower than plain numpy allows, it gets the faster form, so that nobody is beaten by an accident.
+Each baseline codes a whole checkpoint (name -> uint16 bit patterns of bf16) and applies it to the base, in place or into other
+memory. Where its authors' own code is slower than plain numpy allows, it gets the faster form, so that nobody is beaten by an
+accident.
 
     memcpy      copies the new weights: the speed of memory, no compression
     xor         XOR with the base, chunks of 2^20 elements, zstd -1 (the usual simple delta)
@@ -28,11 +29,12 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Codec:
-    """`encode(base, new, pool)` gives blobs; `decode(blobs, weights, pool)` turns a copy of the base into the new weights."""
+    """`encode(base, new, pool)` gives blobs; `decode(blobs, base, out, pool)` writes the new weights to `out`, which may be
+    `base`."""
 
     name: str
     encode: Callable[[Weights, Weights, Executor | None], list[Any]]
-    decode: Callable[[list[Any], Weights, Executor | None], None]
+    decode: Callable[[list[Any], Weights, Weights, Executor | None], None]
 
 
 def run(pool: Executor | None, function: Callable[..., Any], *columns: Any) -> list[Any]:
@@ -52,24 +54,24 @@ def _memcpy_encode(base: Weights, new: Weights, pool: Executor | None) -> list[A
     return run(pool, np.copy, pieces(new))
 
 
-def _memcpy_decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
-    run(pool, np.copyto, pieces(weights), blobs)
+def _memcpy_decode(blobs: list[Any], base: Weights, out: Weights, pool: Executor | None) -> None:
+    run(pool, np.copyto, pieces(out), blobs)
 
 
 def _xor_piece(base: np.ndarray, new: np.ndarray) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress((base ^ new).view(np.uint8))
 
 
-def _unxor_piece(blob: bytes, piece: np.ndarray) -> None:
-    piece ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint16)
+def _unxor_piece(blob: bytes, base: np.ndarray, out: np.ndarray) -> None:
+    np.bitwise_xor(base, np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint16), out=out)
 
 
 def _xor_encode(base: Weights, new: Weights, pool: Executor | None) -> list[Any]:
     return run(pool, _xor_piece, pieces(base), pieces(new))
 
 
-def _xor_decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
-    run(pool, _unxor_piece, blobs, pieces(weights))
+def _xor_decode(blobs: list[Any], base: Weights, out: Weights, pool: Executor | None) -> None:
+    run(pool, _unxor_piece, blobs, pieces(base), pieces(out))
 
 
 def _narrowest(values: np.ndarray) -> np.ndarray:
@@ -92,21 +94,25 @@ def _pulse_encode(base: Weights, new: Weights, pool: Executor | None) -> list[An
     return [zstandard.ZstdCompressor(level=1).compress(content)]
 
 
-def _pulse_decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
+def _pulse_decode(blobs: list[Any], base: Weights, out: Weights, pool: Executor | None) -> None:
     content, at = zstandard.ZstdDecompressor().decompress(blobs[0]), 0
     jobs = []
-    for tensor in weights.values():
+    for old, tensor in zip(base.values(), out.values(), strict=True):
         count, row_size, column_size = struct.unpack_from("<QBB", content, at)
         at += 10
         columns = []
         for size in (row_size, column_size, 2):
             columns.append(np.frombuffer(content, f"<u{size}", count, at))
             at += count * size
-        jobs.append((tensor, *columns))
+        jobs.append((old, tensor, *columns))
     run(pool, _pulse_apply, *zip(*jobs, strict=True))
 
 
-def _pulse_apply(tensor: np.ndarray, row_steps: np.ndarray, column_steps: np.ndarray, values: np.ndarray) -> None:
+def _pulse_apply(
+    base: np.ndarray, tensor: np.ndarray, row_steps: np.ndarray, column_steps: np.ndarray, values: np.ndarray
+) -> None:
+    if tensor is not base:
+        np.copyto(tensor, base)
     if not values.size:
         return
     rows = np.cumsum(row_steps, dtype=np.int64)
@@ -125,11 +131,11 @@ def _zipnn_encode(base: Weights, new: Weights, pool: Executor | None) -> list[An
     return [coder.compress(tensor.tobytes()) for tensor in new.values()]
 
 
-def _zipnn_decode(blobs: list[Any], weights: Weights, pool: Executor | None) -> None:
+def _zipnn_decode(blobs: list[Any], base: Weights, out: Weights, pool: Executor | None) -> None:
     from zipnn import ZipNN
 
     coder = ZipNN(bytearray_dtype="bfloat16", threads=1)
-    for blob, tensor in zip(blobs, weights.values(), strict=True):
+    for blob, tensor in zip(blobs, out.values(), strict=True):
         tensor.reshape(-1)[:] = np.frombuffer(coder.decompress(blob), np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Our frames of Huffman codes are zstd's: what our reader takes, zstd reads alike, and whatever it is not sure of it leaves to zstd."""
+"""Our frames of Huffman codes are zstd's: what our reader takes, zstd reads alike, and whatever else there is goes to zstd."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def read(frame: bytes, size: int) -> Array | None:
     return guarded[64:-64] if taken else None
 
 
-@pytest.mark.parametrize("count", [3000, 16384, huffman.BLOCK_BYTES, huffman.BLOCK_BYTES + 9999, 2 * huffman.BLOCK_BYTES])
+@pytest.mark.parametrize(
+    "count", [3000, 16384, huffman.BLOCK_BYTES, huffman.BLOCK_BYTES + 9999, 2 * huffman.BLOCK_BYTES]
+)
 @pytest.mark.parametrize("spread", [1.1, 2.0, 5.0, 30.0])
 def test_zstd_and_our_reader_read_what_is_written(count: int, spread: float) -> None:
     plane = exponents(count, spread, seed=count)
@@ -80,7 +82,9 @@ FRAME = written(PLANE)
     places=st.lists(st.tuples(st.integers(0, len(FRAME) - 1), st.integers(0, 255)), min_size=1, max_size=4),
     cut=st.integers(0, 40),
 )
-def test_a_frame_with_changed_bytes_is_read_as_zstd_reads_it_or_left_to_it(places: list[tuple[int, int]], cut: int) -> None:
+def test_a_frame_with_changed_bytes_is_read_as_zstd_reads_it_or_left_to_it(
+    places: list[tuple[int, int]], cut: int
+) -> None:
     octets = bytearray(FRAME)
     for place, octet in places:
         octets[place] = octet

@@ -23,7 +23,7 @@ from prime_protocol.codec.kernels.base import (
 )
 from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS, patch
-from prime_protocol.codec.kernels.vector import load_word, trailing_zeros
+from prime_protocol.codec.kernels.vector import give_signs, load_word, trailing_zeros
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.codec.wire import (
     BODY_AT,
@@ -276,18 +276,16 @@ def read_suffixes(octets, position, end, num_classes, plan, steps, places):
 @inline
 def read_signs(octets, position, num_classes, plan, steps):
     """Give the magnitudes their signs, 32 at a time. False if the escape's magnitude has the wrong one."""
-    total, wrong = int64(0), int64(0)
+    total, wrong = int64(0), uint64(0)
     for number in range(num_classes):
         if plan[number, CODER] == SPARSE:
             total += plan[number, COUNT]
     for begin in range(0, total, 32):
         word = load_word(octets, position >> 3) >> uint64(position & 7)
         position += 32
-        for j in range(min(32, total - begin)):
-            negative = int64((word >> uint64(j)) & uint64(1))
-            wrong += (steps[begin + j] == MAGNITUDE_MAX) & (negative == 0)
-            steps[begin + j] = (steps[begin + j] ^ -negative) + negative
-    return wrong == 0
+        behind = uint64(max(int64(0), begin + 32 - total))
+        wrong |= give_signs(steps, begin, word) << (uint64(32) + behind)
+    return wrong == uint64(0)
 
 
 @inline

@@ -4,8 +4,8 @@ Exponents hold no repeats, so all that zstd could do for them is its Huffman cod
 every zstd reads; `read_frame` reads this one shape twice as fast, because one look into its table yields as many symbols as fit
 in its eleven bits, where zstd takes at most two. Whatever else a frame is, `read_frame` says no and zstd decides.
 
-The shape: one segment, its content size in four bytes, and blocks of BLOCK_BYTES; each with its own tree, its weights in four bits
-each, four streams, and no sequences. The invariant: nothing outside `frame` is read and nothing outside `plane` is written.
+The shape: one segment, its content size in four bytes, and blocks of BLOCK_BYTES, each with a tree of its own whose weights take
+four bits, four streams, and no sequences. The invariant: nothing outside `frame` is read and nothing outside `plane` is written.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls

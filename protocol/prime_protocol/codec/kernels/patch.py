@@ -44,13 +44,10 @@ def count_starts(base, shift, lowest, num_classes, words, starts, sums):
     Words are written first and read afterwards, as a vector that is read too soon after its parts were stored has to wait.
     """
     num_groups, flat, marks = base.size // GROUP_ELEMENTS, starts.reshape(-1), words.reshape(-1)
-    near = uint64(0)
-    for at in range(0, base.size, LINE_ELEMENTS):
-        near += base[uint64(at)]
-    flat[0] = near & uint64(0xFFFF)  # written over below: it is the reading that is wanted
+    words[num_classes, : num_groups * FANOUT] = ~uint64(0)  # the last class has all that no other has
     for group in range(num_groups):
         at = BLOCKS_MAX + group * FANOUT
-        mark_group(base, group * GROUP_ELEMENTS, shift, lowest, num_classes, marks, at, BLOCKS_MAX)
+        mark_group(base, group * GROUP_ELEMENTS, shift, lowest, num_classes - 1, marks, at, BLOCKS_MAX)
     for number in range(num_classes):
         row, total = starts[number], int64(0)
         row[MIDDLE:STARTS] = FAR
@@ -65,15 +62,27 @@ def count_starts(base, shift, lowest, num_classes, words, starts, sums):
 
 
 @kernel
+def touch(base):
+    """A load of each cache line; what it returns only keeps the compiler from leaving them out."""
+    near = uint64(0)
+    for at in range(0, base.size, LINE_ELEMENTS):
+        near += base[uint64(at)]
+    return near
+
+
+@kernel
 def patch(
     out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip
     """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
     or another number of escapes. `escaped` is scratch.
     """
+    if out.ctypes.data == base.ctypes.data:
+        starts[0, 0] = touch(base) & uint64(0xFFFF)  # written over by what comes
+    else:
+        for at in range(uint64(base.size)):  # `out[:] = base` takes an element at a time
+            out[at] = base[at]
     num_groups = count_starts(base, shift, lowest, num_classes, words, starts, sums)
-    if out.ctypes.data != base.ctypes.data:
-        out[:] = base
     flat, marks = starts.reshape(-1), words.reshape(-1)
     cursors, ends = np.zeros(CLASSES_MAX, np.int64), np.zeros(CLASSES_MAX, np.int64)
     found = uint64(0)
