@@ -33,8 +33,6 @@ STARTS = TOP + FANOUT
 """A class's row: its elements before each block, before each group of 16, and before each sixteenth group."""
 FAR = 1 << 30
 """More than any rank, where there is no group."""
-LINE_ELEMENTS = 32
-"""Elements in a cache line. A chunk that is far away comes sooner by a load for each line than between the compares."""
 
 
 @kernel
@@ -62,24 +60,13 @@ def count_starts(base, shift, lowest, num_classes, words, starts, sums):
 
 
 @kernel
-def touch(base):
-    """A load of each cache line; what it returns only keeps the compiler from leaving them out."""
-    near = uint64(0)
-    for at in range(0, base.size, LINE_ELEMENTS):
-        near += base[uint64(at)]
-    return near
-
-
-@kernel
 def patch(
     out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip
     """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
     or another number of escapes. `escaped` is scratch.
     """
-    if out.ctypes.data == base.ctypes.data:
-        starts[0, 0] = touch(base) & uint64(0xFFFF)  # written over by what comes
-    else:
+    if out.ctypes.data != base.ctypes.data:
         for at in range(uint64(base.size)):  # `out[:] = base` takes an element at a time
             out[at] = base[at]
     num_groups = count_starts(base, shift, lowest, num_classes, words, starts, sums)

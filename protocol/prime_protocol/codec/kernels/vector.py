@@ -26,6 +26,10 @@ GROUP = 4 * BLOCK
 """Elements that the wide loops take at once: the blocks share the loop over the classes."""
 FANOUT = 16
 """Numbers that a search compares at once."""
+LINE_ELEMENTS = 32
+"""Elements in a cache line."""
+AHEAD_ELEMENTS = 4 * FANOUT * BLOCK
+"""How far ahead of the compares memory is asked for its lines; a few groups more or less make no difference."""
 
 _BIT, _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 _MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (_BIT, _I8, _I16))
@@ -166,12 +170,16 @@ def mark_group(
     _: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, words: Any, at: Any, stride: Any
 ) -> Any:  # fmt: skip
     """For each of the first classes and each of FANOUT blocks at `index` a word: the elements whose exponent reaches the class's
-    lowest one. The first class's words go to `at` of the flattened `words`, each other class's `stride` behind.
+    lowest one. The first class's words go to `at` of the flattened `words`, each other class's `stride` behind. Lines are asked
+    for ahead, behind the array's end too, where the next chunk is or nothing.
     """
     signature = types.void(base, index, shift, lowest, num, words, at, stride)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         blocks = _blocks(context, builder, sig.args[0], args[0], args[1], FANOUT)
+        for begin in range(AHEAD_ELEMENTS, AHEAD_ELEMENTS + FANOUT * BLOCK, LINE_ELEMENTS):
+            at = builder.add(args[1], ir.Constant(_I64, begin))
+            _ask_for(builder, _pointer(context, builder, sig.args[0], args[0], at, _I8))
         exponents = [_exponents(builder, _load(builder, block, _WORDS), args[2]) for block in blocks]
         with cgutils.for_range(builder, args[4]) as loop:
             limit = _load(builder, _pointer(context, builder, sig.args[3], args[3], loop.index, _I8), _I8)
@@ -243,6 +251,13 @@ def count_passed(_: Any, levels: Any, index: Any, rank: Any) -> Any:
         return builder.zext(size, _I64)
 
     return types.int64(levels, index, types.int64), generate
+
+
+def _ask_for(builder: Any, pointer: Any) -> None:
+    """Begin to bring a cache line into the second cache. No address is wrong."""
+    signature = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 2, 1))])  # to read, level 2, data
 
 
 def _exponents(builder: Any, words: Any, shift: Any) -> Any:
