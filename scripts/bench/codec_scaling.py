@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 from baselines import Codec, Weights, run
-from numba import njit
+
+from prime_protocol.codec.kernels.base import kernel
 
 SCALING_ELEMENTS = 1 << 25
 
@@ -29,7 +30,7 @@ def copy_of(weights: Weights) -> Weights:
     return copies
 
 
-@njit(nogil=True)
+@kernel
 def touch(words: Any) -> Any:
     """The sum of a word from each line of 64 bytes: a sum, so that the compiler does not leave the loads out."""
     total = np.uint64(0)
