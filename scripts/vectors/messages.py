@@ -6,12 +6,23 @@ import json
 from typing import Any
 
 from prime_protocol.assignment import Lease
+from prime_protocol.case import BanStatement
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
+from prime_protocol.evidence import BundleEvidence, Sums, Weighed
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BatchGroup, JoinRequest, LeaseRequest, Stamped, TrainBatch
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
-from vectors.folder import COORDINATOR, NOW_MS, WORKER, Case, Folder, fields
+from prime_protocol.messages import (
+    BatchGroup,
+    BatchRequest,
+    CheckResultRequest,
+    JoinRequest,
+    LeaseRequest,
+    Speed,
+    Stamped,
+    TrainBatch,
+)
+from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
+from vectors.folder import COORDINATOR, NOW_MS, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
 from vectors.runs import ENGINE, E
 
 
@@ -34,6 +45,28 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         reason=RejectReason.LOGPROB_MISMATCH,
         at_ms=NOW_MS,
     )
+    sums = {"margin": Sums(num_tokens=64, log_e=(-0.25, 3.5)), "logprob": Sums(num_tokens=64, log_e=(-0.125, 0.0))}
+    found = BundleEvidence(worker="vectors/fp32/cpu", validator="transformers/fp32/cpu", sums=sums)
+    weighed = Weighed(worker=found.worker, validator=found.validator, sums=sums, number=3, log_evidence=2.75)
+    verdict = CheckResultRequest(
+        bundle=bundle,
+        verdict=Verdict.accept(),
+        rewards=(0.0, 1.0, 0.5, 1.0),
+        num_tokens=64,
+        evidence=found,
+        fingerprints=((4, "00112233445566778899aabb"), (5, "ffeeddccbbaa998877665544")),
+    )
+    speed = Speed(rollout_ms=120, tokens_per_s=2_100, download_bytes_per_s=12_000_000)
+    banned = BanStatement(
+        run=run.digest,
+        worker=WORKER.key_id,
+        kind=BanKind.STATISTICAL,
+        reason="3 bundles together are evidence of 11.6 nats",
+        bundle=bundle,
+        step=2,
+        at_ms=NOW_MS,
+        num_receipts=3,
+    )
     groups = tuple(
         BatchGroup(
             slot=group.slot,
@@ -55,6 +88,11 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("receipt", PayloadType.RECEIPT, receipt, COORDINATOR),
         ("batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=groups), COORDINATOR),
         ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),
+        ("weighed receipt", PayloadType.RECEIPT, receipt.model_copy(update={"evidence": weighed}), COORDINATOR),
+        ("check result", PayloadType.REQUEST, stamped(verdict), VALIDATOR),
+        ("claimed speed", PayloadType.REQUEST, stamped(work.model_copy(update={"speed": speed})), WORKER),
+        ("batch request", PayloadType.REQUEST, stamped(BatchRequest(step=2, durable_step=1, train_ms=1_500)), TRAINER),
+        ("ban", PayloadType.BAN, banned, COORDINATOR),
     ]
     cases = []
     for name, kind, message, key in signed:

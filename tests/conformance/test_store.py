@@ -75,6 +75,8 @@ async def test_receipts_are_listed_by_worker_in_the_order_of_their_last_change(s
     first, cursor = await store.receipts_of("anna", after=0, limit=1)
     second, end = await store.receipts_of("anna", after=cursor, limit=10)
     assert [*first, *second] == [receipt("b"), receipt("a", status="accepted")]
+    everybody, _ = await store.receipts_of(None, after=0, limit=10)
+    assert {one.worker for one in everybody} == {"anna", "ben"}
     assert await store.receipts_of("anna", after=end, limit=10) == ([], end)
     await store.append([event(3)], [receipt("b", status="refused")])
     assert (await store.receipts_of("anna", after=end, limit=10))[0] == [receipt("b", status="refused")]

@@ -15,6 +15,7 @@ import pytest
 from prime_protocol import messages, verdict
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
@@ -133,7 +134,8 @@ def join_link(case: Case, folder: Path) -> Any:
 
 
 def message(case: Case, folder: Path) -> Any:
-    model = {"Lease": Lease, "Receipt": verdict.Receipt}.get(case["model"]) or getattr(messages, case["model"])
+    others = {"BanStatement": BanStatement, "Lease": Lease, "Receipt": verdict.Receipt}
+    model = others.get(case["model"]) or getattr(messages, case["model"])
     opened = open_envelope(data_of(case, folder))
     parsed = parse_json(opened.verify(PayloadType(case["payload_type"]), trusted=case["trusted"]), model)
     assert opened.digest == case["digest"]

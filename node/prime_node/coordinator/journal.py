@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
-from prime_node.coordinator.ledger import load_chain
+from prime_node.coordinator.ledger import begin_ledger, load_chain
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
@@ -172,6 +172,8 @@ async def open_journal(
     if state.rules != rules:
         raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
     invariants.check(state)
+    chain = await load_chain(store, rules.run)
+    await begin_ledger(store, chain)
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
     return Journal(
         store,
@@ -179,7 +181,7 @@ async def open_journal(
         number=number,
         clock=clock,
         sign_receipt=sign_receipt,
-        ledger=await load_chain(store, rules.run),
+        ledger=chain,
         snapshot_events=snapshot_events,
     )
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.ledger import LedgerChain
+from prime_protocol.verdict import BundleStatus
 
 
 async def load_chain(store: Store, run: str) -> LedgerChain:
@@ -18,6 +19,21 @@ async def load_chain(store: Store, run: str) -> LedgerChain:
     length = await store.ledger_length()
     last = await store.ledger(start=length - 1, limit=1) if length else []
     return LedgerChain(run, length, digest_of(last[0].encode()) if last else "")
+
+
+async def begin_ledger(store: Store, chain: LedgerChain) -> None:
+    """Where a release without a ledger has settled bundles, their receipts become its first lines, in the order of their last
+    change: a worker that looks for them would otherwise hold evidence against a coordinator that kept its word."""
+    if chain.num_entries:
+        return
+    lines: list[str] = []
+    stored, cursor = await store.receipts_of(None, after=0, limit=limits.RECEIPTS_MAX)
+    while stored:
+        settled = (one for one in stored if one.status != BundleStatus.PENDING)
+        lines += [chain.add(open_envelope(one.envelope.encode()).payload).decode() for one in settled]
+        stored, cursor = await store.receipts_of(None, after=cursor, limit=limits.RECEIPTS_MAX)
+    if lines:
+        await store.append((), (), lines)
 
 
 @dataclass(frozen=True, slots=True)

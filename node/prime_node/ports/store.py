@@ -63,8 +63,8 @@ class Store(Protocol):
 
     async def receipt(self, bundle: str) -> StoredReceipt | None: ...
 
-    async def receipts_of(self, worker: str, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
-        """A worker's receipts in the order of their last change, from a cursor; and the next cursor."""
+    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
+        """A worker's receipts, or None for everybody's, in the order of their last change, from a cursor; and the next cursor."""
         ...
 
     async def ledger(self, *, start: int, limit: int) -> list[str]:

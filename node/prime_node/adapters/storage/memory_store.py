@@ -54,8 +54,8 @@ class MemoryStore:
     async def receipt(self, bundle: str) -> StoredReceipt | None:
         return self._receipts[bundle][1] if bundle in self._receipts else None
 
-    async def receipts_of(self, worker: str, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
-        found = [row for row in self._receipts.values() if row[1].worker == worker and row[0] > after]
+    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
+        found = [row for row in self._receipts.values() if worker in (None, row[1].worker) and row[0] > after]
         rows = sorted(found, key=lambda row: row[0])[:limit]
         return [receipt for _, receipt in rows], rows[-1][0] if rows else after
 

@@ -138,13 +138,10 @@ class SqlStore:
             row = (await connection.execute(select(_RECEIPTS).where(_RECEIPTS.c.bundle == bundle))).first()
         return None if row is None else _receipt(row)
 
-    async def receipts_of(self, worker: str, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
-        query = (
-            select(_RECEIPTS)
-            .where(_RECEIPTS.c.worker == worker, _RECEIPTS.c.change > after)
-            .order_by(_RECEIPTS.c.change)
-            .limit(limit)
-        )
+    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
+        query = select(_RECEIPTS).where(_RECEIPTS.c.change > after).order_by(_RECEIPTS.c.change).limit(limit)
+        if worker is not None:
+            query = query.where(_RECEIPTS.c.worker == worker)
         async with self._engine.connect() as connection:
             rows = (await connection.execute(query)).all()
         return [_receipt(row) for row in rows], rows[-1].change if rows else after
