@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=4e-4)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="to run, or to report of")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--levels", type=int, nargs="+", default=LEVELS)
@@ -302,7 +302,7 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
         if not options.report:
             asyncio.run(fill(options, out, evaluation=evaluation))
-        runs = read(out)
+        runs = [run for run in read(out) if run["seed"] in options.seeds]
     whole = len(LOSSES) * len(LEVELS) * len(SEEDS) * len(TASKS)
     if not runs:
         sys.exit(f"no runs in {out}")

@@ -21,20 +21,21 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, *, losses: Sequence[str]) -
     axes = figure.subplots(len(tasks), len(levels), squeeze=False, sharex=True, sharey="row")
     for (row, task), (column, level) in itertools.product(enumerate(tasks), enumerate(levels)):
         panel = axes[row][column]
-        panel.set_title(f"{task}, k = {level}", fontsize=9)
+        here = [run for run in runs if (run["task"], run["async_level"]) == (task, level)]
+        panel.set_title(f"{task}, k = {level}, {len({run['seed'] for run in here})} seeds", fontsize=9)
         for loss in losses:
-            mine = [run for run in runs if (run["task"], run["async_level"], run["loss"]) == (task, level, loss)]
+            mine = [run for run in here if run["loss"] == loss]
             if mine:
                 marks = [run["evaluations"] for run in mine]
                 shortest = min(map(len, marks))
                 steps = [mark["step"] for mark in marks[0][:shortest]]
                 values = [[each[place]["sampled"] for each in marks] for place in range(shortest)]
                 style = "--" if loss == "grpo" else "-"
-                (line,) = panel.plot(steps, [*map(statistics.fmean, values)], style, label=f"{loss} ({len(mine)})")
+                (line,) = panel.plot(steps, [*map(statistics.fmean, values)], style, label=loss)
                 panel.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.08, color=line.get_color())
-        panel.legend(fontsize=6)
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel("sampled accuracy, held out", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(losses), fontsize=8)
     figure.savefig(path, dpi=90)
 
 
