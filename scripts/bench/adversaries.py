@@ -250,7 +250,7 @@ def spread(values: Sequence[int | None], *, most: int) -> str:
         return f"- (of {most})"
     if len(known) == 1:
         return f"{known[0]:.0f}"
-    median, high = statistics.median_high(known), known[math.ceil(0.95 * len(known)) - 1]
+    median, high = statistics.median(known), known[math.ceil(0.95 * len(known)) - 1]
     missed = sum(map(math.isinf, known))
     shown = [f"{each:.0f}" if math.isfinite(each) else "-" for each in (median, high)]
     return ", ".join(shown) + (f" (missed {missed} of {len(known)}, in {most})" if missed else "")
