@@ -146,7 +146,7 @@ def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
 
 def test_a_trainers_key_is_replaced_while_the_run_goes_on(up: Up) -> None:
     """The new key first stands beside the old one; when it signs, the old one is taken away. The whole chain verifies."""
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=120")
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
     up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
     old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]
     _keys("rotate", up.directory, "--role", "trainer", "--keep")
@@ -159,13 +159,18 @@ def test_a_trainers_key_is_replaced_while_the_run_goes_on(up: Up) -> None:
     up.until(lambda status: status["step"] >= step + 1, timeout_s=90, what="a policy by the new key")
     _keys("revoke", up.directory, old)
     _keys("submit", up.directory / "key-ring-2.json", up.directory)
-    assert up.finish(timeout_s=240) == 0, up.everything()
-    assert up.summary()["verification"]["ok"]
+    revoked_at = up.status()["head"]
+    up.until(
+        lambda status: status["head"] > revoked_at + 1, timeout_s=90, what="a policy after the old key was taken away"
+    )
+    up.interrupt()
+    assert up.finish(timeout_s=90) == 130, up.everything()
     verified = subprocess.run(
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
     )
     said = json.loads(verified.stdout)
-    assert (said["ok"], said["key_ring"], said["policy_version"]) == (True, 2, 120)
+    assert (said["ok"], said["key_ring"]) == (True, 2)
+    assert said["policy_version"] > revoked_at
     assert old not in said["policy"]["signers"]
 
 

@@ -37,7 +37,8 @@ def calibrate(
         "transformers/bf16",
     ],
     tokens: Annotated[
-        int, typer.Option(min=10_000, help="Honest tokens of each pair. Few tokens allow more.")
+        int,
+        typer.Option(min=10_000, help="Honest tokens of each pair; the fewer, the more leeway the calibration gives."),
     ] = 100_000,
     completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are up to so long.")] = 32,
