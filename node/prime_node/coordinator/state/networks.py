@@ -19,7 +19,8 @@ class Part:
     """Audits that it has passed."""
 
 
-NOTHING = Part()
+NOTHING, ABSENT, PRESENT = Part(), Part(1), Part(1, 1)
+"""Not known; known, and no newcomer that takes part. Shared: nearly every event leaves a worker what it was."""
 
 
 @dataclass(slots=True)

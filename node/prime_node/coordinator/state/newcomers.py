@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prime_node.coordinator.state.networks import NOTHING, Network, Part
+from prime_node.coordinator.state.networks import ABSENT, NOTHING, PRESENT, Network, Part
 from prime_node.coordinator.state.records import State, Worker
 from prime_node.coordinator.state.rules import Rules
 from prime_protocol.verdict import BanKind
@@ -139,10 +139,11 @@ def recount(state: State, worker: Worker) -> None:
     known = state.networks.get(worker.network)
     if known is None:
         return
-    is_counted = worker.active and is_newcomer(state.rules, worker)
-    held = len(worker.leases) + len(worker.pending)
-    now = Part(1, int(worker.active), 1, held, worker.streak) if is_counted else Part(1, int(worker.active))
-    if now != worker.counted:
+    if worker.active and is_newcomer(state.rules, worker):
+        now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
+    else:
+        now = PRESENT if worker.active else ABSENT
+    if now is not worker.counted and now != worker.counted:
         _add(state, known, worker, now)
     _set_away(state, worker, is_away=is_forgettable(worker))
 

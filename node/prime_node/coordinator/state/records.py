@@ -298,9 +298,8 @@ class State:
 
     def step_of(self, lease: LeaseRecord) -> Step | None:
         """Where a lease's slots are; None where they are settled and forgotten."""
-        if self.is_evaluation(lease.slots):
-            return self.evaluations.get(lease.step)
-        return self.steps.get(lease.step)
+        where = self.evaluations if self.is_evaluation(lease.slots) else self.steps
+        return where.get(lease.step)
 
     def step_bundles(self) -> Iterator[str]:
         """Bundles whose bytes go with a step or an evaluation."""

@@ -60,7 +60,7 @@ class Rules:
         lag_max = self.lag_max if self.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None
         return Admission(size, ahead, self.selection is Selection.IN_ORDER, lag_max)
 
-    @property
+    @cached_property
     def slots_end(self) -> int:
         """The run's slots are below this; from here on they are places of an evaluation."""
         return self.max_steps * self.groups_per_step
