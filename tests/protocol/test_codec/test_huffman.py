@@ -73,6 +73,24 @@ def test_what_has_no_such_frame_is_left_to_zstd() -> None:
     assert read(written(plane), plane.size - 1) is None
 
 
+def test_a_block_longer_than_its_content_is_left_to_zstd_which_refuses_it() -> None:
+    """Codes of 1 to 11 bits, and of 11: the plane holds the two longest alone, so its block has 11 bits for each byte."""
+    plane = np.random.default_rng(3).integers(10, 12, 3000, np.uint8)
+    streams = []
+    for part in np.split(plane, 4):
+        bits = "1" + "".join(f"{symbol - 10:011b}" for symbol in part.tolist())
+        streams.append(int(bits, 2).to_bytes((len(bits) + 7) // 8, "little"))
+    tree = bytes.fromhex("8a" + "ba987654321" + "0")
+    jumps = b"".join(len(stream).to_bytes(2, "little") for stream in streams[:3])
+    body = tree + jumps + b"".join(streams)
+    literals = (2 | (3 << 2) | (plane.size << 4) | (len(body) << 22)).to_bytes(5, "little")
+    header = (1 | (2 << 1) | ((len(literals + body) + 1) << 3)).to_bytes(3, "little")
+    frame = bytes(huffman.HEAD) + plane.size.to_bytes(4, "little") + header + literals + body + b"\0"
+    assert read(frame, plane.size) is None
+    with pytest.raises(zstandard.ZstdError):
+        zstandard.ZstdDecompressor().decompress(frame)
+
+
 PLANE = exponents(5000, 4.0, 2)
 FRAME = written(PLANE)
 

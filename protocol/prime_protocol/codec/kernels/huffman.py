@@ -342,6 +342,8 @@ def read_frame(frame, plane):
             return False
         if literals & ((1 << 22) - 1) != 2 | (3 << 2) | (size << 4) or literals >> 22 != end - at - LITERALS_AT - 1:
             return False
+        if header >> 3 > min(plane.size, BLOCK_BYTES):  # zstd takes no block that is longer than what one may yield
+            return False
         if frame[end - 1] != 0:
             return False
         jumps = read_tree(frame, at + LITERALS_AT, end - 1, lengths)
