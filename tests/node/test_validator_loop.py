@@ -180,6 +180,25 @@ async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_ver
     assert [result.evidence for result in queue.results.values()] == [None, None]
 
 
+async def test_where_no_second_set_of_environments_can_be_started_the_first_does_all_the_work() -> None:
+    stop, made = asyncio.Event(), list[StubbornEnvironment]()
+    queue = await make_queue(stop, [0, 0, 0])
+    let_go = threading.Event()
+
+    def make() -> dict[str, Environment]:
+        if made:
+            let_go.set()
+            raise LocalError("the environments did not start within 120 s")
+        made.append(StubbornEnvironment(queue.tasks[0][0].groups[0].problem.index, let_go))
+        return {"toy": made[0]}
+
+    validator = make_validator(queue, TableScorer())
+    validator.lanes = Lanes(make, lanes_max=3)
+    await run(validator, stop)
+    assert len(queue.results) == 3
+    assert all(result.verdict.accepted for result in queue.results.values())
+
+
 def moved(lease: Lease, index: int) -> Lease:
     """The same lease about another problem."""
     problem = Problem(environment="toy", index=index)

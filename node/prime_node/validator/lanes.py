@@ -1,16 +1,20 @@
 """Where bundles are scored: beside the forward passes, one bundle in each lane, so that one that hangs holds up no other.
 
 Who waits for whom: a bundle waits for a free lane; a lane, for the environments' process behind it, which a thread waits for. The
-first lane is made at the start, the others when all are taken.
+first lane is made at the start, the others when all are taken. Where another cannot be made, those that are there must do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from prime_node.ports.environment import Environment
+from prime_protocol.errors import LocalError
+
+log = logging.getLogger(__name__)
 
 Environments = Mapping[str, Environment]
 """All of a run, by name."""
@@ -35,7 +39,7 @@ class Lanes:
     async def lane(self) -> AsyncIterator[Environments]:
         """A set of environments that nobody else uses meanwhile."""
         async with self._room:
-            environments = self._idle.pop() if self._idle else await self._another()
+            environments = await self._free()
             try:
                 yield environments
             finally:
@@ -45,6 +49,18 @@ class Lanes:
         """Idempotent. Whoever waits for an answer gets none."""
         while self._made:
             self._end(self._made.pop())
+
+    async def _free(self) -> Environments:
+        """For whoever has found room. A machine that had memory or data for the first only may not have them for another."""
+        while not self._idle:
+            try:
+                return await self._another()
+            except (LocalError, OSError) as error:
+                if not self._made:
+                    raise
+                log.warning("no further bundle is scored beside %d: %s", len(self._made), error)
+            await self._room.acquire()  # and keep it: there is one lane fewer from here on
+        return self._idle.pop()
 
     async def _another(self) -> Environments:
         made = await asyncio.to_thread(self._make)
