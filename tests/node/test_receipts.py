@@ -22,7 +22,9 @@ def book(tmp_path: Path) -> ReceiptBook:
     return ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id)
 
 
-def note(book: ReceiptBook, number: int, status: BundleStatus, reason: RejectReason | None = None) -> None:
+def note(
+    book: ReceiptBook, number: int, status: BundleStatus, reason: RejectReason | None = None, *, num_tokens: int = 0
+) -> None:
     receipt = Receipt(
         run=RUN.digest,
         worker=WORKER.key_id,
@@ -31,7 +33,7 @@ def note(book: ReceiptBook, number: int, status: BundleStatus, reason: RejectRea
         step=0,
         policy_version=0,
         num_rollouts=4,
-        num_tokens=0,
+        num_tokens=num_tokens,
         status=status,
         reason=reason,
         at_ms=0,
@@ -51,6 +53,17 @@ def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them
     assert book.num_sureties(3) == 3
     note(book, 6, BundleStatus.REFUSED, RejectReason.SEED_MISMATCH)
     assert book.num_sureties(3) == 0
+
+
+def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:
+    for number in (0, 1, 2, 2):
+        note(book, number, BundleStatus.ACCEPTED)
+    assert book.num_sureties(3) == 3, "a receipt that is fetched twice says nothing new"
+    note(book, 2, BundleStatus.ACCEPTED, num_tokens=30)
+    assert book.num_sureties(3) == 0
+    assert ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id).num_sureties(3) == 0
+    note(book, 3, BundleStatus.ACCEPTED)
+    assert book.num_sureties(3) == 1
 
 
 def test_the_line_for_the_owner_says_how_many_bundles_stand_surety() -> None:

@@ -48,6 +48,8 @@ class ReceiptBook:
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
         self._latest: dict[str, Receipt] = {}
+        self._settles_all: set[str] = set()
+        """Bundles that were accepted twice: the second receipt credits all that was withheld (SPEC.md, section 11)."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._file.read_bytes().splitlines() if self._file.exists() else []
@@ -94,11 +96,12 @@ class ReceiptBook:
         )
 
     def num_sureties(self, bundles_max: int) -> int:
-        """How many of our last accepted bundles stand surety now: with a dishonest one that was found, all of them are lost."""
+        """How many of our last accepted bundles stand surety now: with a dishonest one that was found all of them are lost, and
+        at the run's end all are credited."""
         held = 0
         for receipt in self._latest.values():
             if receipt.status is BundleStatus.ACCEPTED:
-                held = min(held + 1, bundles_max)
+                held = 0 if receipt.bundle in self._settles_all else min(held + 1, bundles_max)
             elif receipt.reason is not None and receipt.reason.is_dishonest:
                 held = 0
         return held
@@ -110,7 +113,10 @@ class ReceiptBook:
         return receipt
 
     def _note(self, receipt: Receipt) -> None:
-        self._latest.pop(receipt.bundle, None)
+        before = self._latest.pop(receipt.bundle, receipt)
+        # One that is fetched twice is the same.
+        if before.status is receipt.status is BundleStatus.ACCEPTED and before != receipt:
+            self._settles_all.add(receipt.bundle)
         self._latest[receipt.bundle] = receipt
 
     def _append(self, lines: Iterable[bytes]) -> None:
