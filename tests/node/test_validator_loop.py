@@ -180,6 +180,17 @@ async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_ver
     assert [result.evidence for result in queue.results.values()] == [None, None]
 
 
+async def test_a_bundle_that_is_handed_out_again_while_its_grader_hangs_takes_no_second_lane() -> None:
+    stop, let_go = asyncio.Event(), threading.Event()
+    queue = await make_queue(stop, [0, 0])
+    (lease, bundle), *others = queue.tasks
+    queue.tasks[:] = [(moved(lease, 7), bundle), (moved(lease, 7), bundle), *others]
+    queue.on_result = lambda result: let_go.set()
+    await run(make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go)), stop)
+    assert list(queue.results) == [others[0][1], bundle]
+    assert all(result.verdict.accepted for result in queue.results.values())
+
+
 async def test_where_no_second_set_of_environments_can_be_started_the_first_does_all_the_work() -> None:
     stop, made = asyncio.Event(), list[StubbornEnvironment]()
     queue = await make_queue(stop, [0, 0, 0])

@@ -59,6 +59,8 @@ class Validator:
     """How many bundles were accepted, and refused by reason."""
     loaded: int = -1
     """The policy that the scorer holds; -1 where it must be loaded anew."""
+    scoring: set[str] = field(default_factory=set)
+    """Bundles that are proven, and whose rewards are computed or wait for a lane."""
 
 
 async def run(validator: Validator, stop: asyncio.Event) -> None:
@@ -108,6 +110,9 @@ async def _judge(
                 "bundle %s: its deadline passed before it was judged; another validator has it", task.bundle[:12]
             )
             continue
+        if task.bundle in validator.scoring:  # an answer that hangs must not take a lane for each time it is handed out
+            log.warning("bundle %s: its deadline passed while it is scored here; it goes on", task.bundle[:12])
+            continue
         opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
         proven = opened if isinstance(opened, Judgement) else await _proven(validator, task, opened)
         if proven is None:
@@ -116,6 +121,7 @@ async def _judge(
             await _answer(validator, task, proven)
             continue
         await waiting.acquire()
+        validator.scoring.add(task.bundle)
         rewarding = group.create_task(_reward(validator, task, opened, proven))
         rewarding.add_done_callback(lambda _: waiting.release())
 
@@ -166,11 +172,14 @@ async def _with_policies(
 
 async def _reward(validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement) -> None:
     """The rest of a proven bundle's verdict, beside the next one's forward pass."""
-    async with validator.lanes.lane() as environments:
-        judgement = await reward_bundle(
-            bundle, run=validator.run, environments=environments, tokenizer=validator.tokenizer, proven=proven
-        )
-    await _answer(validator, task, judgement)
+    try:
+        async with validator.lanes.lane() as environments:
+            judgement = await reward_bundle(
+                bundle, run=validator.run, environments=environments, tokenizer=validator.tokenizer, proven=proven
+            )
+        await _answer(validator, task, judgement)
+    finally:
+        validator.scoring.discard(task.bundle)
 
 
 async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -> None:
