@@ -5,9 +5,10 @@ made of them such that, by Ville's inequality, an honest worker's evidence ever 
 long it works and however often one looks (Ville 1939; Ramdas et al., arXiv 2210.01948). A ban at 1e5 therefore hurts an honest
 worker with probability at most 1e-5 over its whole life.
 
-Of one statistic s >= 0 of a token (the margin by which it is not the seed's choice, the error of its logprob, ...), an honest
-token satisfies E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda). That is what calibration measures, on honest data
-of the same kinds of engine, dtype and hardware, and it is the one assumption. Then each bundle multiplies the evidence by
+Of one statistic s of a token (the margin by which it is not the seed's choice, the error of its logprob, or the logarithm of a
+likelihood ratio, the only kind that may be below 0: verify.py), an honest token satisfies
+E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda). That is what calibration measures, on honest data of the same
+kinds of engine, dtype and hardware, and it is the one assumption. Then each bundle multiplies the evidence by
 
     e(lambda) = product over its tokens of exp(lambda * min(s, cap)) / M0(lambda)
 
