@@ -22,7 +22,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.algo.estimates import Mark
 from prime_node.coordinator.daemon import Parts, open_core
-from prime_node.coordinator.state import evaluations, invariants, snapshot
+from prime_node.coordinator.state import endings, evaluations, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BundleForgotten, Evaluated
 from prime_node.coordinator.state.records import LeaseEnd, State
@@ -272,6 +272,16 @@ def test_a_late_answer_to_what_is_over_is_turned_away(run: Run) -> None:
     assert checked(run).results
     assert not run.state.is_redeemable(late)
     assert late.end is LeaseEnd.LAPSED
+
+
+def test_a_late_answer_to_a_problem_that_is_asked_no_more_is_turned_away(run: Run) -> None:
+    run.granted("ben", 0)
+    for _ in range(evaluations.ATTEMPTS_MAX):
+        late = run.granted("anna", 0, rollouts_max=2)
+        run.do(ev.LeasesExpired((late.lease_id,)))
+        run.now_ms += endings.WASTED_PAUSE_MS_MAX
+    assert checked(run).evaluations[0].open == [END + 3], "the other one of hers was asked often enough"
+    assert not run.state.is_redeemable(late), "its slot is closed: taking it again would fail, and end the coordinator"
 
 
 def test_few_results_are_remembered() -> None:

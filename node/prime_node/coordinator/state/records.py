@@ -325,8 +325,8 @@ class State:
         if lease.end is not LeaseEnd.LAPSED or lease.bundle is not None:
             return lease.end is None
         step = self.step_of(lease)
-        if isinstance(step, Evaluation) and step.retired:
-            return False
+        if isinstance(step, Evaluation) and not set(step.open).issuperset(lease.slots):
+            return False  # given up: the policy is too old, or they were asked in vain often enough
         return step is not None and all(
             step.attempts[slot] == attempt + 1 and slot not in step.held and slot not in step.accepted
             for slot, attempt in zip(lease.slots, lease.attempts, strict=True)
