@@ -293,3 +293,19 @@ def test_few_results_are_remembered() -> None:
         run.accept(run.upload(run.granted("anna", policy)))
         run.train("anna", policy)
     assert len(checked(run).results) == min(RULES.max_steps - 1, evaluations.RESULTS_KEPT_MAX)
+
+
+def test_all_that_one_worker_held_up_is_told_when_it_is_lost() -> None:
+    run = Run(replace(RULES, max_steps=12, leases_per_worker_max=8, bundles_pending_per_worker_max=8))
+    end, policies = run.state.rules.slots_end, evaluations.RESULTS_KEPT_MAX + 2
+    run.join("anna", "ben")
+    run.publish()
+    for policy in range(policies):
+        run.do(ev.EvaluationBegun(policy, (end,)))
+        run.granted("anna", policy)
+        run.train("ben", policy)
+    for policy in range(policies, policies + RULES.async_level):
+        run.train("ben", policy)
+    ended = [effect for effect in run.do(ev.WorkersLost(("anna",))) if isinstance(effect, Evaluated)]
+    assert len(ended) == policies
+    assert checked(run).results.keys() == {effect.policy_version for effect in ended}, "the daemon reads each"

@@ -23,11 +23,13 @@ from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation,
 ATTEMPTS_MAX = 3
 """A problem is leased so often at most. One that no validator can score must not hold up the training behind it."""
 RESULTS_KEPT_MAX = 4
-"""Newest evaluations whose results are remembered; the rows that were written hold all."""
+"""Evaluations whose results are remembered when another begins, the newest; the rows that were written hold all."""
 
 
 def _evaluation_begun(state: State, event: ev.EvaluationBegun, at_ms: int) -> list[Effect]:
     assert event.policy_version in state.published
+    while len(state.results) > RESULTS_KEPT_MAX:  # not in `settle`: one event may end several, and all are told then
+        del state.results[next(iter(state.results))]
     state.evaluations[event.policy_version] = Evaluation(
         open=sorted(event.slots, reverse=True), num_slots=len(event.slots)
     )
@@ -61,8 +63,6 @@ def settle(state: State, version: int) -> list[Effect]:
     del state.evaluations[version]
     marks = {slot: _mark(group) for slot, group in sorted(evaluation.accepted.items())}
     state.results[version] = Results(evaluation.num_slots, marks)
-    while len(state.results) > RESULTS_KEPT_MAX:
-        del state.results[next(iter(state.results))]
     kept = state.bundles.keys() | set(state.evidence)
     forgotten = [BundleForgotten(bundle) for bundle in evaluation.bundles if bundle not in kept]
     return [Evaluated(version), *forgotten]
