@@ -42,3 +42,10 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         low, high = interval_95([sum(rng.random() < chance for _ in range(4)) / 4 for chance in chances])
         hits += low <= 0.5 <= high
     assert 0.92 < hits / rounds < 0.98
+
+
+def test_an_interval_of_values_beyond_one_or_below_nought_is_the_normal_one() -> None:
+    low, high = interval_95([2.0, 2.0, 0.5, -1.0] * 16)
+    assert (low + high) / 2 == pytest.approx(0.875)
+    assert high - low == pytest.approx(0.614, abs=1e-3)
+    assert interval_95([2.0] * 3) == (2.0, 2.0)

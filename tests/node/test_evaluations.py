@@ -10,6 +10,7 @@ import pytest
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
+    VALIDATOR,
     Letters,
     World,
     folder_parts,
@@ -30,7 +31,8 @@ from prime_node.coordinator.state.slot_records import Results
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START, Lease
 from prime_protocol.errors import LocalError
-from prime_protocol.verdict import RejectReason
+from prime_protocol.messages import CheckResultRequest
+from prime_protocol.verdict import RejectReason, Verdict
 
 RUN = make_run(async_level=2)
 SLOTS_END = RUN.spec.max_steps * RUN.spec.groups_per_step
@@ -157,6 +159,22 @@ async def test_refused_answers_are_asked_again() -> None:
         lease = await world.lease(ANNA)
         await answer(world, lease, reason=RejectReason.UNVERIFIABLE)
         assert [one.slot for one in (await world.lease(ANNA)).groups] == [one.slot for one in lease.groups]
+
+
+async def test_rewards_may_be_beyond_one() -> None:
+    """What an environment of verifiers gives is a sum of weighed rewards."""
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
+        task = await world.take_task(VALIDATOR)
+        rewards = (2.0, 2.0, 1.0, 2.0)
+        await world.client(VALIDATOR).check_result(
+            CheckResultRequest(bundle=task.bundle, verdict=Verdict.accept(), rewards=rewards, num_tokens=4)
+        )
+        (row,) = (await world.status())["evaluations"]
+        assert (row["eval_reward"], row["eval_sampled"]) == (1.75, 0.25)
+        assert row["eval_reward_low"] < 1.75 < row["eval_reward_high"]
 
 
 async def test_a_policy_is_evaluated_after_the_next_one_is_out() -> None:

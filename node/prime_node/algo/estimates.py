@@ -3,7 +3,7 @@
 pass@k      1 - C(n - c, k) / C(n, k): of n completions c are right; without bias for any n >= k (Chen et al., arXiv 2107.03374)
 interval    Wilson's score interval (1927) of a mean in [0, 1]. Completions of one problem are no independent looks at the model,
             so the problems are counted: their variance says how many plain coin flips they are worth (a design effect, as in
-            Miller, arXiv 2411.00640)
+            Miller, arXiv 2411.00640). An environment's rewards may leave [0, 1]: for such values the normal interval
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ def pass_at_k(num_right: int, num_completions: int, k: int) -> float:
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of one value in [0, 1] for each problem. Example: interval_95([1.0] * 10) is about (0.72, 1.0)."""
+    """Of the mean of one value for each problem. Example: interval_95([1.0] * 10) is about (0.72, 1.0)."""
     num, mean = len(values), statistics.fmean(values)
     error = statistics.variance(values) / num if num > 1 else 0.0
+    if min(values) < 0.0 or max(values) > 1.0:
+        return mean - Z_95 * sqrt(error), mean + Z_95 * sqrt(error)
     flips = num if error == 0.0 else max(float(num), mean * (1.0 - mean) / error)
     spread = Z_95**2 / flips
     centre = (mean + spread / 2) / (1.0 + spread)
