@@ -206,6 +206,7 @@ async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_do
         await world.client(ROOT).admin(AdminRequest(action="drain"))
         told = await world.client(ANNA).receipts(ReceiptsRequest())
         await world.client(ANNA).leave(LeaveRequest())
+        shown = (await world.get("/metrics"))[1].decode()
         after = await world.client(ANNA).receipts(ReceiptsRequest(after=told.next))
         report = await audit_ledger(
             world.client(ANNA), spec, receipts=[open_envelope(one.encode()) for one in told.receipts]
@@ -213,4 +214,7 @@ async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_do
     latest = [parse_json(open_envelope(one.encode()).payload, Receipt) for one in told.receipts]
     assert sum(receipt.num_tokens for receipt in latest) == 6 * 2
     assert after.receipts == ()
+    assert 'prime_rollouts_total{outcome="accepted"} 12.0' in shown, (
+        "the last bundle's second receipt is no further work"
+    )
     assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 6 * 2)

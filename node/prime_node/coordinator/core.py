@@ -107,7 +107,7 @@ class Core:
         for effect in effects:
             if isinstance(effect, Woken):
                 self.news.publish(effect.topic)
-            elif isinstance(effect, Settled):
+            elif isinstance(effect, Settled) and not isinstance(event, ev.SuretyReleased):  # those were told before
                 self._follow_bundle(effect)
             elif isinstance(effect, Evaluated):
                 row = self.evaluations.row_of(self.state.results[effect.policy_version])
