@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import (
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.evidence import compared, confirmed
 from prime_node.cli.main import app
+from prime_node.ports.store import StoredReceipt
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, open_envelope, seal
 from prime_protocol.errors import LocalError, PeerError
@@ -34,17 +36,21 @@ async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None
     """One more bundle of Anna's gets its verdict. Returns its lease."""
     lease = await world.lease(ANNA, rollouts_max=2)
     await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    await judge(world, nats=nats, reason=reason)
+    return lease
+
+
+async def judge(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> None:
     task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
     assert isinstance(task, CheckTask)
     sums = {"margin": Sums(num_tokens=6, log_e=(min(nats, 5.9), nats))}
     result = CheckResultRequest(
         bundle=task.bundle,
         verdict=Verdict.refuse(reason) if reason else Verdict.accept(),
-        rewards=() if reason else (0.5,) * lease.num_rollouts,
+        rewards=() if reason else (0.5,) * task.lease.num_rollouts,
         evidence=BundleEvidence(worker=CLASS, validator=CLASS, sums=sums),
     )
     await world.client(VALIDATOR).check_result(result)
-    return lease
 
 
 async def case_in(world: World, folder: Path) -> Path:
@@ -182,3 +188,27 @@ async def test_who_equivocates_to_begin_anew_is_banned_by_all_his_bundles(tmp_pa
         file = await case_in(world, tmp_path)
     code, said = check(file)
     assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 3, "")
+
+
+async def test_a_verdict_that_comes_while_an_equivocation_is_looked_at_goes_on_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        look_up = type(world.parts.store).receipt
+
+        async def judged_meanwhile(store: Any, bundle: str) -> StoredReceipt | None:
+            found = await look_up(store, bundle)
+            monkeypatch.undo()
+            await judge(world, nats=4.0)
+            return found
+
+        monkeypatch.setattr(type(world.parts.store), "receipt", judged_meanwhile)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA, created_at_ms=1))
+        await judged(world, nats=11.0)
+        file = await case_in(world, tmp_path)
+    code, said = check(file)
+    assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 2, "")

@@ -32,10 +32,13 @@ def release_sureties(core: Core) -> None:
 
 
 async def replaced(core: Core, bundle: str) -> ev.Replaced:
-    """What a bundle's receipt says of evidence, for the one that is to follow it."""
-    await core.journal.synced()
-    stored = await core.store.receipt(bundle)
-    return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
+    """What a bundle's receipt says of evidence, for the one that is to follow it. Read again where its verdict came meanwhile."""
+    while True:
+        is_waiting = bundle in core.state.bundles
+        await core.journal.synced()
+        stored = await core.store.receipt(bundle)
+        if is_waiting is (bundle in core.state.bundles):
+            return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
 
 
 def verdict_of(stored: StoredReceipt) -> Verdict | None:
