@@ -281,6 +281,24 @@ def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
     assert checked(run).evaluations[0].open == [END + 1, END]
 
 
+def test_an_answer_that_bans_its_worker_is_kept_though_the_evaluation_ends_by_it() -> None:
+    run = Run(replace(RULES, strikes_max=1, surety_bundles=4, audit_share_min=0.1))
+    run.join("anna", "ben")
+    run.publish()
+    run.do(ev.EvaluationBegun(0, tuple(range(END, END + 3))))
+    told = run.granted("anna", 0, rollouts_max=2)
+    first = run.upload(told)
+    run.accept(first)
+    run.upload(run.granted("anna", 0, rollouts_max=2), audited=False)
+    run.accept(run.upload(run.granted("ben", 0, rollouts_max=2)))
+    for policy in range(RULES.async_level + 1):
+        run.train("ben", policy)
+    effects = run.do(ev.BundleContradicted(told.lease_id, "anna", "other", (ev.Replaced(first, None),)))
+    assert Evaluated(0) in effects
+    assert checked(run).evidence == [first]
+    assert first not in {effect.bundle for effect in effects if isinstance(effect, BundleForgotten)}
+
+
 def test_a_late_answer_to_what_is_over_is_turned_away(run: Run) -> None:
     late = run.granted("anna", 0)
     run.do(ev.LeasesExpired((late.lease_id,)))

@@ -103,7 +103,8 @@ def _refuse_after_all(
     if before is not None and suspicion.still_counts(worker, lease):
         settled.weighed = before.weighed
     effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
-    return effects + _found_out(state, worker, lease.bundle, reason, None, at_ms)
+    effects += _found_out(state, worker, lease.bundle, reason, None, at_ms)
+    return [effect for effect in effects if not _is_kept(state, effect)]
 
 
 def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None) -> list[Effect]:
