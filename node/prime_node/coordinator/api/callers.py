@@ -35,7 +35,7 @@ class Callers:
         if hops == [""]:
             return address
         while hops and is_in(address, self._proxies):
-            address = printable(hops.pop().strip())[:64]
+            address = _without_port(printable(hops.pop().strip())[:64])
         if address == request.remote and not self._has_warned and is_in(address, self._trusted):
             self._has_warned = True
             log.warning(
@@ -50,6 +50,13 @@ def is_in(address: str, networks: Networks) -> bool:
     """False for what is no address."""
     found = parsed(address)
     return found is not None and any(found in network for network in networks)
+
+
+def _without_port(address: str) -> str:
+    """Some proxies write the caller's port too: 192.0.2.1:4711, [2001:db8::1]:4711."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.partition(":")[0] if address.count(":") == 1 else address
 
 
 def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
