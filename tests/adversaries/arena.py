@@ -77,7 +77,7 @@ class Arena:
         groups_per_step: int = 8,
         rollouts_per_group: int = 4,
         seed: int = 0,
-        seconds_max: float = 30.0,
+        seconds_max: float = 120.0,
         audits_first: int = 0,
         **spec: object,
     ) -> Outcome:

@@ -180,4 +180,4 @@ def _newcomer() -> Worker:
 
 
 def _lease(number: int) -> LeaseRecord:
-    return LeaseRecord(str(number), "", 0, 0, "", (), (), 0, 1, LeaseEnd.REDEEMED, bundle=str(number))
+    return LeaseRecord(str(number), "", 0, 0, "", (0,), (0,), 0, 1, LeaseEnd.REDEEMED, bundle=str(number))
