@@ -80,10 +80,9 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
 
 
 async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
-    outcome = await arena.fight("partial-1", rollouts_max=400, seed=2478)  # it cheats in four of its first fifty
-    cheat = outcome.parts[0]
-    assert outcome.worker(cheat)["banned"] is not None
-    _nobody_else_is_hurt(outcome, cheat)
+    # Alone, so that it does as much whoever is faster; in this run it cheats in three of its first 64.
+    outcome = await arena.fight("partial-1", honest=0, rollouts_max=400, seed=13)
+    assert outcome.worker(outcome.parts[0])["banned"] is not None
 
 
 async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> None:

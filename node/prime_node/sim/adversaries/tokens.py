@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.adversaries.engine import Answer, Means, Model, rescored
 from prime_protocol.assignment import Sampling
@@ -138,10 +140,10 @@ async def refiled(model: Model, requests: Requests, sampling: Sampling, means: M
 
 
 def partly(share: float, cheat: Answer) -> Answer:
-    """Cheats in this share of the completions only."""
+    """Cheats in this share of the completions only, chosen by their seeds: whatever else was asked for before."""
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-        chosen = means.rng.random(len(requests)) < share
+        chosen = [np.random.default_rng(request.seed).random() < share for request in requests]
         honest = await model.generate(requests, sampling)
         forged = iter(
             await cheat(model, [r for r, is_one in zip(requests, chosen, strict=True) if is_one], sampling, means)
