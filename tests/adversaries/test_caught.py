@@ -69,7 +69,8 @@ BY_DESIGN = (
 
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
-    outcome = await arena.fight(name, rollouts_max=400, **conditions_for(name))
+    # Steps large enough that the run does not end before a cheat in part has cheated.
+    outcome = await arena.fight(name, rollouts_max=400, groups_per_step=20, **conditions_for(name))
     cheat = outcome.parts[0]
     reasons = [receipt.reason for receipt in outcome.receipts_of(cheat) if receipt.reason is not None]
     dishonest = [reason for reason in reasons if reason.is_dishonest]
