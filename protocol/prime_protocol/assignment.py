@@ -106,5 +106,10 @@ class Lease(WireModel):
         return self
 
     @property
+    def is_evaluation(self) -> bool:
+        """True if it asks for held-out problems. A lease never mixes them with others."""
+        return self.groups[0].problem.index >= HELD_OUT_START
+
+    @property
     def num_rollouts(self) -> int:
         return sum(len(group.seeds) for group in self.groups)

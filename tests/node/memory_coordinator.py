@@ -65,6 +65,7 @@ class MemoryCoordinator(MemorySource):
         self.verdicts: dict[str, Verdict] = {}
         self.receipts_signed: list[Receipt] = []
         self.leases_max = 10**9
+        self.first_problem = 0
         self.speeds: list[Speed | None] = []
         self.after_upload: Callable[[], None] = lambda: None
         self._slot = 0
@@ -101,7 +102,7 @@ class MemoryCoordinator(MemorySource):
         groups = tuple(
             GroupAssignment(
                 slot=request.policy_version * self.run.spec.groups_per_step + number,
-                problem=Problem(environment="toy", index=self._slot + number),
+                problem=Problem(environment="toy", index=self.first_problem + self._slot + number),
                 prompt_token_ids=(1 + (self._slot + number) % 8,),
                 seeds=tuple(next(seeds) for _ in range(self.run.spec.rollouts_per_group)),
             )

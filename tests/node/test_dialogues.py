@@ -18,7 +18,8 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.algo.advantages import inputs_of
 from prime_node.cli.wire_environments import build_environments
-from prime_node.envs.episodes import Bounds, Recorder, WrongContext, bounds_of, replayed, scored
+from prime_node.envs import episodes
+from prime_node.envs.episodes import Bounds, CutShort, Recorder, WrongContext, bounds_of, replayed, scored
 from prime_node.envs.partners import calculate, calculator
 from prime_node.envs.source import SourceProblem
 from prime_node.ports.engine import GenerateRequest
@@ -189,6 +190,12 @@ def one_of_each(episodes: list[list[Turn]]) -> list[list[Turn]]:
     return [changes.get(number, turns) for number, turns in enumerate(episodes)]
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "OTHERS_S_MAX", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("tamper", "reason"),
     [
@@ -233,25 +240,30 @@ async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: Pi
         await play_lease(lease_of(run, model), run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
 
 
-async def test_an_environment_whose_process_ends_hands_the_lease_back(run: PinnedRun, model: Path) -> None:
+async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: PinnedRun, model: Path) -> None:
+    lease = lease_of(run, model)
+    to_blame = turn_seed(lease.groups[0].seeds[1], 0) % 100
+    began: list[int] = []
+
     class Dying:
+        """The first four episodes go down together, and afterwards the one to blame alone."""
+
         async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
-            await ask(prompt_token_ids)
-            raise EnvironmentGone("it ran out of memory")
+            number = len(began)
+            began.append(number)
+            said = await ask(prompt_token_ids)
+            assert said is not None
+            assert number < 4 or len(began) == number + 1, "nobody else plays meanwhile"
+            if number < 4 or said.token_ids[0] == to_blame:
+                raise EnvironmentGone("it ran out of memory")
+            await ask((*prompt_token_ids, 1))
+            return 1.0
 
-    class Answers:
-        async def generate(self, requests: list[GenerateRequest], sampling: object) -> list[Completion]:
-            return [Completion((1,), (-0.5,), FinishReason.STOP) for _ in requests]
+    async def sample(requests: list[GenerateRequest]) -> list[Completion]:
+        return [Completion((request.seed % 100,), (-0.5,), FinishReason.STOP) for request in requests]
 
-    generated = await generate(
-        Answers(),  # type: ignore[arg-type]
-        lease_of(run, model),
-        SwapPolicy.DRAIN,
-        held=0,
-        wait_newer=never,  # type: ignore[arg-type]
-        play=lambda lease, sample: play_lease(lease, run.spec, {"again": Dying()}, sample),  # type: ignore[dict-item]
-    )
-    assert generated.rollouts is None  # what it said so far would be refused as another context
+    turns = await play_lease(lease, run.spec, {"again": Dying()}, sample)  # type: ignore[dict-item]
+    assert [len(each) for each in turns] == [2, 1, 2, 2, 1, 1, 1, 1]
 
 
 # Episodes by themselves
@@ -289,8 +301,24 @@ async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None
     assert await replayed(asks_twice, turns, BOUNDS, exact=True) == 21.0
     with pytest.raises(WrongContext, match="1 turns are recorded"):
         await replayed(asks_twice, [*turns, turns[0]], BOUNDS, exact=True)
-    with pytest.raises(WrongContext, match="not recorded"):
+    with pytest.raises(CutShort, match="not recorded"):
         await replayed(asks_twice, turns[:1], BOUNDS, exact=True)
+
+
+async def test_an_agent_that_runs_ahead_of_another_is_cut_short_and_no_lie() -> None:
+    async def agent(ask: Ask, *prompts: int) -> None:
+        for prompt in prompts:
+            if await ask((prompt,)) is None:
+                raise ValueError("nobody answers")
+
+    async def play(ask: Ask) -> float:
+        async with asyncio.TaskGroup() as agents:
+            agents.create_task(agent(ask, 1, 2))
+            agents.create_task(agent(ask, 3, 4))
+        return 1.0
+
+    with pytest.raises(CutShort):  # 2 was asked for when the worker's environment failed, 4 not yet
+        await replayed(play, [Turn((1,), answer(1)), Turn((3,), answer(1))], BOUNDS, exact=True)
 
 
 async def test_where_the_environment_may_say_something_else_answers_count_in_their_order() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +14,17 @@ import pytest
 from huggingface_hub import constants
 
 from prime_node.adapters.environments.confine import around
-from prime_node.adapters.environments.process import EnvironmentFailed, ProcessEnvironment, passed_on
+from prime_node.adapters.environments.process import (
+    EnvironmentFailed,
+    EnvironmentProcess,
+    ProcessEnvironment,
+    ProcessTurnEnvironment,
+    passed_on,
+)
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.cli.wire_environments import build_environments, start_environments, with_files_at_hand
-from prime_node.ports.environment import EnvironmentGone, TurnEnvironment, TurnProblem
+from prime_node.ports.environment import EnvironmentGone, EnvironmentSilent, TurnEnvironment, TurnProblem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -117,6 +123,37 @@ def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_insi
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+HUB_CACHE = (
+    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.hub_files import find_file\n"
+    "from prime_node.cli.wire_environments import confined\nfrom prime_protocol.run_spec import EnvironmentSpec\n"
+    "work, home = map(Path, sys.argv[1:])\n"
+    "if not confined([EnvironmentSpec(name='a', id='verifiers')], work, work, hidden=[work]): sys.exit(77)\n"
+    "assert find_file('hf://datasets/us/sums/train.jsonl').read_text() == 'data'\n"
+    "for forbidden in (lambda: (home / 'token').read_text(), lambda: list(home.iterdir()),\n"
+    "                  lambda: (home / 'hub' / 'more').write_text('y')):\n"
+    "    try: forbidden()\n"
+    "    except PermissionError: continue\n"
+    "    sys.exit('it could')\n"
+)
+
+
+def test_a_taskset_reads_the_cache_of_the_hub_and_no_token(tmp_path: Path) -> None:
+    home, commit, work = tmp_path / "hf", "0" * 40, tmp_path / "work"
+    repo = home / "hub" / "datasets--us--sums"
+    for folder in (work, repo / "refs", repo / "snapshots" / commit):
+        folder.mkdir(parents=True)
+    (home / "token").write_text("secret")
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit / "train.jsonl").write_text("data")
+    variables = os.environ | passed_on(work) | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", HUB_CACHE, work, home], capture_output=True, text=True, check=False, env=variables
+    )
+    if ran.returncode == 77:
+        pytest.skip("this kernel has no Landlock")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_what_is_hidden_is_cut_out_of_what_is_granted(tmp_path: Path) -> None:
     for name in ("lib", "runs/one/keys", "runs/two"):
         (tmp_path / name).mkdir(parents=True)
@@ -187,26 +224,49 @@ async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec
     world.process.close()
 
 
-async def test_an_episode_that_hangs_fails_and_the_next_one_is_played(
-    specs: list[EnvironmentSpec], model: Path
-) -> None:
-    world = start_environments(specs[1:], model, hidden=[])["again"]
-    assert isinstance(world, TurnEnvironment)
-    prompt = tuple(HfTokenizer(model).encode_prompt(world.prompt(1)))
-    world.process.silence_s_max = 0.5
+HANGS = """
+import asyncio, time
+from prime_node.cli import environment_process
 
-    async def hang(_: tuple[int, ...]) -> Completion | None:
-        os.kill(world.process.pid, signal.SIGSTOP)
-        return None
+class World:
+    prompt = score = answer = held_out = len
 
-    async def silence(_: tuple[int, ...]) -> Completion | None:
-        return None
+    async def play(self, index, prompt_token_ids, ask):
+        if index == 0:
+            await asyncio.Event().wait()
+        if index == 1:
+            time.sleep(1_000)
+        return float((await ask(prompt_token_ids)) is not None)
 
-    with pytest.raises(EnvironmentFailed, match="did nothing"):
-        await world.play(1, prompt, hang)
-    world.process.silence_s_max = 60.0
-    assert await world.play(1, prompt, silence) == 0.0
-    world.process.close()
+environment_process.build_environments = lambda specs, model: {"world": World()}
+environment_process.main()
+"""
+
+
+async def test_an_episode_that_hangs_fails_alone_and_one_that_blocks_ends_its_process(model: Path) -> None:
+    described = {"environments": [], "model": str(model), "hidden": []}
+    process = EnvironmentProcess([sys.executable, "-c", HANGS], described, silence_s_max=0.5)
+    world, first = ProcessTurnEnvironment(process, "world"), process.pid
+    begun, hung = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: tuple[int, ...]) -> Completion | None:
+        begun.set()
+        await hung.wait()
+        return Completion((1,), (-0.5,), FinishReason.STOP)
+
+    other = asyncio.create_task(world.play(2, (1,), wait))
+    await begun.wait()
+    with pytest.raises(EnvironmentSilent):
+        await world.play(0, (1,), wait)
+    hung.set()
+    assert await other == 1.0
+    assert process.pid == first
+    with pytest.raises(EnvironmentGone, match="did not answer"):
+        await world.play(1, (1,), wait)
+    process.silence_s_max = 60.0
+    assert await world.play(2, (1,), wait) == 1.0
+    assert process.pid != first
+    process.close()
 
 
 def test_an_environment_that_takes_its_process_with_it_is_started_again(

@@ -18,12 +18,12 @@ from prime_node.worker.leases import open_lease
 from prime_node.worker.loop import run
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending
-from prime_protocol.assignment import Sampling
+from prime_protocol.assignment import HELD_OUT_START, Sampling
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
-from prime_protocol.messages import LeaseRequest
+from prime_protocol.messages import LeaseRequest, WorkerState
 from prime_protocol.rollout import Completion
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verdict import Receipt, RejectReason
@@ -171,6 +171,24 @@ async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path)
     assert worker.usable_after_ms is not None
     world.stop.set()
     await working
+
+
+async def test_answers_for_an_evaluation_are_of_one_policy(tmp_path: Path) -> None:
+    pinned = make_run(schedule={"in_flight_weight_updates": True})
+    world, engine = WorkerWorld(tmp_path, pinned=pinned), SwapsUnderWay()
+    world.coordinator.first_problem = HELD_OUT_START
+    worker = world.worker(engine)
+    working = asyncio.create_task(run(worker, world.stop))
+    await until(lambda: worker.state is WorkerState.GENERATING)
+    world.coordinator.publish_policy(table_weights(1))
+    await until(lambda: (latest := worker.follower.latest()) is not None and latest.version == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not engine.swapped.is_set()
+    engine.swapped.set()
+    world.stop_when(lambda: world.coordinator.accepted >= 1)
+    await working
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
 
 
 @pytest.mark.parametrize("cheat", ["altered", "stale"])

@@ -73,6 +73,8 @@ class Service:
         elif "cancel" in message:
             if message["cancel"] in self._episodes:
                 self._episodes[message["cancel"]].cancel()
+        elif message["method"] == "ping":
+            self._host.tell(id=message["id"], result=None)
         elif message["method"] == "play":
             episode = asyncio.get_running_loop().create_task(self._play(**message))
             self._episodes[message["id"]] = episode

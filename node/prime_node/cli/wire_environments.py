@@ -82,12 +82,15 @@ def end_environments(made: Mapping[str, Environment]) -> None:
 def confined(specs: Sequence[EnvironmentSpec], model: Path, folder: Path, *, hidden: Sequence[Path]) -> bool:
     """Leave this process the files that these environments need; False where the system cannot."""
     from prime_node.adapters.environments.confine import confine
+    from prime_node.adapters.environments.hub_files import cache_folder
 
     paths = [str(spec.options.get("path", "")) for spec in specs]
     files = [Path(path).expanduser() for path in paths if path]
-    # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
-    shared = [Path("/tmp")] if any(spec.id == "verifiers" for spec in specs) else []
-    shared = [path for path in shared if not any(path in one.parents for one in hidden)]
+    shared: list[Path] = []
+    if any(spec.id == "verifiers" for spec in specs):
+        files.append(cache_folder())  # where tasksets find their data
+        # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
+        shared = [path for path in [Path("/tmp")] if not any(path in one.parents for one in hidden)]
     return confine([model, *files], [folder, *shared], hidden=hidden)
 
 

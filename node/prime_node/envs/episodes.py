@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask
@@ -17,9 +19,12 @@ from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import Turn, turn_seed
 
+T = TypeVar("T")
 TokenIds = tuple[int, ...]
 Play = Callable[[Ask], Awaitable[float]]
 """One rollout of an environment; its reward."""
+OTHERS_S_MAX = 10.0
+"""For an episode's other agents to ask for what is recorded, while one asks for what is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Desk:
                     if not answer.done():
                         answer.set_result(completion)
 
-    async def serving(self, work: Awaitable[list[float]]) -> list[float]:
+    async def serving(self, work: Awaitable[T]) -> T:
         """What the episodes give, while this serves them. Raises what ended either."""
         playing, serving = asyncio.ensure_future(work), asyncio.create_task(self.serve())
         try:
@@ -119,6 +124,7 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
     Raises WrongContext, CutShort among them, and whatever the environment raises.
     """
     left, num_asked, unknown = list(turns), 0, False
+    all_asked = asyncio.Event()
 
     async def ask(prompt_token_ids: TokenIds) -> Completion | None:
         nonlocal num_asked, unknown
@@ -129,8 +135,13 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
         turn = next(matching, None)
         if turn is None:
             unknown = exact
+            if left:  # recorded answers come at once, so one agent may run ahead of what another has still to ask for
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(all_asked.wait(), OTHERS_S_MAX)
             return None
         left.remove(turn)
+        if not left:
+            all_asked.set()
         return turn.completion
 
     try:

@@ -13,6 +13,10 @@ class EnvironmentGone(Exception):
     whatever was under way says nothing."""
 
 
+class EnvironmentSilent(Exception):
+    """One episode did nothing for too long and was ended. Its process answers others, and would be silent again for this one."""
+
+
 class Environment(Protocol):
     """A numbered, endless set of problems with a deterministic score.
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from prime_node.envs.episodes import CutShort, WrongContext, bounds_of, scored
-from prime_node.ports.environment import Environment, EnvironmentGone, Tokenizer, TurnEnvironment
+from prime_node.ports.environment import (
+    Environment,
+    EnvironmentGone,
+    EnvironmentSilent,
+    Tokenizer,
+    TurnEnvironment,
+)
 from prime_protocol.assignment import Lease
 from prime_protocol.rollout import FinishReason, Rollouts
 from prime_protocol.run_spec import RunSpec
@@ -81,10 +87,8 @@ async def score_rollouts(
             rewards.append(0.0)
             unscored.append(index)
             enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
-            if not enough and isinstance(
-                error, EnvironmentGone
-            ):  # answers that hang a grader cost one wait, not one each
-                break
+            if not enough and isinstance(error, EnvironmentGone | EnvironmentSilent):
+                break  # answers that hang a grader cost one wait, not one each
     if cut_short is not None:
         raise cut_short
     return Scored(

@@ -3,7 +3,8 @@
 Who waits for whom: every rollout of the lease is an episode of its own; those that ask at the same time are asked together
 (envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts, for a
 validator's may well raise the same there; where it goes on instead, the bundle is refused as incomplete, which is no strike.
-Where its process ends, nothing counts.
+Where its process ends, it takes the other episodes along: each is played again, one at a time, so that the one to blame fails
+alone and none is passed from worker to worker for ever.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from prime_node.envs.episodes import Desk, Recorder, bounds_of
 from prime_node.ports.engine import GenerateRequest
@@ -37,32 +39,50 @@ async def play_lease(
     environments: Mapping[str, TurnEnvironment],
     sample: Sample,
 ) -> list[list[Turn]]:
-    """The turns of each rollout, in the lease's order of groups and seeds. Raises NothingSampled and EnvironmentGone, and what
-    `sample` raises."""
-    desk = Desk(sample)
+    """The turns of each rollout, in the lease's order of groups and seeds. Raises NothingSampled, and what `sample` raises."""
+    desk, alone = Desk(sample), asyncio.Lock()
     bounds = bounds_of(spec)
-    recorders: list[Recorder] = []
-    episodes: list[Awaitable[float]] = []
-    for group in lease.groups:
-        for seed in group.seeds:
-            recorder = Recorder(seed, bounds[group.problem.environment], desk.ask)
-            recorders.append(recorder)
-            episodes.append(_episode(group, environments.get(group.problem.environment), recorder))
-    await desk.serving(asyncio.gather(*episodes))
-    if not all(recorder.turns for recorder in recorders):
+    played = await desk.serving(
+        asyncio.gather(
+            *(
+                _turns(
+                    group,
+                    environments.get(group.problem.environment),
+                    partial(Recorder, seed, bounds[group.problem.environment], desk.ask),
+                    alone,
+                )
+                for group in lease.groups
+                for seed in group.seeds
+            )
+        )
+    )
+    if not all(played):
         raise NothingSampled
-    return [recorder.turns for recorder in recorders]
+    return played
 
 
-async def _episode(group: GroupAssignment, environment: TurnEnvironment | None, ask: Ask) -> float:
+async def _turns(
+    group: GroupAssignment, environment: TurnEnvironment | None, begin: Callable[[], Recorder], alone: asyncio.Lock
+) -> list[Turn]:
+    """Of one rollout; its seeds make a second time like the first."""
+    recorder = begin()
     if environment is None:  # of one turn
-        await ask(group.prompt_token_ids)
-        return 0.0
+        await recorder(group.prompt_token_ids)
+    elif not await _outlives(environment, group, recorder):
+        recorder = begin()
+        async with alone:
+            await _outlives(environment, group, recorder)
+    return recorder.turns
+
+
+async def _outlives(environment: TurnEnvironment, group: GroupAssignment, ask: Ask) -> bool:
+    """Play one episode to its end, whichever. False where its process ended in the middle."""
+    problem = group.problem
     try:
-        return await environment.play(group.problem.index, group.prompt_token_ids, ask)
-    except EnvironmentGone:
-        raise
+        await environment.play(problem.index, group.prompt_token_ids, ask)
+    except EnvironmentGone as error:
+        log.warning("environment %s, problem %d: %s", problem.environment, problem.index, error)
+        return False
     except Exception:
-        problem = group.problem
         log.warning("environment %s, problem %d: an episode failed", problem.environment, problem.index, exc_info=True)
-        return 0.0
+    return True

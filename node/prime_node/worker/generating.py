@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, SwappingEngine
-from prime_node.ports.environment import EnvironmentGone
 from prime_node.worker.episodes import NothingSampled, Sample
 from prime_node.worker.leases import requests_for
 from prime_protocol.assignment import Lease
@@ -116,9 +115,6 @@ async def _rollouts(policy: _Held, lease: Lease, play: Play | None) -> Rollouts 
         return rollouts_of_turns(lease, await play(lease, policy.sample))
     except NothingSampled:
         log.warning("an environment asked for nothing; the lease is handed back")
-        return None
-    except EnvironmentGone as error:
-        log.warning("%s; the lease is handed back", error)
         return None
 
 

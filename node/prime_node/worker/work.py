@@ -25,6 +25,7 @@ from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, WorkerState
+from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         worker.pace.doubt()
         await hand_back(worker, lease)
         return
-    swap = worker.run.spec.schedule.swap
+    # What is evaluated is one policy, so its answers never span two.
+    swap = SwapPolicy.DRAIN if lease.is_evaluation else worker.run.spec.schedule.swap
     if worker.held != policy.version and not (swap.spans_policies and worker.held > policy.version):
         await _load(worker, policy)
     worker.state = WorkerState.GENERATING

@@ -9,6 +9,13 @@ PREFIX = "hf://datasets/"
 _PATH = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<name>.+)")
 
 
+def cache_folder() -> Path:
+    """Where files of the hub lie once they are fetched. Tokens lie beside it, not in it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def find_file(path: str) -> Path:
     """A local path as it is; "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet" from the cache or the hub.
 

@@ -2,8 +2,9 @@
 
 Who waits for whom: one thread writes to the child, so that nobody waits for a child that does not read, and one reads its
 answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an episode
-is awaited, and what it asks the model for is answered on the loop that awaits it. A child that dies, or does not answer in time,
-is started again at the next question; whoever waits for it gets EnvironmentFailed.
+is awaited, and what it asks the model for is answered on the loop that awaits it. An episode that is silent for too long fails
+alone, if its child still answers. A child that dies, or does not answer in time, is started again at the next question; whoever
+waits for it gets EnvironmentFailed.
 
 Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
 {"id", "result"} or {"id", "error"}, and {"ask", "id", "prompt"} for what an episode wants to be sampled.
@@ -29,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from prime_node.ports.environment import Ask, EnvironmentGone
+from prime_node.ports.environment import Ask, EnvironmentGone, EnvironmentSilent
 from prime_node.scratch import Scratch
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
@@ -57,6 +58,10 @@ class EnvironmentFailed(Exception):
 
 class _Ended(EnvironmentFailed, EnvironmentGone):
     """The process is what failed."""
+
+
+class _Silent(EnvironmentFailed, EnvironmentSilent):
+    """One episode is what failed."""
 
 
 class EnvironmentProcess:
@@ -87,7 +92,8 @@ class EnvironmentProcess:
                 raise _Ended(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
 
     async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
-        """The reward of one episode. Raises EnvironmentFailed. Cancelling it cancels the episode."""
+        """The reward of one episode. Raises EnvironmentFailed: EnvironmentSilent where the episode hangs, EnvironmentGone where
+        the process does. Cancelling it cancels the episode."""
         child = self._child
         if child is None or child.is_gone:
             child = await asyncio.to_thread(self._started)
@@ -112,13 +118,24 @@ class EnvironmentProcess:
                 answer = child.send(number, method="play", environment=environment, **arguments)
                 return float(await asyncio.wrap_future(answer))
         except TimeoutError:
-            child.end()
-            raise _Ended(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
+            child.tell(cancel=number)
+            await self._hear(child)
+            raise _Silent(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
         except asyncio.CancelledError:
             child.tell(cancel=number)
             raise
         finally:
             child.asks.pop(number, None)
+
+    async def _hear(self, child: _Child) -> None:
+        """Raises EnvironmentGone where the child answers nobody any more: code that blocks holds up all of its episodes."""
+        answer_s_max = min(ANSWER_S_MAX, self.silence_s_max)
+        answer = child.send(next(self._numbers), method="ping")
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(answer), answer_s_max)
+        except TimeoutError:
+            await asyncio.to_thread(child.end)  # it may take seconds
+            raise _Ended(f"the environments' process did not answer for {answer_s_max:.0f} s") from None
 
     @property
     def pid(self) -> int:
@@ -255,7 +272,9 @@ def passed_on(folder: Path) -> dict[str, str]:
         if name.startswith(FOR_ENVIRONMENTS)
     }
     kept.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
-    return kept | {"HOME": str(folder), "TMPDIR": str(folder)}
+    # The hub's cache may be read there, not written, and a token that may not be read would be an error to its library.
+    of_the_hub = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_TOKEN_PATH": str(folder / "token")}
+    return kept | of_the_hub | {"HOME": str(folder), "TMPDIR": str(folder)}
 
 
 def to_wire(completion: Completion) -> dict[str, Any]:
