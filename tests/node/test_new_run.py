@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from prime_node.cli.coordinator import unreachable
 from prime_node.cli.new import make_run, write_join_link
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path, shipped_calibration
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.trainer.config import TrainerConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import open_run_spec
+from prime_protocol.run_spec import JoinLink, open_run_spec
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 DEMO = config_path("demo.toml")
@@ -55,6 +58,34 @@ def test_overrides_are_kept_beside_the_config(tmp_path: Path) -> None:
     run = make_run(run_dir, Options(DEMO, ["run.async_level=0", "trainer.seed=3"]), config_file=DEMO)
     assert run.spec.async_level == 0
     assert run_dir.overrides() == ["run.async_level=0", "trainer.seed=3"]
+
+
+def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(tmp_path: Path) -> None:
+    run_dir, given = RunDir(tmp_path / "run"), ["trainer.seed=3", "trainer.optimizer.beta2=0.9"]
+    make_run(run_dir, Options(DEMO, given), config_file=DEMO)
+    told = Options.of_run(str(run_dir.path), None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)
+    assert (told.seed, told.optimizer.beta2, told.optimizer.lr) == (3, 0.8, 4e-4)
+    empty = tmp_path / "other.toml"
+    empty.touch()
+    other = Options.of_run(str(run_dir.path), empty, []).load(TrainerConfig)
+    assert other == Options.of_run("http://host:1/#" + "0" * 64, None, []).load(TrainerConfig) == TrainerConfig()
+
+
+@pytest.mark.parametrize(
+    ("url", "assignments", "told"),
+    [
+        ("http://my.host:8400", [], ["coordinator.host"]),
+        ("http://my.host:8500", ["coordinator.host=0.0.0.0"], ["coordinator.port = 8500"]),
+        ("https://my.host", [], ["coordinator.host", "coordinator.port = 443"]),
+        ("http://my.host:8400", ["coordinator.host=0.0.0.0"], []),
+        ("http://127.0.0.1:8400", [], []),
+    ],
+)
+def test_a_link_that_leads_elsewhere_is_told_to_the_operator(url: str, assignments: list[str], told: list[str]) -> None:
+    settings = Options(None, assignments).load(CoordinatorConfig)
+    found = list(unreachable(JoinLink.parse(f"{url}/#{'0' * 64}"), settings))
+    assert len(found) == len(told)
+    assert all(setting in warning for setting, warning in zip(told, found, strict=True))
 
 
 def test_settings_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -13,9 +16,14 @@ from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithP
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
+from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def coordinator(
@@ -33,7 +41,7 @@ def coordinator(
     setup_logging("coordinator", level=log_level)
     run_dir = RunDir(run)
     run_dir.load_run()
-    settings = Options(config, assignments).load(CoordinatorConfig)
+    settings = Options.of_run(str(run), config, assignments).load(CoordinatorConfig)
     raise typer.Exit(
         run_role(
             lambda stop: _coordinate(run_dir, settings, stop),
@@ -41,6 +49,19 @@ def coordinator(
             grace_s=settings.grace_seconds + 5.0,
         )
     )
+
+
+def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
+    """Why the join link leads nowhere, unless something forwards to us."""
+    url = urlsplit(link.url)
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
+    if settings.host in LOOPBACK and url.hostname not in LOOPBACK:
+        yield (
+            f"the join link says {url.hostname}, but {settings.host} is reached from this machine alone: "
+            'set coordinator.host = "0.0.0.0", unless a proxy forwards to us'
+        )
+    if settings.port and port != settings.port:
+        yield f"the join link says port {port}: set coordinator.port = {port}, unless a proxy forwards to {settings.port}"
 
 
 async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asyncio.Event) -> int:
@@ -59,6 +80,8 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
     )
     if not run_dir.join_link_file.exists():
         write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port}")
+    for warning in unreachable(run_dir.join_link(), settings):
+        log.warning(warning)
     await serve(parts, stop)
     lock.release()
     return 0

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,6 +147,7 @@ async def serve(host: Host) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host, who ends us when its own work is done
     # What an environment prints is no answer of ours: it goes to the host's log.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

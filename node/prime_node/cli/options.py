@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import typer
 
+from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 
 SECTIONS = {"run", "up", "coordinator", "trainer", "validator", "worker"}
@@ -42,6 +43,14 @@ class Options:
         self.assignments = assignments
         self.overrides = parse_overrides(assignments)
         check_sections(self.overrides, SECTIONS, path=Path("--set"))
+
+    @classmethod
+    def of_run(cls, run: str, file: Path | None, assignments: list[str]) -> Self:
+        """What a role is told: by the run's own folder where no file is given, and by the command line above that."""
+        run_dir = RunDir(Path(run))
+        if file is not None or not run_dir.exists:
+            return cls(file, assignments)
+        return cls(run_dir.config if run_dir.config.exists() else None, [*run_dir.overrides(), *assignments])
 
     def load(self, settings: type[S]) -> S:
         """One role's settings. Raises LocalError."""

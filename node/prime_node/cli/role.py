@@ -36,7 +36,7 @@ def role_command(role: str, main: Main, *, grace_s: float, about: str) -> Callab
         from prime_node.observe import setup_logging
 
         setup_logging(role, level=log_level)
-        options = Options(config, assignments)
+        options = Options.of_run(run, config, assignments)
         place = find_place(run, role, key=key, folder=folder)
         raise typer.Exit(run_place(main, place, options, stop_with_parent=stop_with_parent, grace_s=grace_s))
 

@@ -57,7 +57,7 @@ def trainer(
     from prime_node.trainer.config import TrainerConfig
 
     setup_logging("trainer", level=log_level)
-    options = Options(config, assignments)
+    options = Options.of_run(run, config, assignments)
     settings = options.load(TrainerConfig)
     if wire_training.is_launched():
         ranks = wire_training.trainer_ranks(settings)

@@ -190,14 +190,15 @@ class Session:
             await self._supervisor.stop(name, grace_s=GRACE_S[name])
 
     async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
-        where = [str(self._run_dir.path)] if positional else []
-        stored = ["--config", str(self._run_dir.config)]
-        for assignment in self._run_dir.overrides():
-            stored += ["--set", assignment]
+        where = [str(self._run_dir.path)]
+        if not positional:  # a worker knows the link alone
+            where = ["--config", str(self._run_dir.config)]
+            for assignment in self._run_dir.overrides():
+                where += ["--set", assignment]
         await self._supervisor.start(
             Child(
                 name,
-                ["-m", "prime_node", command or name, *where, *arguments, *stored, "--stop-with-parent"],
+                ["-m", "prime_node", command or name, *where, *arguments, "--stop-with-parent"],
                 self._run_dir.log(name),
                 environment=_environment(self._settings.threads),
                 final_codes=FINAL_CODES,
