@@ -25,6 +25,7 @@ from vectors.ledger import ledger
 from vectors.messages import messages
 from vectors.peers import peers
 from vectors.proofs import choices, proofs
+from vectors.ranks import ranks
 from vectors.runs import lease_of, runs
 from vectors.trust import trust
 from vectors.turns import turns
@@ -49,6 +50,7 @@ def main() -> None:
     turns(folder, lease)
     invites(folder, run)
     adapters(folder)
+    ranks(folder)
 
 
 if __name__ == "__main__":

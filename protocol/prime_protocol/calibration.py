@@ -97,16 +97,15 @@ def evidence_of(
     return BundleEvidence(worker=worker, validator=validator, sums=sums)
 
 
-def require_possible(evidence: BundleEvidence, calibration: Calibration) -> None:
-    """The sums are possible ones under the calibration: it knows each statistic, and no token adds more than the cap.
+def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> None:
+    """The sums are possible ones under the run's moments for its two engines: no token adds more than the cap.
 
     Raises PeerError(MALFORMED).
     """
-    known = calibration.moments_of(worker=evidence.worker, validator=evidence.validator)
     for name, sums in evidence.sums.items():
         moments = known.get(name)
         if moments is None or len(moments.lambdas) != len(sums.log_e):
-            detail = f"the calibration does not know {name} of {evidence.worker} under {evidence.validator}"
+            detail = f"the run does not know {name} of {evidence.worker} under {evidence.validator}"
             raise PeerError(ErrorCode.MALFORMED, detail)
         for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
             if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:

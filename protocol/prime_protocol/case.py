@@ -66,18 +66,19 @@ def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str
 
 
 def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
-    calibration = spec.checks.calibration
-    if calibration is None:
+    checks = spec.checks
+    if not checks.statistics:
         raise _no_case("the run has no calibration, so nothing adds up")
     wealth: dict[str, Wealth] = {}
     for number, receipt in enumerate(receipts, 1):
         if receipt.evidence is None or receipt.evidence.number != number:
             raise _no_case(f"receipt {number} is not the worker's bundle {number}")
-        require_possible(receipt.evidence, calibration)
-        wealth = folded(wealth, receipt.evidence.sums, statistics=calibration.statistics)
-        if abs(log_evidence(wealth) - receipt.evidence.log_evidence) > NATS_ERROR_MAX:
+        about = receipt.evidence
+        require_possible(about, checks.moments_of(worker=about.worker, validator=about.validator))
+        wealth = folded(wealth, about.sums, statistics=checks.statistics)
+        if abs(log_evidence(wealth) - about.log_evidence) > NATS_ERROR_MAX:
             raise _no_case(f"the sums of receipt {number} do not give the evidence that it states")
-    if log_evidence(wealth) < math.log(spec.checks.evidence_max) - NATS_ERROR_MAX:
+    if log_evidence(wealth) < math.log(checks.evidence_max) - NATS_ERROR_MAX:
         raise _no_case(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
 
 

@@ -20,8 +20,10 @@ from prime_protocol.calibration import Calibration
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.evidence import Moments
 from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
+from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS
 from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
 from prime_protocol.step import Admission
 
@@ -118,6 +120,9 @@ class CheckPolicy(WireModel):
     """Whether engines take part that choose by randomness of their own: less can be shown of what they send."""
     choice_deviation_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
     """Standard deviations, for their bundles: how far the chosen tokens' logprobs may be from what chance gives, on the whole."""
+    reference_share: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda value: value == 0.0)
+    """Of their groups so large a share, chosen after the upload, is sampled by the validator as well, to compare the rewards
+    (reward_ranks.py): nothing else sees who samples several times and uploads the best. Costs as much generation."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
@@ -132,6 +137,28 @@ class CheckPolicy(WireModel):
     """What honest tokens do, by engines. None: bundles are judged one by one, and nothing adds up."""
     evidence_max: float = Field(default=EVIDENCE_MAX, ge=10.0, le=1e100, exclude_if=lambda value: value == EVIDENCE_MAX)
     """A worker whose evidence (evidence.py) reaches this is banned: an honest one with a probability of at most 1 / this."""
+
+    @model_validator(mode="after")
+    def _evidence_fits(self) -> Self:
+        if len(self.statistics) > limits.STATISTICS_MAX:
+            raise ValueError(f"evidence is made of at most {limits.STATISTICS_MAX} statistics, reward ranks included")
+        return self
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether unseeded rewards are compared with trusted ones."""
+        return self.unseeded and self.reference_share > 0.0
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """What evidence is made of, always all of them; empty where nothing adds up."""
+        calibrated = () if self.calibration is None else self.calibration.statistics
+        return (*calibrated, *REWARD_RANKS) if self.compares_rewards else calibrated
+
+    def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
+        """Of each statistic that a bundle between engines of these classes may have."""
+        known = {} if self.calibration is None else self.calibration.moments_of(worker=worker, validator=validator)
+        return known | dict.fromkeys(REWARD_RANKS, MOMENTS) if self.compares_rewards else known
 
 
 class RunSpec(WireModel):

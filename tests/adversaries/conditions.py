@@ -25,6 +25,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         audits=audits,
         strikes_max=strikes_max,
         unseeded=name in UNSEEDED,
+        reference_share=float(name == "unseeded-best-of-n"),
     )
     fields: dict[str, Any] = {"checks": checks}
     if name in SOFT:

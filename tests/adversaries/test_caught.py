@@ -8,7 +8,8 @@ from tests.adversaries.conditions import SOFT, conditions_for
 from tests.adversaries.watching import Outcome, Part
 
 from prime_node.sim.adversaries.table import ADVERSARIES
-from prime_protocol.verdict import BundleStatus, RejectReason
+from prime_protocol.reward_ranks import REWARD_RANKS
+from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
 LOGPROBS, SEEDS = RejectReason.LOGPROB_MISMATCH, RejectReason.SEED_MISMATCH
 NUMBERS = {LOGPROBS, SEEDS, RejectReason.PROOF_MISMATCH}
@@ -62,7 +63,6 @@ BY_DESIGN = (
     "older-1-as-vllm",
     "ties-as-vllm",
     "ties-as-unknown",
-    "unseeded-best-of-n",
 )
 """These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
 
@@ -84,6 +84,18 @@ async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> 
     # Alone, so that it does as much whoever is faster; in this run it cheats in three of its first 64.
     outcome = await arena.fight("partial-1", honest=0, rollouts_max=400, seed=13)
     assert outcome.worker(outcome.parts[0])["banned"] is not None
+
+
+@pytest.mark.slow
+async def test_the_best_of_several_unseeded_samples_are_found_by_their_rewards(arena: Arena) -> None:
+    outcome = await arena.fight(
+        "unseeded-best-of-n", honest=0, rollouts_max=600, groups_per_step=60, **conditions_for("unseeded-best-of-n")
+    )
+    cheat, unseeded = outcome.parts
+    assert outcome.worker(cheat)["banned"]["kind"] == BanKind.STATISTICAL
+    weighed = [receipt.evidence for receipt in outcome.receipts_of(unseeded) if receipt.evidence is not None]
+    assert all(set(REWARD_RANKS) < set(one.sums) for one in weighed)
+    _nobody_else_is_hurt(outcome, cheat)
 
 
 async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> None:
@@ -134,7 +146,7 @@ async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(aren
 
 
 def test_every_cheat_of_the_table_is_tried() -> None:
-    assert {*EXPECTED, *BY_DESIGN, *SOFT, "partial-1"} == set(ADVERSARIES)
+    assert {*EXPECTED, *BY_DESIGN, *SOFT, "partial-1", "unseeded-best-of-n"} == set(ADVERSARIES)
     assert len(ADVERSARIES) >= 25
 
 

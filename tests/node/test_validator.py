@@ -34,17 +34,12 @@ RUN = make_run(rollouts_per_group=16)
 POLICY, OTHER_POLICY = table_weights(0), table_weights(1)
 
 
-class TableScorer:
-    """Implements ports.engine.Scorer for the table model."""
+class TableScorer(TableEngine):
+    """Implements ports.engine.SamplingScorer for the table model."""
 
     def __init__(self) -> None:
-        self.info = TableEngine().info
-        self.loaded: list[int] = []
+        super().__init__()
         self._logits = logits_of(table_weights(99))
-
-    async def load(self, weights: Weights, *, policy_version: int) -> None:
-        self._logits = logits_of(weights)
-        self.loaded.append(policy_version)
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         whole = [((0, len(request.completion_token_ids)),) for request in requests]
@@ -69,20 +64,23 @@ class TableScorer:
         sampling: Sampling,
         tables: Mapping[int, npt.NDArray[np.float32]],
     ) -> Prefill:
-        logprobs, margins = [], []
+        logprobs, margins, means, variances = [], [], [], []
         for request, of_request in zip(requests, spans, strict=True):
-            assert request.seed is not None
             last = request.prompt_token_ids[-1]
             versions = [version for version, count in of_request for _ in range(count)]
             for position, token in enumerate(request.completion_token_ids):
                 logits = tables[versions[position]][last] / sampling.temperature
-                scores = logits + gumbel_noise([request.seed], [position], VOCAB_SIZE)[0]
-                logprobs.append(logits[token] - np.log(np.exp(logits).sum()))
-                margins.append(scores.max() - scores[token])
+                nats = logits - np.log(np.exp(logits).sum())
+                noise = 0 if request.seed is None else gumbel_noise([request.seed], [position], VOCAB_SIZE)[0]
+                logprobs.append(nats[token])
+                margins.append(0.0 if request.seed is None else (logits + noise).max() - (logits + noise)[token])
+                means.append(float((np.exp(nats) * nats).sum()))
+                variances.append(float((np.exp(nats) * nats**2).sum()) - means[-1] ** 2)
                 last = token
-        return Prefill(np.array(logprobs, np.float32), np.array(margins, np.float32))
-
-    async def close(self) -> None: ...
+        found = Prefill(np.array(logprobs, np.float32), np.array(margins, np.float32))
+        if requests[0].seed is not None:
+            return found
+        return replace(found, expected_T=np.array(means, np.float32), variance_T=np.array(variances, np.float32))
 
 
 class LengthEnvironment:

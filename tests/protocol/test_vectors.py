@@ -41,6 +41,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
+from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, check_turn_rows, decompress, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.tensor_file import unpack_tensors
@@ -297,6 +298,10 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "run_spec": run_spec,
     "seed": seed,
     "state_root": root_of_rows,
+    "reward_ranks": lambda case, folder: {
+        name: [pytest.approx(log_e, abs=2e-6) for log_e in sums.log_e]
+        for name, sums in rank_sums(case["groups"]).items()
+    },
     "timestamp": timestamp,
     "turn_seed": lambda case, folder: turn_seed(case["seed"], case["turn"]),
     "turns": turns,

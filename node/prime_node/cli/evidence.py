@@ -18,6 +18,7 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.key_ring import Role
+from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.verdict import BanKind, Receipt, RejectReason, Verdict
 
@@ -208,6 +209,8 @@ def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
     if not nats:
         return "its receipt adds nothing"
     loudest = max(nats, key=lambda name: nats[name])
+    if loudest in REWARD_RANKS:
+        return f"{loudest} adds {nats[loudest]:.1f} nats, by the validator's own samples, which a forward pass does not repeat"
     if loudest not in mine or mine[loudest] < nats[loudest] - abs(nats[loudest]) / 2:
         raise PeerError(
             ErrorCode.MALFORMED,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.follow.trust import Trust
     from prime_node.cli.options import Options
     from prime_node.cli.place import Place
-    from prime_node.ports.engine import Scorer
+    from prime_node.ports.engine import SamplingScorer
     from prime_node.validator.lanes import Lanes
     from prime_protocol.run_spec import PinnedRun
 
@@ -32,7 +32,7 @@ async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
-        async def set_up() -> tuple[PinnedRun, Scorer, Lanes]:
+        async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
             """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.follow.trust import Trust
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.observe import Recorder
-    from prime_node.ports.engine import Engine, Scorer
+    from prime_node.ports.engine import Engine, SamplingScorer
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
@@ -277,7 +277,7 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
     return pretrained_weights(str(model))
 
 
-def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> Scorer:
+def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
     made = _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
     return wire_adapters.merging_scorer(made, run, settings.base_model)
 

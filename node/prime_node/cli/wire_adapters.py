@@ -14,7 +14,7 @@ from prime_protocol.weights import Weights, root_of
 
 if TYPE_CHECKING:
     from prime_node.coordinator.new_run import RunConfig
-    from prime_node.ports.engine import Engine, Scorer
+    from prime_node.ports.engine import Engine, SamplingScorer
 
 
 def adapter_spec(config: RunConfig) -> AdapterSpec | None:
@@ -58,7 +58,7 @@ def merging_engine(engine: Engine, run: PinnedRun, here: str | None) -> Engine:
     return MergingEngine(engine, base_weights(run.spec.adapters, here), run.spec.adapters)
 
 
-def merging_scorer(scorer: Scorer, run: PinnedRun, here: str | None) -> Scorer:
+def merging_scorer(scorer: SamplingScorer, run: PinnedRun, here: str | None) -> SamplingScorer:
     """The same of a validator's."""
     if run.spec.adapters is None:
         return scorer

@@ -28,6 +28,8 @@ from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 ROLES = ("root", "coordinator", "trainer", "validator")
 """One key each is made for a new run."""
+REFERENCE_SHARE = 0.25
+"""Of a new run that takes unseeded engines."""
 
 
 class TinyModel(BaseModel):
@@ -119,8 +121,11 @@ class RunConfig(Settings):
     @field_validator("checks", mode="before")
     @classmethod
     def _checks_of_new_runs(cls, checks: Any) -> Any:
-        """A RunSpec that does not speak of them has no proofs, and every bundle audited; new runs do."""
-        return {"proofs": True, "audits": {}, **checks} if isinstance(checks, dict) else checks
+        """A RunSpec that does not speak of them has no proofs, every bundle audited, and no rewards compared; new runs do."""
+        if not isinstance(checks, dict):
+            return checks
+        compared = {"reference_share": REFERENCE_SHARE} if checks.get("unseeded") else {}
+        return {"proofs": True, "audits": {}, **compared, **checks}
 
 
 def covers(calibration: Calibration, config_json: bytes) -> bool:

@@ -133,5 +133,9 @@ class Scorer(Protocol):
         ...
 
 
+class SamplingScorer(Engine, Scorer, Protocol):
+    """A scorer that can sample from the policy that it holds, too."""
+
+
 class EngineMismatch(Exception):
     """The engine does not compute what its weights say. The worker must not upload until a swap succeeds."""

@@ -7,7 +7,7 @@ The first that fails decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
@@ -15,7 +15,8 @@ from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.replay.staleness import versions_of
-from prime_node.validator.scoring import score_rollouts
+from prime_node.validator.references import References
+from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of, speaks_for
@@ -24,6 +25,7 @@ from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.parcel import open_parcel
+from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.turns import episodes_of
@@ -57,6 +59,8 @@ class Judgement:
     unscored: tuple[int, ...] = ()
     evidence: BundleEvidence | None = None
     """What its tokens say against the worker."""
+    references: References | None = None
+    """What the validator sampled to compare the bundle's rewards with. Stays here."""
     fingerprints: tuple[tuple[int, str], ...] = ()
     """Of an accepted bundle: slots, and what is said in them that nobody says twice by chance."""
 
@@ -170,14 +174,18 @@ async def reward_bundle(
     `proven`: what (4) and (5) have said, if it was audited.
     """
     lease, rollouts = bundle.lease, bundle.rollouts
-    so_far = proven or Judgement(Verdict.accept())
+    so_far, spec = proven or Judgement(Verdict.accept()), run.spec
     try:
-        scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=run.spec)
+        scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec)
     except WrongContext as error:
         reason = RejectReason.INCOMPLETE if isinstance(error, CutShort) else RejectReason.WRONG_CONTEXT
         return replace(so_far, verdict=Verdict.refuse(reason, str(error)))
     if not scored.enough:
         return replace(so_far, verdict=Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault))
+    if (references := so_far.references) is not None:
+        trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
+        evidence = with_ranks(so_far.evidence, bundle, scored, trusted, judged_by=references.validator)
+        so_far = replace(so_far, evidence=evidence)
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
@@ -192,6 +200,28 @@ async def reward_bundle(
         versions=() if policies_of(rollouts) == [lease.policy_version] else _versions_of_groups(bundle),
         unscored=scored.unscored,
     )
+
+
+def with_ranks(
+    evidence: BundleEvidence | None,
+    bundle: OpenedBundle,
+    scored: Scored,
+    trusted: Mapping[int, Sequence[float]],
+    *,
+    judged_by: str,
+) -> BundleEvidence:
+    """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group."""
+    left_out, first = set(scored.unscored), 0
+    mine: list[list[float]] = []
+    for group in bundle.lease.groups:
+        indices = range(first, first + len(group.seeds))
+        mine.append([scored.rewards[index] for index in indices if index not in left_out])
+        first += len(group.seeds)
+    sums = rank_sums([(mine[index], rewards) for index, rewards in trusted.items()])
+    if evidence is None:
+        worker = bundle.header.engine.calibration_class
+        return BundleEvidence(worker=worker, validator=judged_by, sums=sums)
+    return evidence.model_copy(update={"sums": {**evidence.sums, **sums}})
 
 
 def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:

@@ -14,19 +14,21 @@ import asyncio
 import functools
 import logging
 import math
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
-from prime_node.ports.engine import EngineMismatch, Scorer
+from prime_node.ports.engine import EngineMismatch, SamplingScorer
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
 from prime_node.validator.lanes import Lanes
+from prime_node.validator.references import sample_references
 from prime_node.validator.spans import policies_of
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
@@ -49,7 +51,7 @@ class Validator:
     run: PinnedRun
     config: ValidatorConfig
     coordinator: ValidatorPort
-    scorer: Scorer
+    scorer: SamplingScorer
     lanes: Lanes
     tokenizer: Tokenizer
     policy: Callable[[int], Awaitable[Weights]]
@@ -59,6 +61,8 @@ class Validator:
     """How many bundles were accepted, and refused by reason."""
     loaded: int = -1
     """The policy that the scorer holds; -1 where it must be loaded anew."""
+    secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
+    """What nobody can foresee: which unseeded groups are compared, and with what (references.py)."""
     scoring: set[str] = field(default_factory=set)
     """Bundles that are proven, and whose rewards are computed or wait for a lane."""
 
@@ -147,7 +151,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
             return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
     for attempt in range(1, LOADS_MAX + 1):
         try:
-            return await _with_policies(validator, bundle, versions, policies)
+            return await _with_policies(validator, task, bundle, versions, policies)
         except EngineMismatch as error:
             validator.loaded = -1
             log.error("bundle %s, load %d of %d: %s; it is not judged", task.bundle[:12], attempt, LOADS_MAX, error)
@@ -158,7 +162,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
 
 
 async def _with_policies(
-    validator: Validator, bundle: OpenedBundle, versions: list[int], policies: dict[int, Weights]
+    validator: Validator, task: CheckTask, bundle: OpenedBundle, versions: list[int], policies: dict[int, Weights]
 ) -> Judgement:
     """Raises EngineMismatch."""
     several = policies if len(versions) > 1 else None
@@ -167,7 +171,15 @@ async def _with_policies(
         if several is None:
             await validator.scorer.load(policies[versions[0]], policy_version=versions[0])
             validator.loaded = versions[0]
-    return await prove_bundle(bundle, validator.scorer, run=validator.run, policies=several)
+    proven = await prove_bundle(bundle, validator.scorer, run=validator.run, policies=several)
+    spec = validator.run.spec
+    if several or not (proven.verdict.accepted and bundle.is_unseeded and spec.checks.compares_rewards):
+        return proven
+    name, secret = task.bundle, validator.secret
+    return replace(
+        proven,
+        references=await sample_references(bundle.lease, validator.scorer, spec=spec, bundle=name, secret=secret),
+    )
 
 
 async def _reward(validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement) -> None:

@@ -18,8 +18,9 @@ from prime_node.ports.environment import (
     Tokenizer,
     TurnEnvironment,
 )
-from prime_protocol.assignment import Lease
-from prime_protocol.rollout import FinishReason, Rollouts
+from prime_node.validator.references import References
+from prime_protocol.assignment import Lease, Problem
+from prime_protocol.rollout import Completion, FinishReason, Rollouts
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import episodes_of
 
@@ -64,12 +65,7 @@ async def score_rollouts(
                 play = partial(environment.play, problem.index, _prompt_of(lease, index))
                 scores = await scored(play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings)
             else:
-                answer = turns[0].completion
-                text = tokenizer.decode(list(answer.token_ids))
-                finished = answer.finish is FinishReason.STOP
-                scores = await asyncio.to_thread(
-                    _scores, environment, problem.index, text, finished=finished, scorings=its.scorings
-                )
+                scores = await _scores(turns[0].completion, problem, environment, tokenizer, its.scorings)
             reward = statistics.median(scores)
             if not math.isfinite(reward):
                 raise ValueError(f"its reward is {reward}")
@@ -96,8 +92,41 @@ async def score_rollouts(
     )
 
 
-def _scores(environment: Environment, index: int, text: str, *, finished: bool, scorings: int) -> list[float]:
-    return [environment.score(index, text, finished=finished) for _ in range(scorings)]
+async def score_references(
+    lease: Lease,
+    references: References,
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    *,
+    spec: RunSpec,
+) -> dict[int, list[float]]:
+    """The rewards of each group's references; those that the environment fails on are left out, as of the worker's."""
+    scorings = {one.name: one.scorings for one in spec.environments}
+    rewards: dict[int, list[float]] = {}
+    for index, completions in references.completions.items():
+        problem = lease.groups[index].problem
+        found = rewards.setdefault(index, [])
+        for completion in completions:
+            environment = environments[problem.environment]
+            try:
+                scores = await _scores(completion, problem, environment, tokenizer, scorings[problem.environment])
+            except Exception as error:  # an environment's code is not ours, as above
+                log.warning("environment %s: a reference has no reward", problem.environment, exc_info=True)
+                if isinstance(error, EnvironmentGone | EnvironmentSilent):
+                    break
+                continue
+            if math.isfinite(reward := statistics.median(scores)):
+                found.append(reward)
+    return rewards
+
+
+async def _scores(
+    answer: Completion, problem: Problem, environment: Environment, tokenizer: Tokenizer, scorings: int
+) -> list[float]:
+    text, finished = tokenizer.decode(list(answer.token_ids)), answer.finish is FinishReason.STOP
+    return await asyncio.to_thread(
+        lambda: [environment.score(problem.index, text, finished=finished) for _ in range(scorings)]
+    )
 
 
 def _prompt_of(lease: Lease, rollout: int) -> tuple[int, ...]:

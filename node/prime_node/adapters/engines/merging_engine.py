@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest, Spans, SwappingEngine
+from prime_node.ports.engine import Engine, GenerateRequest, SamplingScorer, ScoreRequest, Spans, SwappingEngine
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, EngineInfo
@@ -57,9 +57,9 @@ class MergingEngine(_Merging):
 
 
 class MergingScorer(_Merging):
-    """Implements ports.engine.Scorer around one."""
+    """Implements ports.engine.SamplingScorer around one."""
 
-    def __init__(self, scorer: Scorer, base: Weights, spec: AdapterSpec) -> None:
+    def __init__(self, scorer: SamplingScorer, base: Weights, spec: AdapterSpec) -> None:
         super().__init__(base, spec)
         self._scorer = scorer
 
@@ -69,6 +69,9 @@ class MergingScorer(_Merging):
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         await self._scorer.load(await self._whole(weights), policy_version=policy_version)
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        return await self._scorer.generate(requests, sampling)
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         return await self._scorer.prefill(requests, sampling)

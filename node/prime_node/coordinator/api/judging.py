@@ -53,9 +53,9 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
     if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
         raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot that is not the lease's")
-    calibration = core.run.spec.checks.calibration
-    if request.evidence is not None and calibration is not None:
-        require_possible(request.evidence, calibration)
+    checks, evidence = core.run.spec.checks, request.evidence
+    if evidence is not None and checks.statistics:
+        require_possible(evidence, checks.moments_of(worker=evidence.worker, validator=evidence.validator))
     known = await _copies_replaced(core, request)
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return

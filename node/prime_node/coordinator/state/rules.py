@@ -41,7 +41,7 @@ class Rules:
     requeues: bool = False
     """Workers hand leases back when a newer policy arrives: that wastes nothing."""
     statistics: tuple[str, ...] = ()
-    """What evidence is made of, by the run's calibration; empty without one."""
+    """What evidence is made of (CheckPolicy.statistics)."""
     evidence_max: float = EVIDENCE_MAX
     """A worker is banned at so much evidence."""
 
@@ -96,7 +96,7 @@ def rules_of(run: PinnedRun) -> Rules:
         straggler_factor=schedule.straggler_factor,
         slow_factor=schedule.slow_factor,
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
-        statistics=() if spec.checks.calibration is None else spec.checks.calibration.statistics,
+        statistics=spec.checks.statistics,
         evidence_max=spec.checks.evidence_max,
         audit_share_min=audits.share_min,
         newcomer_bundles=audits.newcomer_bundles,

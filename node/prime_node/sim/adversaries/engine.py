@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
+from prime_node.ports.engine import Engine, GenerateRequest, SamplingScorer, ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, EngineInfo
@@ -31,8 +30,8 @@ Logits = Callable[[Sequence[TokenIds]], npt.NDArray[np.float32]]
 """What a model would choose the next token of each sequence by: [B, V]."""
 
 
-class Model(Engine, Scorer, Protocol):
-    """An engine that can score as well: whoever wants to claim the right numbers for the wrong tokens needs both."""
+Model = SamplingScorer
+"""Whoever wants to claim the right numbers for the wrong tokens has to score them as well."""
 
 
 @dataclass

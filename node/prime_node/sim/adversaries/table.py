@@ -123,6 +123,7 @@ ADVERSARIES: dict[str, Adversary] = {
         "Says that its engine takes no seeds, samples four times and uploads the best.",
         answer=tokens.best_of_n,
         claims=UNSEEDED,
+        partner="unseeded",
     ),
     "framing": Adversary(
         "Says so too, and files what another lease's seeds give: who samples that one next is to seem a copyist.",
@@ -152,6 +153,9 @@ ACCOMPLICES: dict[str, Adversary] = {
     "telling": Adversary("An honest worker that gives its bundles away.", port=uploads.Telling, changes_text=False),
     "handing-out": Adversary(
         "An honest worker that gives its completions away.", answer=tokens.handing_out, changes_text=False
+    ),
+    "unseeded": Adversary(
+        "An honest worker whose engine takes no seeds.", answer=tokens.forged_seed, claims=UNSEEDED, changes_text=False
     ),
 }
 

@@ -1,0 +1,74 @@
+"""Reward ranks: whether a worker's rewards are like those of trusted rollouts of the same prompt.
+
+Where nobody assigned the randomness, whoever samples several times and uploads the best sends tokens that are the policy's own,
+so nothing that looks at tokens can tell. Rewards can, beside those of completions that a validator sampled from the same policy
+for the same prompt. If the worker is honest, all of them are draws from one distribution, and which of the pooled rewards are
+the worker's is a uniformly random choice, whatever that distribution is. So, given the pooled rewards,
+
+    e(lambda) = exp(lambda * sum of the worker's scores) / mean of the same over all choices of as many of the pooled rewards
+
+has a mean of exactly 1: an e-value that needs no calibration (a permutation test's likelihood ratio). Scores are midranks:
+ties and the scale of rewards do not matter. The mean is exact, in N (N + M) additions.
+
+What two engines' arithmetic changes of an honest worker's rewards does not add up either: at the smallest rate evidence shrinks
+unless the worker's reward is the better one of a pair in more than 56 of 100 (ties are half of one), or, of rewards that are
+0 or 1, unless its success is above the trusted p by more than 0.37 p (1 - p).
+
+Letters: N rewards of the worker, M trusted ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_protocol.evidence import Moments, Sums
+
+REWARD_RANKS = ("rewards_above", "rewards_below")
+"""Statistics: whether the worker's rewards rank above the trusted ones, and whether they rank below."""
+RATES = (1.5, 3.0, 6.0)
+"""Lambdas. For best-of-2, best-of-3 and best-of-8, say, of an answer that is right three times in ten."""
+MOMENTS = Moments(cap=0.5, lambdas=RATES, log_moments=(0.0,) * len(RATES), num_tokens=0)
+"""In the form of a calibration's: no score is above 0.5, and what is expected is in the e-value already."""
+
+
+def scores(rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Midranks [N] of the rewards [N], moved and scaled to [-0.5, 0.5]; their mean is 0."""
+    ordered = np.sort(rewards)
+    places = np.searchsorted(ordered, rewards, "left") + np.searchsorted(ordered, rewards, "right")
+    return places / (2 * len(rewards)) - 0.5
+
+
+def rank_sums(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Sums]:
+    """What a bundle's rewards say: of each group the worker's [N] and the trusted ones [M], all finite."""
+    pairs = [(mine, trusted) for mine, trusted in groups if mine and trusted]
+    if not pairs:
+        return {}
+    num = sum(len(mine) for mine, _ in pairs)
+    found = {}
+    for name, sign in zip(REWARD_RANKS, (1.0, -1.0), strict=True):
+        logs = (sum(_log_e(mine, trusted, sign * rate) for mine, trusted in pairs) for rate in RATES)
+        found[name] = Sums(num_tokens=num, log_e=tuple(math.floor(each * 1e6) / 1e6 for each in logs))
+    return found
+
+
+def _log_e(mine: Sequence[float], trusted: Sequence[float], rate: float) -> float:
+    exponents = rate * scores(np.array([*mine, *trusted], dtype=np.float64))
+    return float(exponents[: len(mine)].sum()) - _log_mean_over_choices(exponents, len(mine))
+
+
+def _log_mean_over_choices(exponents: npt.NDArray[np.float64], num: int) -> float:
+    """Of exp(the sum of `num` of them), each choice as likely as any. In logarithms: a large group's sums are beyond floats."""
+    log_means, sizes = np.full(num + 1, -np.inf), np.arange(num + 1)
+    log_means[0] = 0.0
+    with np.errstate(divide="ignore"):
+        for seen, exponent in enumerate(
+            exponents, 1
+        ):  # this one is in a choice of k among `seen` with probability k / seen
+            left_out = np.log(np.maximum(seen - sizes, 0) / seen) + log_means
+            taken = np.log(sizes[1:] / seen) + exponent + log_means[:-1]
+            log_means = np.concatenate([left_out[:1], np.logaddexp(left_out[1:], taken)])
+    return float(log_means[num])

@@ -1,0 +1,108 @@
+"""What a validator samples beside unseeded bundles, and what rewards say that are compared with it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from tests.node.table_engine import table_weights
+from tests.node.test_validator import LengthEnvironment, TableScorer, make_bundle, make_lease
+from tests.node.test_validator_loop import MemoryCheckQueue, make_validator
+from tests.node.worker_world import make_run
+
+from prime_node.cli.evidence import compared
+from prime_node.ports.engine import GenerateRequest
+from prime_node.ports.environment import EnvironmentGone
+from prime_node.validator.loop import run as run_validator
+from prime_node.validator.references import sample_references
+from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
+from prime_protocol.evidence import BundleEvidence
+from prime_protocol.messages import CheckResultRequest
+from prime_protocol.noise import SEED_MAX
+from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
+from prime_protocol.rollout import rollouts_for
+from prime_protocol.run_spec import CheckPolicy, RunSpec
+
+COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
+RUN = make_run(rollouts_per_group=16, checks=COMPARED)
+
+
+async def sampled(num: int, lease: Lease) -> bytes:
+    """A bundle of a worker that takes no seeds and uploads the longest of so many answers, which scores best here."""
+    engine = TableScorer()
+    await engine.load(table_weights(0), policy_version=0)
+    requests = [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
+    drawn = [
+        await engine.generate([replace(one, seed=(one.seed + turn) & SEED_MAX) for one in requests], lease.sampling)
+        for turn in range(7, 7 + num)
+    ]
+    best = [max(several, key=lambda one: len(one.token_ids)) for several in zip(*drawn, strict=True)]
+    return make_bundle(lease, rollouts_for(lease, best), engine=engine.info.model_copy(update={"seeded": False}))
+
+
+async def judged(
+    parcel: bytes, lease: Lease, environment: type[LengthEnvironment] = LengthEnvironment
+) -> CheckResultRequest:
+    stop = asyncio.Event()
+    queue = MemoryCheckQueue([(lease, parcel)], stop)
+    validator = make_validator(queue, TableScorer(), environment=environment)
+    validator.run, validator.secret = RUN, bytes(32)
+    await run_validator(validator, stop)
+    return queue.results[digest_of(parcel)]
+
+
+async def test_unseeded_rewards_are_compared_and_the_best_of_several_rank_high() -> None:
+    lease = make_lease()
+    honest, best = [await judged(await sampled(num, lease), lease) for num in (1, 8)]
+    assert (honest.verdict.accepted, best.verdict.accepted) == (True, True), "of one bundle nothing else can be told"
+    assert honest.evidence is not None
+    assert best.evidence is not None
+    assert set(honest.evidence.sums) == set(REWARD_RANKS)
+    assert honest.evidence.sums["rewards_above"].num_tokens == lease.num_rollouts
+    assert max(honest.evidence.sums["rewards_above"].log_e) < 2
+    assert max(best.evidence.sums["rewards_above"].log_e) > 5
+    assert max(best.evidence.sums["rewards_below"].log_e) < 0
+
+
+def test_who_checks_a_case_again_is_told_that_ranks_cannot_be_repeated() -> None:
+    claimed = BundleEvidence(worker="a", validator="b", sums=rank_sums([([1.0] * 8, [0.0] * 8)]))
+    assert "does not repeat" in compared(claimed, None)
+
+
+async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> None:
+    class Fragile(LengthEnvironment):
+        """Scores as many answers as the worker sent, and then is gone."""
+
+        left = make_lease().num_rollouts
+
+        def score(self, index: int, completion: str, *, finished: bool) -> float:
+            Fragile.left -= 1
+            if Fragile.left < 0:
+                raise EnvironmentGone("its process has ended")
+            return super().score(index, completion, finished=finished)
+
+    lease = make_lease()
+    result = await judged(await sampled(1, lease), lease, environment=Fragile)
+    assert result.verdict.accepted
+    assert result.evidence is not None
+    assert result.evidence.sums == {}
+
+
+async def test_references_are_of_a_share_of_the_groups_that_nobody_can_foresee() -> None:
+    lease, engine = make_lease(), TableScorer()
+    group = lease.groups[0]
+    many = lease.model_copy(update={"groups": (group,) * 8})
+
+    async def chosen(spec: RunSpec, bundle: str, secret: bytes) -> tuple[int, ...]:
+        found = await sample_references(many, engine, spec=spec, bundle=bundle, secret=secret)
+        assert all(len(completions) == len(group.seeds) for completions in found.completions.values())
+        return tuple(found.completions)
+
+    half = RUN.spec.model_copy(update={"checks": COMPARED.model_copy(update={"reference_share": 0.5})})
+    shares = [await chosen(half, str(number), bytes(32)) for number in range(30)]
+    assert 0.4 < sum(map(len, shares)) / 240 < 0.6
+    assert await chosen(half, "5", bytes(32)) == shares[5], "the same bundle is compared with the same completions"
+    assert [await chosen(half, str(number), b"x" * 32) for number in range(30)] != shares
+    answering = [one.model_copy(update={"turns_max": 2}) for one in RUN.spec.environments]
+    assert await chosen(RUN.spec.model_copy(update={"environments": tuple(answering)}), "5", bytes(32)) == ()
