@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from heapq import nsmallest
+from operator import attrgetter
 from typing import NamedTuple
 
 from prime_protocol.schedule import Selection
@@ -34,7 +34,7 @@ def choose(ready: Sequence[Ready], count: int, *, selection: Selection, slots_en
         ready = [group for group in ready if group.slot < slots_end]
     if len(ready) < count:
         return None
-    return tuple(sorted(group.slot for group in nsmallest(count, ready, key=lambda group: _rank(group, selection))))
+    return tuple(sorted(group.slot for group in _ranked(ready, selection)[:count]))
 
 
 def choose_in_time(
@@ -55,7 +55,7 @@ def choose_in_time(
     """
     due = Counter(max(step, group.policy_version + lag_max) for group in ready)
     due.update(max(step, version + lag_max) for version in begun_versions)
-    by_rank = sorted(ready, key=lambda group: _rank(group, selection))
+    by_rank = _ranked(ready, selection)
     chosen: dict[int, Ready] = {}
     num_due = 0
     for deadline in sorted(due):
@@ -78,5 +78,7 @@ def choose_in_time(
     return tuple(sorted([*chosen, *(group.slot for group, _ in zip(rest, range(count - len(chosen)), strict=False))]))
 
 
-def _rank(group: Ready, selection: Selection) -> tuple[int, int]:
-    return (group.policy_version if selection is Selection.LOWEST_VERSION_FIRST else 0, group.order)
+def _ranked(ready: Iterable[Ready], selection: Selection) -> list[Ready]:
+    """Whoever comes first is trained first. Already so in large part, which makes sorting quick."""
+    names = ("policy_version", "order") if selection is Selection.LOWEST_VERSION_FIRST else ("order",)
+    return sorted(ready, key=attrgetter(*names))

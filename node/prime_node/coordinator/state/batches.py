@@ -18,9 +18,8 @@ from prime_node.coordinator.state.slot_records import Step
 
 def may_be_ready(state: State, step: int) -> bool:
     """Whether a group accepted for `step` may have made the next batch possible. Cheap; batching.py decides."""
-    if state.rules.admission.is_in_order and state.rules.batches_per_step == 1:
-        return state.is_ready(step)
-    return state.num_ready >= state.rules.batch_groups
+    rules = state.rules
+    return state.is_ready(step) if rules.is_batched_by_step else state.num_ready >= rules.batch_groups
 
 
 def mean(before: float, value: float, *, weight: float) -> float:

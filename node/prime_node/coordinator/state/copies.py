@@ -41,7 +41,7 @@ def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, st
             made = Original(pending.bundle, pending.lease.worker, slot, pending.arrived_at_ms, pending.seeded)
             state.originals[mark] = made
     while len(state.originals) > FINGERPRINTS_KEPT_MAX:
-        del state.originals[next(iter(state.originals))]
+        state.originals.popitem(last=False)
 
 
 def _is_original(known: Original, pending: PendingBundle) -> bool:

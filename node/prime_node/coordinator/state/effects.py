@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import Ban, LeaseRecord
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -19,7 +20,7 @@ class Topic(StrEnum):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Woken:
     """Effect: whoever waits for this should look again."""
 
@@ -29,7 +30,7 @@ class Woken:
 LEASE_NEWS, CHECK_NEWS, BATCH_NEWS = Woken(Topic.LEASE), Woken(Topic.CHECK), Woken(Topic.BATCH)
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LeaseEnded:
     """Effect: an open lease ended without a bundle; `end` says how."""
 
@@ -51,21 +52,21 @@ class Settled:
     """What it added to the evidence against its worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Evaluated:
     """Effect: an evaluation is over; `State.results` has it."""
 
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BundleForgotten:
     """Effect: a bundle's bytes may be deleted once the event is durable."""
 
     bundle: str
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Banned:
     """Effect: a worker was banned; the operator should know."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prime_node.coordinator.state import audits, newcomers, slots
 from prime_node.coordinator.state.effects import LEASE_NEWS, Banned, BundleForgotten, Effect, LeaseEnded, Settled
 from prime_node.coordinator.state.records import WASTED_MAX, Ban, LeaseEnd, LeaseRecord, PendingBundle, State, Worker
+from prime_node.coordinator.state.slot_records import Step
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -22,10 +23,12 @@ def refuse(
     state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
 ) -> list[Effect]:
     """A bundle that waits gets its verdict."""
-    forgotten = stop_waiting(state, pending)
+    step = state.step_of(pending.lease)
+    forgotten = stop_waiting(state, pending, step)
+    newcomers.recount(state, state.workers[pending.lease.worker])
     settled = refused(state, pending.lease, pending.num_rollouts, reason, detail)
     settled.weighed = weighed
-    return [settled, *forgotten, *slots.let_go(state, pending.lease)]
+    return [settled, *forgotten, *slots.let_go(state, step, pending.lease)]
 
 
 def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
@@ -38,25 +41,24 @@ def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectR
     return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
 
 
-def stop_waiting(state: State, pending: PendingBundle) -> list[Effect]:
+def stop_waiting(state: State, pending: PendingBundle, step: Step | None) -> list[Effect]:
+    """A bundle for a lease of `step` waits no longer. The caller counts its worker again."""
     worker = state.workers[pending.lease.worker]
     del state.bundles[pending.bundle]
     del worker.pending[pending.lease.lease_id]
-    newcomers.recount(state, worker)
     _remember_ended(worker, pending.lease)
     # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
-    is_late = state.step_of(pending.lease) is None and pending.bundle not in state.evidence
-    return [BundleForgotten(pending.bundle)] if is_late else []
+    return [BundleForgotten(pending.bundle)] if step is None and pending.bundle not in state.evidence else []
 
 
 def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Effect]:
     """End an open lease without a bundle. Whoever does so again and again is made to wait (scheduler.py)."""
     lease = state.leases[lease_id]
     worker = end_lease(state, lease, end)
-    if state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head:
-        return [LeaseEnded(lease), *slots.let_go(state, lease)]
-    note_wasted(state, worker, at_ms)
-    return [LeaseEnded(lease), *slots.let_go(state, lease)]
+    is_requeued = state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head
+    if not is_requeued:
+        note_wasted(state, worker, at_ms)
+    return [LeaseEnded(lease), *slots.let_go(state, state.step_of(lease), lease)]
 
 
 def note_wasted(state: State, worker: Worker, at_ms: int) -> None:

@@ -6,19 +6,19 @@ scheduler replays an older log to the same state. Time is logged beside each eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.follow.paths import Route
+from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.curriculum import Rating
 from prime_node.coordinator.state.records import Claim
 from prime_protocol.evidence import BundleEvidence, Weighed
 from prime_protocol.verdict import RejectReason
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class WorkerJoined:
     """A key takes part, for the first time or again. Its open leases of an earlier session lapse."""
 
@@ -34,7 +34,7 @@ class WorkerJoined:
     type: Literal["worker_joined"] = "worker_joined"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class SpeedClaimed:
     """A worker that has brought nothing yet says how fast it is."""
 
@@ -43,7 +43,7 @@ class SpeedClaimed:
     type: Literal["speed_claimed"] = "speed_claimed"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class WorkerLeft:
     """A worker said goodbye. Its open leases lapse."""
 
@@ -51,7 +51,7 @@ class WorkerLeft:
     type: Literal["worker_left"] = "worker_left"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class WorkersLost:
     """Workers that were silent for too long. Their open leases lapse; they may join again."""
 
@@ -59,7 +59,7 @@ class WorkersLost:
     type: Literal["workers_lost"] = "workers_lost"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class WorkerBanned:
     """The operator bans a worker. (A ban by strikes follows from a verdict and needs no event of its own.)"""
 
@@ -68,7 +68,7 @@ class WorkerBanned:
     type: Literal["worker_banned"] = "worker_banned"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class WorkerUnbanned:
     """The operator forgives a worker: ban and strikes are gone."""
 
@@ -76,7 +76,7 @@ class WorkerUnbanned:
     type: Literal["worker_unbanned"] = "worker_unbanned"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LeaseGranted:
     """Some slots of one step are promised to a worker."""
 
@@ -92,7 +92,7 @@ class LeaseGranted:
     type: Literal["lease_granted"] = "lease_granted"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LeaseReturned:
     """A worker hands a lease back; it cannot be redeemed any more."""
 
@@ -100,7 +100,7 @@ class LeaseReturned:
     type: Literal["lease_returned"] = "lease_returned"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LeasesExpired:
     """Leases whose time is up, or that their worker does not know of. They lapse."""
 
@@ -108,7 +108,7 @@ class LeasesExpired:
     type: Literal["leases_expired"] = "leases_expired"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BundleArrived:
     """A bundle is durable and redeems its lease; it waits for a verdict."""
 
@@ -124,7 +124,7 @@ class BundleArrived:
     type: Literal["bundle_arrived"] = "bundle_arrived"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BundleTurnedAway:
     """A signed bundle came too late for its lease. Its bytes are not kept, its receipt is."""
 
@@ -137,7 +137,7 @@ class BundleTurnedAway:
     type: Literal["bundle_turned_away"] = "bundle_turned_away"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Replaced:
     """An accepted bundle's receipt that may be replaced: what it says of evidence is said by the next one too."""
 
@@ -145,7 +145,7 @@ class Replaced:
     weighed: Weighed | None
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BundleContradicted:
     """A worker signed a second, other bundle for a lease that one had redeemed. No honest worker does: it keeps the bytes."""
 
@@ -158,7 +158,7 @@ class BundleContradicted:
     type: Literal["bundle_contradicted"] = "bundle_contradicted"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class VerdictGiven:
     """What a validator found, or UNVERIFIABLE by the coordinator where no validator answered."""
 
@@ -182,7 +182,7 @@ class VerdictGiven:
     type: Literal["verdict_given"] = "verdict_given"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class SuretyReleased:
     """The run ends, and all work of these workers is judged: what is withheld of them is credited."""
 
@@ -190,7 +190,7 @@ class SuretyReleased:
     type: Literal["surety_released"] = "surety_released"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BatchFixed:
     """The trainer was given a batch of a step, its next one. It never changes from now on."""
 
@@ -200,7 +200,7 @@ class BatchFixed:
     type: Literal["batch_fixed"] = "batch_fixed"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class GroupsDropped:
     """Accepted groups became too old before a batch took them: their slots are leased again."""
 
@@ -208,7 +208,7 @@ class GroupsDropped:
     type: Literal["groups_dropped"] = "groups_dropped"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class GroupsRated:
     """Accepted groups were put into difficulty pools; those that are filtered are thrown away and their slots leased again."""
 
@@ -217,7 +217,7 @@ class GroupsRated:
     type: Literal["groups_rated"] = "groups_rated"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ExamplesLifted:
     """Pooled examples are drawn again."""
 
@@ -225,7 +225,7 @@ class ExamplesLifted:
     type: Literal["examples_lifted"] = "examples_lifted"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class TrainerDurable:
     """The trainer would resume at this step: what earlier steps trained on may be forgotten."""
 
@@ -233,7 +233,7 @@ class TrainerDurable:
     type: Literal["trainer_durable"] = "trainer_durable"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ManifestPublished:
     """The next policy is out."""
 
@@ -244,7 +244,7 @@ class ManifestPublished:
     type: Literal["manifest_published"] = "manifest_published"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class EvaluationBegun:
     """A published policy is to be evaluated by the workers (evaluations.py)."""
 
@@ -254,7 +254,7 @@ class EvaluationBegun:
     type: Literal["evaluation_begun"] = "evaluation_begun"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class EncodingsForgotten:
     """Old encodings whose bytes are being deleted. Their manifests stay."""
 
@@ -263,7 +263,7 @@ class EncodingsForgotten:
     type: Literal["encodings_forgotten"] = "encodings_forgotten"
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class DrainSet:
     """The operator lets the run drain: nothing is leased, everything out is taken in."""
 

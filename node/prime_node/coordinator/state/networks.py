@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prime_node.coordinator.state.carrier import carrier
 
-@dataclass(frozen=True, slots=True)
+
+@carrier(frozen=True, slots=True)
 class Part:
     """What one worker adds to the sums of its network, as it was last counted (newcomers.py)."""
 

@@ -85,6 +85,7 @@ def leave(state: State, worker: Worker) -> None:
     if known is None or worker.counted == NOTHING:
         return
     _add(state, known, worker, NOTHING)
+    worker.counted = NOTHING
     _set_away(state, worker, is_away=False)
     if known.keys == 0:
         del state.networks[worker.network]
@@ -136,15 +137,18 @@ def forget_one(state: State) -> Worker | None:
 
 def recount(state: State, worker: Worker) -> None:
     """After anything of a worker has changed that its network's sums are made of."""
+    if worker.active and is_newcomer(state.rules, worker):
+        now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
+    elif worker.active and worker.counted is PRESENT:
+        return  # nearly always: who takes part and is no newcomer changes nothing by what he does
+    else:
+        now = PRESENT if worker.active else ABSENT
     known = state.networks.get(worker.network)
     if known is None:
         return
-    if worker.active and is_newcomer(state.rules, worker):
-        now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
-    else:
-        now = PRESENT if worker.active else ABSENT
-    if now is not worker.counted and now != worker.counted:
+    if now != worker.counted:
         _add(state, known, worker, now)
+    worker.counted = now
     _set_away(state, worker, is_away=is_forgettable(worker))
 
 
@@ -172,7 +176,6 @@ def _add(state: State, known: Network, worker: Worker, now: Part) -> None:
     known.newcomers += now.newcomers - before.newcomers
     known.held += now.held - before.held
     known.passed += now.passed - before.passed
-    worker.counted = now
     state.crowd += known.crowd - crowd
 
 

@@ -7,6 +7,7 @@ in exactly one place: a lease is open (`State.leases`), waits with its bundle (`
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -237,7 +238,7 @@ class State:
     """In the order in which they came."""
     evidence: list[str] = field(default_factory=list)
     """Bundles that a ban rests on."""
-    originals: dict[str, Original] = field(default_factory=dict)
+    originals: OrderedDict[str, Original] = field(default_factory=OrderedDict)
     """By fingerprint, in the order in which they were judged (copies.py)."""
     published: dict[int, Publication] = field(default_factory=dict)
     """Policies whose bytes are kept."""
@@ -286,7 +287,7 @@ class State:
 
         Before that an accepted group may be dropped (stale, copied, taken back from a cheat) and wanted again.
         """
-        return self.last_step >= self.rules.max_steps - 1 and all(step.fixed for step in self.steps.values())
+        return self.head >= self.rules.closing_head and all(step.fixed for step in self.steps.values())
 
     def is_ready(self, step: int) -> bool:
         """All slots of a step of the window are accepted."""
@@ -298,7 +299,7 @@ class State:
 
     def step_of(self, lease: LeaseRecord) -> Step | None:
         """Where a lease's slots are; None where they are settled and forgotten."""
-        where = self.evaluations if self.is_evaluation(lease.slots) else self.steps
+        where = self.steps if lease.slots[0] < self.rules.slots_end else self.evaluations
         return where.get(lease.step)
 
     def step_bundles(self) -> Iterator[str]:
@@ -313,8 +314,9 @@ class State:
 
     def lease_of(self, lease_id: str, worker: str) -> LeaseRecord | None:
         """An open lease of anybody, or one of this worker's own that waits for a verdict or has ended lately."""
-        if lease_id in self.leases:
-            return self.leases[lease_id]
+        lease = self.leases.get(lease_id)
+        if lease is not None:
+            return lease
         known = self.workers[worker]
         if lease_id in known.pending:
             return self.bundles[known.pending[lease_id]].lease
@@ -322,8 +324,10 @@ class State:
 
     def is_redeemable(self, lease: LeaseRecord) -> bool:
         """Open; or lapsed while all its slots still wait for somebody, so that nothing speaks against a late bundle."""
+        if lease.end is None:
+            return True
         if lease.end is not LeaseEnd.LAPSED or lease.bundle is not None:
-            return lease.end is None
+            return False
         step = self.step_of(lease)
         if isinstance(step, Evaluation) and not set(step.open).issuperset(lease.slots):
             return False  # given up: the policy is too old, or they were asked in vain often enough

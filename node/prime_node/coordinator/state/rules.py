@@ -65,7 +65,17 @@ class Rules:
         """The run's slots are below this; from here on they are places of an evaluation."""
         return self.max_steps * self.groups_per_step
 
-    @property
+    @cached_property
+    def closing_head(self) -> int:
+        """From this newest policy on, the last step of the run may be leased."""
+        return max(0, self.max_steps - 1 - self.admission.lag_leased)
+
+    @cached_property
+    def is_batched_by_step(self) -> bool:
+        """A batch is a step's slots, all of them and no others."""
+        return self.selection is Selection.IN_ORDER and self.batches_per_step == 1
+
+    @cached_property
     def batch_groups(self) -> int:
         """Groups of one batch; `batches_per_step` batches are a step."""
         return self.groups_per_step // self.batches_per_step

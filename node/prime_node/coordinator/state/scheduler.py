@@ -32,11 +32,11 @@ counts is the coordinator's clock.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 from itertools import islice
 
 from prime_node.coordinator.state import newcomers
 from prime_node.coordinator.state.batching import choose_batch
+from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import LeaseRecord, State, Worker
 from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
@@ -54,7 +54,7 @@ STRAGGLERS_LOOKED_AT_MAX = 64
 """Oldest open leases that are looked through for a straggler."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Grant:
     """What a lease is to hold."""
 
@@ -62,7 +62,7 @@ class Grant:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Refusal:
     """Nothing to lease now, and why."""
 
@@ -87,7 +87,8 @@ def choose_slots(
         return Refusal("the operator drains the run: no more work", is_worth_waiting=False)
     if state.is_complete:
         return Refusal("all rollouts of the run are in", is_worth_waiting=False)
-    if worker.is_wasteful and (refusal := _make_wait(worker, now_ms)):
+    is_wasteful = worker.is_wasteful
+    if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
         return Refusal(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
@@ -95,7 +96,7 @@ def choose_slots(
         waiting = len(worker.pending)
         return Refusal(f"{waiting} of your bundles wait for a validator", is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
-    count_max = 1 if worker.is_wasteful else max(1, groups_max)
+    count_max = 1 if is_wasteful else max(1, groups_max)
     budget = newcomers.budget(state, worker)
     if budget is not None:
         if budget.leases == 0:
@@ -140,12 +141,12 @@ def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: 
         if room <= 0:
             continue
         fitting = _fitting(state, worker, number) if is_slow else room
-        slots = lowest_open(step, max(1, min(room, fitting)))
+        slots = lowest_open(step, room if fitting >= room else max(1, fitting))
         if slots[-1] >= slots_end:
             slots = tuple(slot for slot in slots if slot < slots_end)
-        if fitting >= 1:
-            return Grant(number, slots)
         last = Grant(number, slots)
+        if fitting >= 1:
+            break
     return last
 
 
@@ -245,8 +246,12 @@ def fair_share(state: State) -> int:
 
 def slots_held(state: State, worker: Worker, number: int) -> int:
     """Slots of a step that a worker has leased and not uploaded yet."""
-    leases = (state.leases[lease_id] for lease_id in worker.leases)
-    return sum(len(lease.slots) for lease in leases if lease.step == number and not state.is_evaluation(lease.slots))
+    held = 0
+    for lease_id in worker.leases:
+        lease = state.leases[lease_id]
+        if lease.step == number and not state.is_evaluation(lease.slots):
+            held += len(lease.slots)
+    return held
 
 
 def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prime_node.algo.estimates import Mark
+from prime_node.coordinator.state.carrier import carrier
 from prime_protocol.schedule import StalenessFrom
 
 
-@dataclass(slots=True)
+@carrier(frozen=True, slots=True)
 class AcceptedGroup:
-    """A slot's group. Nothing in it changes once it is there; it is not frozen because that would double what making it costs."""
+    """A slot's group."""
 
     worker: str
     policy_version: int
@@ -29,8 +30,9 @@ class AcceptedGroup:
 
     def counted_from(self, staleness_from: StalenessFrom) -> int:
         """The policy that its staleness is counted from."""
-        chosen = {StalenessFrom.OLDEST: self.oldest_version, StalenessFrom.END: self.end_version}.get(staleness_from)
-        return self.policy_version if chosen is None else chosen
+        if self.oldest_version is None or self.end_version is None or staleness_from is StalenessFrom.START:
+            return self.policy_version
+        return self.oldest_version if staleness_from is StalenessFrom.OLDEST else self.end_version
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Step:
     """Slots that wait to be leased, descending: the lowest, which is leased first, is the last."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Slot -> times leased."""
-    held: dict[int, list[str]] = field(default_factory=dict)
+    held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Slot -> the leases that hold it: open ones and those whose bundle waits for a verdict."""
     accepted: dict[int, AcceptedGroup] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Evaluation(Step):
     """Its policy is too old to be leased: what comes back stays closed."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Results:
     """What an evaluation gave."""
 

@@ -16,29 +16,25 @@ from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Step
 
 
-def hold(state: State, lease: LeaseRecord) -> None:
+def hold(step: Step, lease: LeaseRecord) -> None:
     """A lease holds its slots, which are open or held by others."""
-    step = state.step_of(lease)
-    assert step is not None
     for slot in lease.slots:
-        holders = step.held.get(slot)
-        if holders is None:
+        holders = step.held.get(slot, ())
+        if not holders:
             _close(step.open, slot)
-            step.held[slot] = [lease.lease_id]
-        else:
-            holders.append(lease.lease_id)
+        step.held[slot] = (*holders, lease.lease_id)
 
 
-def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
+def let_go(state: State, step: Step | None, lease: LeaseRecord) -> list[Effect]:
     """A lease, or its bundle, holds its slots no longer. Those that nobody holds and nothing fills are open again."""
-    step = state.step_of(lease)
     if step is None:  # others filled its slots, and they are trained and forgotten
         return []
     reopened = False
     for slot in lease.slots:
-        holders = step.held[slot]
-        holders.remove(lease.lease_id)
-        if not holders:
+        others = tuple([holder for holder in step.held[slot] if holder != lease.lease_id])
+        if others:
+            step.held[slot] = others
+        else:
             del step.held[slot]
             if slot not in step.accepted and (
                 not isinstance(step, Evaluation) or evaluations.is_asked_again(step, slot)
@@ -49,17 +45,15 @@ def let_go(state: State, lease: LeaseRecord) -> list[Effect]:
     return [LEASE_NEWS, *ended] if reopened else ended
 
 
-def fill(state: State, lease: LeaseRecord, slot: int, group: AcceptedGroup) -> bool:
-    """An accepted group takes its slot, which somebody holds. False where another group did so before."""
-    step = state.step_of(lease)
-    if step is None or slot in step.accepted:
-        return False
+def fill(state: State, step: Step, slot: int, group: AcceptedGroup) -> None:
+    """An accepted group takes its slot, which somebody holds, unless another group did so before."""
+    if slot in step.accepted:
+        return
     assert slot in step.held
     step.accepted[slot] = group
     if not isinstance(step, Evaluation):
         state.num_ready += 1
         state.num_accepted_groups += 1
-    return True
 
 
 def take(state: State, slots: tuple[int, ...], for_step: int) -> None:
@@ -89,9 +83,10 @@ def drop(state: State, step: Step, slot: int) -> None:
 
 def room(state: State) -> list[Effect]:
     """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
-    if any(step.open for where in (state.steps, state.evaluations) for step in where.values()):
-        return [LEASE_NEWS]
-    return []
+    for step in reversed(state.steps.values()):  # the newest is leased last
+        if step.open:
+            return [LEASE_NEWS]
+    return [LEASE_NEWS] if any(one.open for one in state.evaluations.values()) else []
 
 
 def lowest_open(step: Step, count: int) -> tuple[int, ...]:

@@ -41,4 +41,4 @@ def _complete(state: State) -> None:
             state.num_ready += len(step.accepted)
     for lease in [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]:
         for slot in lease.slots:
-            state.steps[lease.step].held[slot] = [lease.lease_id]
+            state.steps[lease.step].held[slot] = (lease.lease_id,)

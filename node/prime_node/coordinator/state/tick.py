@@ -88,8 +88,9 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
     step = (state.evaluations if state.is_evaluation(event.slots) else state.steps)[event.step]
     assert worker.active
     assert worker.banned is None
-    attempts = tuple(step.attempts.get(slot, 0) for slot in event.slots)
-    step.attempts.update((slot, attempt + 1) for slot, attempt in zip(event.slots, attempts, strict=True))
+    attempts = tuple([step.attempts.get(slot, 0) for slot in event.slots])
+    for slot, attempt in zip(event.slots, attempts, strict=True):
+        step.attempts[slot] = attempt + 1
     lease = LeaseRecord(
         lease_id=event.lease_id,
         worker=event.worker,
@@ -104,7 +105,7 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
     state.leases[event.lease_id] = lease
     if event.draws:
         state.curriculum.drawn(event.slots, event.draws)
-    slots.hold(state, lease)
+    slots.hold(step, lease)
     worker.leases.append(event.lease_id)
     newcomers.recount(state, worker)
     state.num_leases += 1
@@ -130,19 +131,19 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     assert state.is_redeemable(lease)
     step = state.step_of(lease)
     assert step is not None
+    worker.pending[lease.lease_id] = event.bundle
     if lease.end is None:
         del state.leases[lease.lease_id]
         worker.leases.remove(lease.lease_id)
     else:  # lapsed, but nobody took over
         del worker.ended[lease.lease_id]
-        slots.hold(state, lease)
+        slots.hold(step, lease)
+        newcomers.recount(state, worker)
     lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
     step.bundles.append(event.bundle)
-    worker.pending[lease.lease_id] = event.bundle
     state.bundles[event.bundle] = PendingBundle(
         event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited, event.seeded
     )
-    newcomers.recount(state, worker)
     batches.measure(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
     return [settled, CHECK_NEWS, *slots.room(state)]

@@ -13,7 +13,7 @@ from prime_node.coordinator.state.records import (
     State,
     Worker,
 )
-from prime_node.coordinator.state.slot_records import AcceptedGroup
+from prime_node.coordinator.state.slot_records import AcceptedGroup, Step
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -21,20 +21,23 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
     pending = state.bundles[event.bundle]
     worker = state.workers[pending.lease.worker]
-    unverifiable = event.reason is RejectReason.UNVERIFIABLE
+    unverifiable = event.reason is not None and event.reason is RejectReason.UNVERIFIABLE
     state.unverifiable = state.unverifiable + 1 if unverifiable else 0
     state.unverifiable_detail = event.detail if unverifiable else ""
     weighed = suspicion.weigh(state.rules, worker, event.evidence)
     reason, detail = event.reason, event.detail
-    if reason is None and (original := copies.found_earlier(state, pending, event.fingerprints)) is not None:
+    marks = event.fingerprints
+    if reason is None and marks and (original := copies.found_earlier(state, pending, marks)) is not None:
         reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} said the same before"
     if (reason is None or not reason.is_dishonest) and suspicion.is_proven(state.rules, weighed):
         reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
     if reason is None:
-        later = copies.found_later(state, pending, event.fingerprints)
-        copies.remember(state, pending, event.fingerprints)
+        later = copies.found_later(state, pending, marks) if marks else []
+        copies.remember(state, pending, marks)
         effects = _accept(state, pending, event, weighed)
-        return effects + [effect for one in later for effect in _accepted_copy(state, one, event.replaced, at_ms)]
+        for one in later:
+            effects += _accepted_copy(state, one, event.replaced, at_ms)
+        return effects
     effects = endings.refuse(state, pending, reason, detail, weighed)
     if reason is RejectReason.INCOMPLETE:
         endings.note_wasted(state, worker, at_ms)
@@ -108,26 +111,14 @@ def _refuse_after_all(
 
 
 def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None) -> list[Effect]:
-    lease, size = pending.lease, state.rules.rollouts_per_group
-    assert len(event.rewards) == size * len(lease.slots) == pending.num_rollouts
-    forgotten = endings.stop_waiting(state, pending)
-    rewards, versions, unscored = event.rewards, event.versions, event.unscored
-    for index, slot in enumerate(lease.slots):
-        first = index * size
-        group = AcceptedGroup(
-            lease.worker,
-            lease.policy_version,
-            event.bundle,
-            first,
-            rewards[first : first + size],
-            order=state.num_accepted_groups,
-        )
-        if versions:
-            group.oldest_version, group.end_version = versions[index]
-        if unscored:
-            group.unscored = tuple(place - first for place in unscored if first <= place < first + size)
-        slots.fill(state, lease, slot, group)
-    effects = [*forgotten, *slots.let_go(state, lease), *_end_overtaken(state, lease)]
+    lease = pending.lease
+    assert len(event.rewards) == state.rules.rollouts_per_group * len(lease.slots) == pending.num_rollouts
+    step = state.step_of(lease)
+    effects = endings.stop_waiting(state, pending, step)
+    if step is not None:
+        _fill(state, step, lease, event)
+        effects += slots.let_go(state, step, lease)
+        effects += _end_overtaken(state, step, lease)
     worker = state.workers[lease.worker]
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
@@ -142,18 +133,38 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
     return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else slots.room(state))]
 
 
-def _end_overtaken(state: State, lease: LeaseRecord) -> list[Effect]:
+def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) -> None:
+    size, versions, unscored = state.rules.rollouts_per_group, event.versions, event.unscored
+    for index, slot in enumerate(lease.slots):
+        first = index * size
+        oldest_version, end_version = versions[index] if versions else (None, None)
+        group = AcceptedGroup(
+            lease.worker,
+            lease.policy_version,
+            event.bundle,
+            first,
+            event.rewards[first : first + size],
+            oldest_version,
+            end_version,
+            order=state.num_accepted_groups,
+            unscored=tuple(place - first for place in unscored if first <= place < first + size) if unscored else (),
+        )
+        slots.fill(state, step, slot, group)
+
+
+def _end_overtaken(state: State, step: Step, lease: LeaseRecord) -> list[Effect]:
     """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
-    step = state.step_of(lease)
-    others = {other for slot in lease.slots for other in step.held.get(slot, ())} if step is not None else ()
+    if step.held.keys().isdisjoint(lease.slots):
+        return []
+    others = {other for slot in lease.slots for other in step.held.get(slot, ())}
     effects: list[Effect] = []
     for other in (state.leases[lease_id] for lease_id in sorted(others) if lease_id in state.leases):
-        if step is not None and all(slot in step.accepted for slot in other.slots):
+        if all(slot in step.accepted for slot in other.slots):
             worker = endings.end_lease(state, other, LeaseEnd.OVERTAKEN)
             if state.rules.leases_per_slot_max == 1:
                 worker.wasted += 1
                 audits.abandoned(state, worker)
-            effects += [LeaseEnded(other), *slots.let_go(state, other)]
+            effects += [LeaseEnded(other), *slots.let_go(state, step, other)]
     return effects
 
 
