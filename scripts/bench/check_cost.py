@@ -1,6 +1,6 @@
 """What proving a rollout costs: seeded sampling, hidden-state proofs, and a validator's forward pass.
 
-    python scripts/bench/check_cost.py [--quick] [--vllm] [--json]
+    python scripts/bench/check_cost.py [--quick] [--only sampling|demo|longer] [--vllm] [--json]
 
 Sampling: a batch of 64 rows over 151,936 tokens, beside the plain sampler (softmax, exponential noise, argmax) on the same
 logits. Proofs: the transformers engine with and without them, in the demo's shape (short completions: one proof each) and in a
@@ -50,6 +50,7 @@ class Shape:
 DEMO = Shape("demo", 128, 2, 128, 7)
 LONGER = Shape("longer", 256, 4, 64, 96)
 IN_VLLM = Shape("vllm", 256, 4, 64, 40)
+PIECES = ("sampling", "demo", "longer")
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,11 @@ async def measured(arguments: argparse.Namespace) -> dict[str, Timing]:
             found = await engines(IN_VLLM, rounds, folder, vllm)
             await vllm.close()
             return found
-        found = await sampling(2 if arguments.quick else rounds)
+        wanted = (arguments.only,) if arguments.only else PIECES
+        found = await sampling(2 if arguments.quick else rounds) if "sampling" in wanted else {}
         for shape in (DEMO, replace(LONGER, completions=32, tokens=40) if arguments.quick else LONGER):
+            if shape.name not in wanted:
+                continue
             folder = model_folder(shape, Path(place))
             engine = TransformersEngine(folder)
             found |= await engines(shape, rounds, folder, engine)
@@ -215,6 +219,7 @@ def checks(found: dict[str, Timing]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and shorter completions")
+    parser.add_argument("--only", choices=PIECES, help="one piece of the whole")
     parser.add_argument("--vllm", action="store_true", help="vLLM; it needs half a minute to start")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 from tests.node.coordinator_world import ANNA, ROOT, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
+from tests.node.test_validator import LetterTokenizer
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import LeaseRecord, Worker
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.messages import AdminRequest, LeaveRequest, ReceiptsRequest
@@ -50,6 +55,21 @@ def test_the_share_falls_with_the_audits_that_were_passed_and_never_below_the_fl
     for worker.streak in (0, 1, 2, 3, 4, 8, 9, 1_000):
         shares.append(audits.share(AUDITED, worker))
     assert shares == [1.0, 1.0, 1.0, 2 / 3, 0.5, 0.25, 0.25, 0.25]
+
+
+def test_the_draw_is_uniform_and_no_bundle_tells_anything_of_the_next() -> None:
+    run = make_run()
+    draw = Assigner(run, secret=bytes(range(32)), environments={}, tokenizer=LetterTokenizer()).audit_draw
+    draws = np.array([draw(digest_of(b"bundle %d" % number)) for number in range(100_000)])
+    shares = np.histogram(draws, bins=20, range=(0.0, 1.0))[0] / len(draws)
+    assert np.abs(shares - 0.05).max() < 4.5 * math.sqrt(0.05 * 0.95 / len(draws))
+    audited = draws < 0.25
+    for lag in (1, 2, 8):  # after an audited bundle the next ones are as likely as any
+        following = audited[lag:][audited[:-lag]]
+        assert abs(following.mean() - 0.25) < 4.5 * math.sqrt(0.25 * 0.75 / len(following))
+    until = np.diff(np.flatnonzero(audited))  # bundles until the next audit: geometric
+    assert abs(until.mean() - 4) < 4.5 * math.sqrt(12 / len(until))
+    assert abs((until > 11).mean() - 0.75**11) < 4.5 * math.sqrt(0.75**11 / len(until))
 
 
 def test_where_all_is_audited_tokens_are_credited_at_once(run: Run) -> None:
