@@ -63,6 +63,7 @@ class Stamp:
     fingerprint: str = ""
     extras: list[str] = field(default_factory=list)  # asked for, by this command or an earlier one
     installed: list[str] = field(default_factory=list)  # names in SIZES_MB
+    kernels: list[int] = field(default_factory=list)  # when the codec's kernels were last changed, as compiled
 
     def write(self) -> None:
         draft = STAMP.with_suffix(".tmp")
@@ -104,6 +105,26 @@ def is_current(machine: Machine, extras: Sequence[str]) -> bool:
         and VENV_PYTHON.exists()
         and ("p2p" not in stamp.extras or "p2p" in stamp.installed or bool(missing_to_build()))
     )
+
+
+def kernel_times() -> list[int]:
+    """numba compiles anew what was written anew."""
+    folder = ROOT / "protocol" / "prime_protocol" / "codec" / "kernels"
+    return [path.stat().st_mtime_ns for path in sorted(folder.glob("*.py"))]
+
+
+def has_kernels() -> bool:
+    stamp = read_stamp()
+    return stamp is not None and stamp.kernels == kernel_times()
+
+
+def compile_kernels() -> None:
+    """So that the first processes of a run or of the tests find machine code; whoever does not, compiles for itself."""
+    stamp = read_stamp()
+    assert stamp is not None
+    subprocess.run([str(VENV_PYTHON), "-m", "prime_node.cli.kernels"], check=False)
+    stamp.kernels = kernel_times()
+    stamp.write()
 
 
 def buildable(extras: list[str]) -> list[str]:
@@ -201,7 +222,7 @@ def install(machine: Machine, extras: list[str]) -> None:
             say("No CPU build of torch is within reach. The CUDA build is taken: it runs here, and is larger.")
             names = ["torch-cuda" if name == "torch-cpu" else name for name in names]
     announce(machine, names)
-    stamp.state, stamp.extras = "incomplete", asked
+    stamp.state, stamp.extras, stamp.kernels = "incomplete", asked, []
     stamp.write()
     started = time.monotonic()
     if torch:
@@ -236,10 +257,6 @@ def install(machine: Machine, extras: list[str]) -> None:
     # (4) this project
     say("(4) this project, editable")
     pip_or_fail("install", "--no-deps", "--no-build-isolation", "--editable", ".")
-    if "train" in extras:
-        # Otherwise the first processes of a run would all compile the same kernels at once. It works without, only slower.
-        say("(5) machine code of the checkpoint codec")
-        subprocess.run([str(VENV_PYTHON), "-c", "from prime_protocol.codec import warm_up; warm_up()"], check=False)
     stamp.state, stamp.fingerprint = "complete", fingerprint()
     stamp.installed = sorted({*stamp.installed, *parts_to_add(machine, extras, stamp.installed)})
     stamp.write()
@@ -269,7 +286,7 @@ def main() -> None:
     extras, remarks = choose_parts(machine, arguments.parts, arguments.gpu_parts)
     if arguments.plan:
         announce(machine, parts_to_add(machine, extras, []))
-    elif is_current(machine, extras):
+    elif is_current(machine, extras) and has_kernels():
         return
     for remark in remarks:
         say(remark)
@@ -283,6 +300,8 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_current(machine, extras):
             install(machine, extras)
+        if not has_kernels():
+            compile_kernels()
 
 
 if __name__ == "__main__":

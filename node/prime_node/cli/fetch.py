@@ -52,6 +52,7 @@ def fetch(
     \b
     Exit codes: 0 done; 3 this machine is at fault, or there is no such policy yet; 4 nobody has it any more.
     """
+    from prime_node.cli.kernels import ready_kernels
     from prime_node.folder_lock import FolderLock
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
@@ -61,6 +62,7 @@ def fetch(
     settings = Options(config, assignments).load(WorkerConfig)
     place = folder or HOME / "fetch" / parsed.run[:16]
     lock = FolderLock(place)
+    ready_kernels(Console(stderr=True, highlight=False).print)
     written, files = asyncio.run(_fetch(parsed, settings, place, policy, out))
     lock.release()
     Console(highlight=False, soft_wrap=True).print(f"{written}: {files} files", markup=False)

@@ -57,6 +57,7 @@ def join(
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly."""
+    from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
@@ -73,6 +74,7 @@ def join(
     place = folder or HOME / "runs" / parsed.run[:16]
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
+    ready_kernels()
     raise typer.Exit(
         run_role(
             lambda stop: _join(parsed, settings, place, key_file, cheat, stop),

@@ -21,8 +21,10 @@ def run_place(main: Main, place: Place, options: Options, *, stop_with_parent: b
     return run_role(lambda stop: main(place, options, stop), stop_with_parent=stop_with_parent, grace_s=grace_s)
 
 
-def role_command(role: str, main: Main, *, grace_s: float, about: str) -> Callable[..., None]:
-    """The command of a role that runs until `main` returns; `about` is its help."""
+def role_command(
+    role: str, main: Main, *, grace_s: float, about: str, prepare: Callable[[], None] = lambda: None
+) -> Callable[..., None]:
+    """The command of a role that runs until `main` returns; `about` is its help. `prepare` comes before the event loop."""
 
     def command(
         run: Run,
@@ -38,6 +40,7 @@ def role_command(role: str, main: Main, *, grace_s: float, about: str) -> Callab
         setup_logging(role, level=log_level)
         options = Options.of_run(run, config, assignments)
         place = find_place(run, role, key=key, folder=folder)
+        prepare()
         raise typer.Exit(run_place(main, place, options, stop_with_parent=stop_with_parent, grace_s=grace_s))
 
     command.__doc__ = about

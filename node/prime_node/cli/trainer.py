@@ -53,12 +53,14 @@ def trainer(
 ) -> None:
     """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped."""
     from prime_node.cli import wire_training
+    from prime_node.cli.kernels import ready_kernels
     from prime_node.observe import setup_logging
     from prime_node.trainer.config import TrainerConfig
 
     setup_logging("trainer", level=log_level)
     options = Options.of_run(run, config, assignments)
     settings = options.load(TrainerConfig)
+    ready_kernels()  # before torchrun too: each rank encodes
     if wire_training.is_launched():
         ranks = wire_training.trainer_ranks(settings)
         if not ranks.is_first:

@@ -13,6 +13,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -117,7 +118,12 @@ class Session:
         """
         host, port = self._settings.host, self._link.url.rpartition(":")[2]
         await self._start(COORDINATOR, "--set", f"coordinator.host={host}", "--set", f"coordinator.port={port}")
-        self.status = await self._until_healthy()
+        compiling = asyncio.create_task(_compile_kernels())
+        try:
+            self.status = await self._until_healthy()
+            await compiling
+        finally:
+            compiling.cancel()
         if self.status.get("complete"):
             return
         # On one machine there is no NAT to get through: libp2p would cost every process a second and buy nothing.
@@ -235,6 +241,17 @@ class Session:
     async def _get(self, path: str) -> dict[str, Any] | None:
         """A JSON object of our own coordinator; None where it does not answer."""
         return await asyncio.to_thread(_get_json, self._link.url + path)
+
+
+async def _compile_kernels() -> None:
+    """Before the children do so all at once. In a process of its own, which alone imports numba. Raises LocalError."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "prime_node.cli.kernels")
+    try:
+        if await process.wait() != 0:
+            raise LocalError("the codec's kernels do not compile on this machine; above is why")
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from prime_node.cli.kernels import ready_kernels
 from prime_node.cli.role import role_command
 
 if TYPE_CHECKING:
@@ -91,4 +92,5 @@ validator = role_command(
     _validate,
     grace_s=GRACE_S,
     about="Judge rollouts by a forward pass of the claimed policy, and compute their rewards.",
+    prepare=ready_kernels,
 )

@@ -129,6 +129,7 @@ def verify(
       export          null, or {path, files: {name: sha256}}
     """
     from prime_node.broadcast.audit.one_tensor import NoSuchTensor
+    from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.verify_output import Wanted, as_fields, as_lines, keep_evidence
 
     if tensor is not None and (chain or against is not None or export is not None):
@@ -141,6 +142,7 @@ def verify(
         raise typer.BadParameter("there is nothing to merge into without --export", param_hint="--base")
     wanted = Wanted(chain, policy, against, tensor, export, sign, base)
     console = None if as_json else Console(highlight=False, soft_wrap=True)
+    ready_kernels(Console(stderr=True, highlight=False).print)
     try:
         found = asyncio.run(_verify(target, run or pinned_by(target), wanted, console))
     except NoSuchTensor as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
@@ -186,12 +185,8 @@ async def swarm_follower(
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
     """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model."""
     from prime_node.broadcast.follow.follower import Follower
-    from prime_protocol.codec.api import warm_up
 
     async with contextlib.AsyncExitStack() as stack:
-        # Beside the joining: their import stops the loop for a second, which is cheap now and dear in the middle of a download.
-        warming = asyncio.create_task(asyncio.to_thread(warm_up))
-        stack.push_async_callback(asyncio.wait, [warming])
         sources = await _sources(stack, run, client, settings)
         trusted = await trust(run, sources, folder)
         follower = Follower(

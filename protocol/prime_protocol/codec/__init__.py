@@ -14,7 +14,8 @@ only when a tensor is large enough to profit; without numba everything works, sl
 
 from __future__ import annotations
 
-from prime_protocol.codec.api import EncodedChunk, decode_chunk, encode_tensor, encode_tensors, warm_up
+from prime_protocol.codec.api import EncodedChunk, decode_chunk, encode_tensor, encode_tensors
+from prime_protocol.codec.compiling import warm_up
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import CHUNK_ELEMENTS, DTYPES, Mode, mode_of
 

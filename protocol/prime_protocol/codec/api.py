@@ -187,14 +187,3 @@ def load_kernels() -> Kernels | None:
         return importlib.import_module("prime_protocol.codec.classes")
     except ImportError:
         return None
-
-
-def warm_up() -> None:
-    """Load or compile the kernels now, so that the first chunk does not wait for them. Optional."""
-    if load_kernels():
-        base = np.full(KERNEL_ELEMENTS, 0x3C00, np.uint16)
-        new = base.copy()
-        new[::7] += 1
-        for old in (None, base):
-            for chunk in encode_tensor(new, old, dtype="bf16"):
-                decode_chunk(chunk.data, new.copy(), old, dtype="bf16", start=chunk.start, count=chunk.count)

@@ -85,7 +85,7 @@ def _decode_words(data: bytes | memoryview, out: Array, base: Array, shift: int,
     b, base = _buffers(), _readonly(base)
     if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
-    body = np.frombuffer(data, np.uint8, offset=HEAD_BYTES)
+    body = _readonly(np.frombuffer(data, np.uint8, offset=HEAD_BYTES))
     status, num_classes, end, num_escapes = decode.decode_classes(
         body, b.octets, out, base, shift, wide, b.lowest, b.fill, b.plan, b.positions, b.steps, b.quotients, b.places,
         b.clean, b.escapes, b.words, b.starts,
@@ -137,7 +137,7 @@ def _read_exponents(data: memoryview, offset: int, size: int) -> tuple[Array, in
     kind, payload, end = split_plane(data, offset)
     if kind == PlaneKind.ZSTD:
         plane = _buffers().high[:size]
-        if huffman.read_frame(np.frombuffer(payload, np.uint8), plane):
+        if huffman.read_frame(_readonly(np.frombuffer(payload, np.uint8)), plane):
             return plane, end
     return read_plane(data, offset, size)
 

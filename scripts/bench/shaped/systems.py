@@ -28,7 +28,7 @@ def baseline_python(folder: Path) -> Path:
 
 def ours() -> System:
     """With the settings that a contributor gets. The kernels are compiled first, since a dozen processes would do so at once."""
-    program = "from prime_protocol.codec.api import warm_up; warm_up()"
+    program = "from prime_protocol.codec import warm_up; warm_up()"
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, **PRODUCT})
     return System("prime-node", Path(sys.executable), NODES / "product_node.py", {}, PRODUCT, writes_later=True)
 

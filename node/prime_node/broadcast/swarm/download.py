@@ -2,8 +2,9 @@
 
 Who waits for whom: `run` asks every source that has room for the piece that the picker names, and waits until one has come, a
 source has changed, or TICK_S have passed (work is stolen from a source that has fallen silent). A piece is fetched, verified and
-stored by a task of its own, announced to the peers, and only then decoded: others need not wait for our decoder. Pieces in memory
-are bounded; what waits for the decoder counts.
+stored by a task of its own, announced to the peers, and only then decoded: others need not wait for our decoder. It has threads
+of its own, so that storing and finishing parts need not wait either. Pieces in memory are bounded; what waits for the decoder
+counts.
 
 Invariant: nothing is stored, announced or decoded before each of its chunks had its digest. Whose piece was wrong is known
 exactly, since a piece comes from one source and is hashed alone.
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -30,10 +34,13 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding
 from prime_protocol.pieces import Piece, check_piece, chunks_of, cut_pieces
 
+T = TypeVar("T")
 TICK_S = 0.1
 """How often to look whether a silent source's work should be taken over."""
 TREE_S_MAX = 2.0
 """Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
+DECODE_THREADS = min(8, os.cpu_count() or 1)
+"""Each keeps a dozen megabytes of buffers."""
 
 Decode = Callable[[int, memoryview], None]
 """(number of a chunk, its verified bytes). Called from threads. Raises PeerError."""
@@ -74,6 +81,7 @@ class Download:
         self._memory_bytes = 0
         self._news = asyncio.Event()
         self._error: Exception | None = None
+        self._decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
 
     async def run(self) -> None:
         """Until everything has been decoded.
@@ -81,6 +89,12 @@ class Download:
         Raises PeerError(NOT_FOUND) where nobody has a piece any more, another PeerError where verified bytes do not decode,
         Unreachable where nobody gives anything for long, OSError from the disk.
         """
+        try:
+            await self._run()
+        finally:
+            self._decoders.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
         have = await self._from_disk()
         self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
         sizes = [piece.size for piece in self._pieces]
@@ -109,7 +123,7 @@ class Download:
             self._stored.add(part)
             if is_new:
                 continue
-            here = await asyncio.to_thread(self._take_verified, part)
+            here = await self._in_decoder(self._take_verified, part)
             self.on_bytes(sum(self._pieces[number].size for number in members(here)))
             found |= here
             if here == self._of_part[part]:
@@ -231,7 +245,7 @@ class Download:
         self._arrived(named, number, len(data))
         if self._picker.have & self._of_part[piece.part] == self._of_part[piece.part] and piece.part in self._stored:
             await asyncio.to_thread(self.parts.finish, entry)
-        await asyncio.to_thread(self._decode, piece, data)
+        await self._in_decoder(self._decode, piece, data)
 
     def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
         now_s = self.clock.monotonic_s()
@@ -282,6 +296,9 @@ class Download:
             raise PeerError(ErrorCode.NOT_FOUND, f"no source has part {self.encoding.parts[part].digest[:12]} any more")
 
     # In threads
+
+    async def _in_decoder(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, call, *arguments)
 
     def _check(self, piece: Piece, data: bytes | memoryview) -> None:
         check_piece(piece, data, self.index)

@@ -10,12 +10,15 @@ changed, wire.ESCAPE where the step does not fit. A *rank* is an element's numbe
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import int64, njit, uint64
+from numba.core.registry import cpu_target
 
 from prime_protocol.codec.kernels.vector import leading_zeros
 
@@ -29,19 +32,36 @@ _STAMP = f"{zlib.crc32(b''.join(path.read_bytes() for path in _SOURCES)):08x}"
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """njit with an on-disk cache where some folder takes one: compiling costs seconds, loading milliseconds.
+    """What Python calls: njit with an on-disk cache where some folder takes one. Compiling costs seconds, loading milliseconds.
 
     numba's cache notices a change of a function's own file, not of those whose functions it inlines. So the name under
     which it looks carries a checksum of all kernel files.
     """
     function.__qualname__ += f"-{_STAMP}"
     try:
-        return njit(cache=True, nogil=True)(function)
+        return njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
     except RuntimeError:  # numba found neither __pycache__ nor the user's cache folder writable
-        return njit(nogil=True)(function)
+        return njit(nogil=True, no_cfunc_wrapper=True)(function)
 
 
-inline = njit(inline="always")
+def cache_key() -> str:
+    """Changes whenever numba would compile the kernels anew: with their files, numba itself, Python and the processor."""
+    parts = (
+        _STAMP,
+        [path.stat().st_mtime for path in _SOURCES],
+        numba.__version__,
+        sys.version,
+        cpu_target.target_context.codegen().magic_tuple(),
+    )
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
+
+
+part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""What kernels alone call, compiled once."""
+inline = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+"""The same, and LLVM puts it where it is called. numba's own inlining would pass its front end each time, which is what takes
+long when compiling.
+"""
 
 
 @inline

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint16, uint64
 
-from prime_protocol.codec.kernels.base import inline, kernel, step_between
+from prime_protocol.codec.kernels.base import inline, part, step_between
 from prime_protocol.codec.kernels.vector import (
     BLOCK,
     GROUP,
@@ -25,7 +25,7 @@ CLASS_PRICE = 120.0
 """Bits that a class has to save: about 35 for its row of the plan, the rest for the time that it takes in both directions."""
 
 
-@kernel
+@part
 def count_exponents(new, base, shift, population, changes):
     """Histograms of the base's exponents: of every 32nd block, and of the changed elements in every 4th."""
     for begin in range(0, new.size - BLOCK + 1, BLOCK * 4):
@@ -47,7 +47,7 @@ def class_cost(elements, changes):
     return changes * np.log2(elements / changes) + kept * np.log2(elements / kept) + CLASS_PRICE
 
 
-@kernel
+@part
 def choose_classes(new, base, shift, lowest):
     """Cut the binades into the classes that cost least. Returns the top exponent, the boundaries and the number of classes.
 
@@ -108,7 +108,7 @@ def cursors(fill, num_classes, stride):
     return at
 
 
-@kernel
+@part
 def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, escapes, num_escapes):
     """Append the steps of the elements from `begin` on to their classes' planes. Returns the number of escapes so far."""
     table, flat, stride = class_table(lowest, num_classes), planes.reshape(-1), planes.shape[1]
@@ -127,7 +127,7 @@ def scatter_scalar(new, base, begin, shift, lowest, num_classes, fill, planes, e
     return num_escapes
 
 
-@kernel
+@part
 def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, escapes, limit, num_escapes):
     """Apply the planes' steps from `begin` on. Returns the escapes used so far, or -1 for one over `limit`."""
     table, flat, stride = class_table(lowest, num_classes), planes.reshape(-1), planes.shape[1]
@@ -149,7 +149,7 @@ def gather_scalar(out, base, begin, shift, lowest, num_classes, fill, planes, es
 
 if HAS_WIDE:
 
-    @kernel
+    @part
     def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
         """`scatter_scalar` for whole groups. Returns the number of elements done and of escapes."""
         num_escapes, done = int64(0), new.size // GROUP * GROUP
@@ -164,7 +164,7 @@ if HAS_WIDE:
                         masks[block] &= masks[block] - uint64(1)
         return done, num_escapes
 
-    @kernel
+    @part
     def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
         """`gather_scalar` for whole groups. Returns the number of elements done and of escapes, or -1.
 
@@ -186,10 +186,10 @@ if HAS_WIDE:
 
 else:
 
-    @kernel
+    @part
     def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
         return int64(0), int64(0)
 
-    @kernel
+    @part
     def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
         return int64(0), int64(0)

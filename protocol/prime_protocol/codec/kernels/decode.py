@@ -20,6 +20,7 @@ from prime_protocol.codec.kernels.base import (
     floor_log2,
     inline,
     kernel,
+    part,
 )
 from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS, patch
@@ -80,7 +81,7 @@ def take_length(octets, position):
     return value, position + 4 + length
 
 
-@kernel
+@part
 def take_unary(octets, position, end, count, quotients):
     """The next `count` unary codes. Returns the position behind them, or -1 if they do not end before `end`."""
     word = load_word(octets, position >> 3) & (~uint64(0) << uint64(position & 7))
@@ -102,7 +103,7 @@ def take_unary(octets, position, end, count, quotients):
         word = load_word(octets, origin >> 3)
 
 
-@kernel
+@part
 def read_plan(octets, end, num_classes, count, plan):
     """Parse the classes' parameters. Returns the position behind them and the number of escapes, or (-1, reason)."""
     position, changes, in_planes = int64(0), int64(0), int64(0)
@@ -173,7 +174,7 @@ def take_sums(octets, low_at, bits, size, quotients, first, found):
     return rank, low_at
 
 
-@kernel
+@part
 def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients, places):
     """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
 
@@ -366,7 +367,10 @@ def decode_classes(
     num_classes = read_bounds(body, lowest)
     if num_classes == 0:
         return int64(-BOUNDS), num_classes, int64(0), int64(0)
-    octets[:size] = body[BOUNDS_BYTES:]
+    for at in range(
+        uint64(size)
+    ):  # numba compiles string formatting for an assignment whose sizes may differ: two seconds
+        octets[at] = body[at + uint64(BOUNDS_BYTES)]
     octets[size : size + PADDING] = 0
     position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
     if position < 0:

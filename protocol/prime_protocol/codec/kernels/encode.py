@@ -17,6 +17,7 @@ from prime_protocol.codec.kernels.base import (
     floor_log2,
     inline,
     kernel,
+    part,
 )
 from prime_protocol.codec.kernels.classes import choose_classes, scatter_scalar, scatter_wide
 from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes, population, store_word, trailing_zeros
@@ -80,7 +81,7 @@ def encode_classes(new, base, shift, wide, lowest, fill, planes, escapes, plan, 
     return top, boundaries, num_classes, num_escapes, size
 
 
-@kernel
+@part
 def analyze(fill, planes, num_classes, plan, gaps, steps):
     """Find each class's changes and a code for them. Returns the number of changes.
 
@@ -178,7 +179,7 @@ def low_part(value, bits):
     return value & ((int64(1) << bits) - 1)
 
 
-@kernel
+@part
 def write(octets, plan, num_classes, num_escapes, gaps, steps, unary):
     """Write plan, signs, low bits, unary codes and suffixes. Returns the number of bytes. `unary` is scratch."""
     writer = int64(0), uint64(0), int64(0)

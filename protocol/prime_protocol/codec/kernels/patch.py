@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint16, uint64
 
-from prime_protocol.codec.kernels.base import COUNT, FIRST, inline, kernel
+from prime_protocol.codec.kernels.base import COUNT, FIRST, inline, part
 from prime_protocol.codec.kernels.classes import class_table
 from prime_protocol.codec.kernels.vector import (
     BLOCK,
@@ -35,7 +35,7 @@ FAR = 1 << 30
 """More than any rank, where there is no group."""
 
 
-@kernel
+@part
 def count_starts(base, shift, lowest, num_classes, words, starts, sums):
     """Fill the rows of `words`, of `starts` and `sums`, each class's elements, for all whole groups. Returns their number.
 
@@ -59,7 +59,7 @@ def count_starts(base, shift, lowest, num_classes, words, starts, sums):
     return num_groups
 
 
-@kernel
+@part
 def patch(
     out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip

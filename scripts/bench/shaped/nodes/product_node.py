@@ -31,7 +31,7 @@ from prime_node.coordinator.daemon import serve
 from prime_node.ports.peers import PeerNetwork
 from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
-from prime_protocol.codec.api import warm_up
+from prime_protocol.codec import warm_up
 from prime_protocol.envelope import open_envelope
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest

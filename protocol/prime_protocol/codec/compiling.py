@@ -1,0 +1,55 @@
+"""The kernels made ready before the first chunk needs them, so that nothing with a deadline waits for a compiler.
+
+The first process on a machine compiles, for about ten seconds in each direction; later ones load machine code from numba's
+cache. Nothing happens here where numba is missing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prime_protocol.codec import portable
+from prime_protocol.codec.api import KERNEL_ELEMENTS, decode_chunk, encode_chunk, load_kernels
+from prime_protocol.codec.layout import TYPES, Mode, write_chunk
+
+UNCHANGED = bytes((0, 0, 0, 4))
+"""The body of a CLASS chunk: no boundaries, so one class; nothing changed in it, and there are no escapes."""
+
+
+def ready_encoder() -> None:
+    """Load the kernels that encode, or compile them."""
+    if load_kernels():
+        element, base = TYPES["bf16"], np.zeros(KERNEL_ELEMENTS, np.uint16)
+        encode_chunk(base, None, element)
+        encode_chunk(base, base, element)
+
+
+def ready_decoder() -> None:
+    """Load the kernels that decode, or compile them."""
+    if load_kernels():
+        element, out = TYPES["bf16"], np.zeros(KERNEL_ELEMENTS, np.uint16)
+        out[::2] = 1 << 7  # two exponents, so that zstd has something to do
+        full = write_chunk(Mode.FULL, element, out.size, portable.encode_full(out, element))
+        unchanged = write_chunk(Mode.CLASS, element, out.size, [UNCHANGED])
+        for chunk in (full, unchanged):
+            decode_chunk(chunk, out, out, dtype=element.name, start=0, count=out.size)
+
+
+def warm_up() -> None:
+    """Both directions."""
+    ready_encoder()
+    ready_decoder()
+
+
+def cache_place() -> tuple[str, str] | None:
+    """The folder where numba keeps the kernels, and a name that changes whenever it would compile them anew.
+
+    None where numba is missing, or where it has found no folder to write to: then each process compiles for itself.
+    """
+    if load_kernels() is None:
+        return None
+    from prime_protocol.codec.kernels.base import cache_key
+    from prime_protocol.codec.kernels.decode import decode_classes
+
+    folder: str | None = decode_classes.stats.cache_path
+    return None if folder is None else (folder, cache_key())

@@ -1,0 +1,96 @@
+"""The codec's kernels are compiled once per installation: by whom, and what everybody else finds then."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from prime_node.cli import kernels
+from prime_protocol.errors import LocalError
+
+CODES_EVERYTHING = """
+from collections.abc import Callable
+
+import numpy as np
+from numba.core import event
+from prime_protocol.codec import Mode, decode_chunk, encode_tensor, mode_of
+
+compiled, modes = [], set()
+
+
+class Listener(event.Listener):
+    def on_start(self, event):
+        compiled.append(event.data["dispatcher"].__name__)
+
+    def on_end(self, event):
+        pass
+
+
+event.register("numba:compile", Listener())
+rng = np.random.default_rng(0)
+base = (rng.standard_normal(300_000).astype("<f4").view("<u4") >> 16).astype("<u2")
+few, most, all_ = base.copy(), base.copy(), base.copy()
+few[::50] += 1
+most[base & 0x7FFF < 0x3F00] += 3
+all_ += rng.integers(0, 1000, base.size).astype("<u2")
+for new, old in [(base, None), (base, base), *((new, base) for new in (few, most, all_))]:
+    for dtype in ("bf16", "fp16"):
+        out = np.empty_like(base)
+        for chunk in encode_tensor(new, old, dtype=dtype):
+            for data in (chunk.data, memoryview(bytearray(chunk.data))):
+                decode_chunk(data, out, old, dtype=dtype, start=chunk.start, count=chunk.count)
+            modes.add(mode_of(chunk.data))
+        assert np.array_equal(out, new)
+assert modes >= {Mode.SKIP, Mode.CLASS, Mode.FULL}, modes
+print(*compiled)
+"""
+
+
+def test_after_the_first_process_none_compiles_anything() -> None:
+    kernels.compile_once(print)
+    coding = subprocess.run([sys.executable, "-c", CODES_EVERYTHING], capture_output=True, text=True, check=True)
+    assert coding.stdout.split() == []
+
+
+def test_who_comes_second_waits_for_the_first_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
+    said: list[str] = []
+    waits = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    with (tmp_path / "kernels.lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = threading.Thread(target=kernels.compile_once, args=(say,))
+        second.start()
+        assert waits.wait(20)
+        (tmp_path / "kernels-key.compiled").touch()
+    second.join(20)
+    assert not second.is_alive()
+    assert said == ["another process is compiling the codec's kernels: waiting for it"]
+
+
+def test_kernels_that_do_not_compile_are_an_error_and_not_marked_as_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(LocalError, match="do not compile here"):
+        kernels.compile_once(lambda text: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels.lock"]
+
+
+def test_without_a_folder_to_write_to_nothing_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cache_place", lambda: None)
+    said: list[str] = []
+    kernels.compile_once(said.append)
+    assert said == []
