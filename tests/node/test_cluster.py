@@ -74,7 +74,7 @@ def test_ranks_killed_at_random_moments_end_with_the_policies_of_an_undisturbed_
     rng, killed = random.Random(seed), [""]
     process = start(tmp_path, ranks=2)
     try:
-        for after in sorted(rng.sample(range(STEPS - 2), 3)):
+        for after in sorted(rng.sample(range(STEPS - 2), 2)):
             killed = kill_one(tmp_path, rng, after=after, process=process, old=killed)
         assert process.wait(120) == 0, (tmp_path / "out").read_text()[-3_000:]
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from prime_node.adapters.environments.process import ProcessTurnEnvironment
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.algo.trajectories import interleave
-from prime_node.cli.wire_environments import start_environments
+from prime_node.cli.wire_environments import end_environments, start_environments
 from prime_node.envs.episodes import Bounds, Recorder, WrongContext, replayed
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, TurnEnvironment
@@ -28,14 +28,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4_000)
 Say = Callable[[str], str]
+Worlds = dict[str, ProcessTurnEnvironment]
 
 
-@pytest.fixture(autouse=True)
-def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def tasksets() -> Iterator[None]:
     """Where the taskset of these tests is installed."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent / "tasksets")])
-    )
+    folder = str(Path(__file__).parent / "tasksets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder]))
+        yield
 
 
 def model_of(folder: Path) -> Path:
@@ -45,11 +47,26 @@ def model_of(folder: Path) -> Path:
     return folder
 
 
-def started(model: Path, hidden: list[Path], **options: str | bool) -> ProcessTurnEnvironment:
-    spec = EnvironmentSpec(name="words", id="verifiers", options={"taskset": "prime_words", **options}, turns_max=4)
-    made = start_environments([spec], model, hidden=hidden)["words"]
-    assert isinstance(made, ProcessTurnEnvironment)
-    return made
+def words(name: str = "words", **options: str | bool) -> EnvironmentSpec:
+    return EnvironmentSpec(name=name, id="verifiers", options={"taskset": "prime_words", **options}, turns_max=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path, tasksets: None) -> Iterator[Worlds]:
+    """One looks for a secret; one has two agents. In one process, whose imports take seconds."""
+    key = tmp_path_factory.mktemp("run") / "keys" / "worker.key"
+    key.parent.mkdir()
+    key.write_text("secret")
+    made = start_environments(
+        [words(snoop=str(key)), words("handoff", env="prime_handoff")], model, hidden=[key.parent]
+    )
+    yield {name: world for name, world in made.items() if isinstance(world, ProcessTurnEnvironment)}
+    end_environments(made)
 
 
 async def recorded(
@@ -79,12 +96,8 @@ def split(text: str, special: dict[str, int]) -> list[str | int]:
     return [text] if text else []
 
 
-async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(tmp_path: Path) -> None:
-    key = tmp_path / "run" / "keys" / "worker.key"
-    key.parent.mkdir(parents=True)
-    key.write_text("secret")
-    model = model_of(tmp_path / "model")
-    world = started(model, [key.parent], snoop=str(key))
+async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(worlds: Worlds, model: Path) -> None:
+    world = worlds["words"]
     word = world.answer(0)[::-1]
     seen = "PermissionError" if world.process.ready["confined"] else "secret"
     assert world.prompt(0) == f"{seen}: reverse {word}"
@@ -104,7 +117,9 @@ async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(tmp_path: Pa
 
 
 async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:  # noqa: F811
-    world = started(qwen3, [], tools=True, renderer="auto")
+    made = start_environments([words(tools=True, renderer="auto")], qwen3, hidden=[])
+    world = made["words"]
+    assert isinstance(world, ProcessTurnEnvironment)
     word = world.answer(0)[::-1]
     vocabulary = json.loads((qwen3 / "tokenizer.json").read_bytes())["model"]["vocab"]
     tokens = {name: vocabulary[name] for name in ("<tool_call>", "</tool_call>")}
@@ -119,11 +134,11 @@ async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -
     assert (reward, len(turns)) == (1.0, 2)
     first = turns[0].prompt_token_ids + turns[0].completion.token_ids
     assert turns[1].prompt_token_ids[: len(first)] == first, "bridged: what was sampled stays as it was"
+    end_environments(made)
 
 
-async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model")
-    world = started(model, [], env="prime_handoff")
+async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(worlds: Worlds, model: Path) -> None:
+    world = worlds["handoff"]
     word = world.answer(0)[::-1]
 
     def say(prompt: str) -> str:
@@ -143,6 +158,6 @@ async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(tmp_path: Path)
     assert await replayed(play, turns, BOUNDS, exact=True) == 1.0
 
 
-def test_a_taskset_that_is_not_installed_says_so(tmp_path: Path) -> None:
+def test_a_taskset_that_is_not_installed_says_so(model: Path) -> None:
     with pytest.raises(LocalError, match="no_such_tasks"):
-        started(model_of(tmp_path / "model"), [], taskset="no_such_tasks")
+        start_environments([words(taskset="no_such_tasks")], model, hidden=[])
