@@ -9,7 +9,6 @@ Prints JSON. `extra_mib` is the highest resident memory less what was resident b
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints import synthetic_pair
+from memory import peak_bytes, reset_peak
 
 from prime_node.broadcast.publish.part_spool import PartSpool
 from prime_protocol.checkpoint import encode_parts
@@ -31,20 +31,6 @@ from prime_protocol.manifest import BasePolicy, TensorEntry
 from prime_protocol.weights import WeightTensor, num_bytes
 
 THREADS = 2
-
-
-def peak_mib() -> float:
-    """This process's highest resident memory since the last reset."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found
-    return int(found[1]) / 1024
-
-
-def reset_peak() -> float:
-    """The peak begins anew at what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_mib()
 
 
 def stream(gigabytes: float) -> dict[str, float]:
@@ -98,12 +84,12 @@ def publish(gigabytes: float) -> dict[str, float]:
     return result(2 * num_bytes(weights), sent, begin, before)
 
 
-def result(size: int, sent: int, begin: float, before: float) -> dict[str, float]:
+def result(size: int, sent: int, begin: float, before: int) -> dict[str, float]:
     return {
         "gb": size / 1e9,
         "sent_gb": sent / 1e9,
         "seconds": time.perf_counter() - begin,
-        "extra_mib": peak_mib() - before,
+        "extra_mib": (peak_bytes() - before) / 2**20,
         "threads": THREADS,
     }
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import loss_steps  # first: it says how many threads torch has
 import torch
+from memory import peak_bytes, reset_peak
 from torch import Tensor
 from torch.nn import functional
 
@@ -80,13 +81,13 @@ def measure_head(name: str, size: loss_steps.Size) -> dict[str, Any]:
     head.grad = torch.zeros_like(head)
     hidden.grad = torch.zeros_like(hidden)
     seconds = []
-    before = loss_steps.reset_peak()
+    before = reset_peak()
     for _ in range(size.rounds):
         began = time.perf_counter()
         logprobs = HEADS[name](hidden, head, targets)
         torch.autograd.backward(logprobs.sum() / size.rows)
         seconds.append(time.perf_counter() - began)
-    peak = loss_steps.peak_bytes() - before - head.nbytes
+    peak = peak_bytes() - before - head.nbytes
     exact = plain_exact(hidden[:64], head, targets[:64])
     error = float((logprobs[:64].detach() - exact).abs().max())
     return {"seconds": seconds, "peak_bytes": peak, "error_nats_max": error}

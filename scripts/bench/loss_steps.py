@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
+from memory import peak_bytes, reset_peak
 
 from prime_node.adapters.engines.torch_weights import to_weights
 from prime_node.adapters.training.torch_backend import TorchBackend
@@ -271,19 +271,3 @@ def load_trl() -> None:
         subprocess.run(command, check=True, stdout=sys.stderr)
     if str(TRL_FOLDER) not in sys.path:
         sys.path.append(str(TRL_FOLDER))
-
-
-def reset_peak() -> int:
-    """Bytes resident now, what is free handed back; the kernel's peak starts here."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

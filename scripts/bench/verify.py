@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from memory import peak_bytes
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import Verified, audit
@@ -276,13 +277,6 @@ def audit_alone(folder: Path, run: str) -> int:
     before = peak_bytes()
     bench.verify(0)
     return peak_bytes() - before - num_bytes(bench.verified[0].weights)
-
-
-def peak_bytes() -> int:
-    """Of this process since it began; getrusage would count what its parent held."""
-    held = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert held is not None
-    return int(held[1]) * 1024
 
 
 def hardware() -> str:
