@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from prime_protocol.errors import LocalError
@@ -42,7 +44,7 @@ class Settings(BaseSettings):
         try:
             return cls(**merged)
         except ValidationError as error:
-            raise LocalError(_explain(error, cls.section)) from None
+            raise LocalError(_explain(error, cls)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -93,9 +95,27 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _explain(error: ValidationError, section: str) -> str:
-    lines = [
-        f"[{section}] {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-        for fault in error.errors(include_url=False, include_input=False)
-    ]
-    return "bad setting: " + "; ".join(lines)
+def _explain(error: ValidationError, settings: type[Settings]) -> str:
+    faults = error.errors(include_url=False, include_input=False)
+    lines = [f"[{settings.section}] {'.'.join(map(str, fault['loc']))}: {_said(fault, settings)}" for fault in faults]
+    return f"bad setting: {'; '.join(lines)} (`prime-node config {settings.section}` explains each)"
+
+
+def _said(fault: ErrorDetails, settings: type[Settings]) -> str:
+    if fault["type"] == "missing":
+        return "must be set"
+    if fault["type"] != "extra_forbidden":
+        return fault["msg"]
+    *tables, name = map(str, fault["loc"])
+    near = get_close_matches(name, _names(settings, tables), n=1)
+    return f"no such setting; did you mean {near[0]}?" if near else "no such setting"
+
+
+def _names(model: type[BaseModel], tables: list[str]) -> list[str]:
+    """Of the settings in a nested table; none where it may be of several kinds."""
+    for table in tables:
+        inner = model.model_fields[table].annotation if table in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)

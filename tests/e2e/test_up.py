@@ -65,8 +65,10 @@ def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:
     assert up.processes() == []
     assert "goes on" in up.output
 
-    up.start(new=False)
+    up.start("trainer.evaluate_at=[29]", new=False)
     assert up.finish(timeout_s=240) == 0, up.everything()
+    rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("step") == 29 and "eval_greedy" in row for row in rows), "what the second start was told"
     assert up.summary()["verification"]["ok"]
     assert up.summary()["rollouts"]["accepted"] == 30 * 6 * 4
 

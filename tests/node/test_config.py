@@ -45,7 +45,7 @@ def test_nested_settings_are_merged_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unknown_setting_is_named_with_its_table() -> None:
-    with pytest.raises(LocalError, match=r"\[sample\] cuont"):
+    with pytest.raises(LocalError, match=r"\[sample\] cuont: no such setting; did you mean count\?"):
         Sample.load({"sample": {"cuont": 1}})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.cli.coordinator import unreachable
-from prime_node.cli.new import make_run, write_join_link
+from prime_node.cli.new import make_run, new, write_join_link
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path, shipped_calibration
@@ -69,6 +69,14 @@ def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(tmp
     empty.touch()
     other = Options.of_run(str(run_dir.path), empty, []).load(TrainerConfig)
     assert other == Options.of_run("http://host:1/#" + "0" * 64, None, []).load(TrainerConfig) == TrainerConfig()
+
+
+def test_what_a_role_would_refuse_is_said_before_a_run_is_made(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"\[trainer\] optimizer\.lrr: no such setting; did you mean lr\?"):
+        new(tmp_path / "run", config=DEMO, assignments=["trainer.optimizer.lrr=3"])
+    with pytest.raises(LocalError, match=r"--url my\.host"):
+        new(tmp_path / "run", url="my.host", config=DEMO)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,12 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from prime_node.cli.options import SECTIONS
+from prime_node.cli.options import Options, Section
 from prime_node.config import Settings
 
 
 def config(
-    section: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(sorted(SECTIONS))}; all if left out.")
-    ] = None,
+    section: Annotated[Section | None, typer.Argument(help="All if left out.")] = None,
 ) -> None:
     """Print every setting with its default and what it means."""
     for settings in all_settings():
@@ -34,6 +32,13 @@ def all_settings() -> list[type[Settings]]:
     from prime_node.worker.config import WorkerConfig
 
     return [RunConfig, UpConfig, CoordinatorConfig, TrainerConfig, ValidatorConfig, WorkerConfig]
+
+
+def check_settings(options: Options, *, with_run: bool) -> None:
+    """Every role's, before one of them is started. Raises LocalError."""
+    for settings in all_settings():
+        if with_run or settings.section != "run":
+            options.load(settings)
 
 
 def describe(model: type[BaseModel], table: str) -> Iterator[str]:

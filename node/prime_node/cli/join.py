@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import ConfigFile, EngineName, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
@@ -32,7 +32,7 @@ TIMELINE_BYTES_MAX = 2**24
 def join(
     link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
     name: Annotated[str | None, typer.Option(help="What the operator sees.", show_default=False)] = None,
-    engine: Annotated[str | None, typer.Option(help="auto, transformers or vllm.", show_default=False)] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="Inference engine.", show_default=False)] = None,
     folder: Annotated[
         Path | None,
         typer.Option(

@@ -75,5 +75,5 @@ def main() -> None:
     """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
     try:
         app()
-    except (PrimeError, BaseExceptionGroup) as error:
+    except (PrimeError, OSError, BaseExceptionGroup) as error:
         sys.exit(tell(error))

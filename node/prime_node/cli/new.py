@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import read_calibration, shipped_calibration
@@ -27,6 +28,11 @@ def new(
 ) -> None:
     """Make a run: keys, model files, the signed RunSpec and the join link."""
     options = Options(config, assignments)
+    check_settings(options, with_run=True)
+    try:
+        JoinLink.parse(f"{url.rstrip('/')}/#{'0' * 64}")
+    except ValueError:
+        raise LocalError(f"--url {url}: expected http://host:port, as contributors will reach it") from None
     run = make_run(RunDir(directory), options, config_file=config)
     link = write_join_link(RunDir(directory), run, url=url)
     print(f"run {run.digest[:12]} made in {directory}\njoin link: {link}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import typer
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 
-SECTIONS = {"run", "up", "coordinator", "trainer", "validator", "worker"}
+Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker"]
+SECTIONS = set(get_args(Section))
 """Tables that a config file may hold."""
 
 ConfigFile = Annotated[
@@ -28,7 +29,10 @@ Set = Annotated[
     ),
 ]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True, help="Stop when standard input ends.")]
-LogLevel = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option("--log-level", case_sensitive=False, help="Of the log.")
+]
+EngineName = Literal["auto", "transformers", "vllm"]
 
 S = TypeVar("S", bound=Settings)
 

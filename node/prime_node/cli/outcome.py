@@ -6,10 +6,20 @@ side refused (banned, wrong run, ...); 130 interrupted.
 
 from __future__ import annotations
 
+import errno
+
 from rich.console import Console
 
 from prime_node.patience import causes_of
 from prime_protocol.errors import LocalError, PrimeError
+
+DISK_FAULTS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EROFS: "choose another folder",
+    errno.EACCES: "choose another folder, or change who may use this one",
+}
+"""And what to do about each."""
 
 
 def tell(error: BaseException) -> int:
@@ -27,8 +37,16 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
 
     The tasks of a role run in groups, so what one of them raises arrives in a group.
     """
-    causes = causes_of(error)
+    causes = [_local(cause) or cause for cause in causes_of(error)]
     if not all(isinstance(cause, PrimeError) for cause in causes):
         return None
     local = next((cause for cause in causes if isinstance(cause, LocalError)), None)
     return (4, f"refused by the other side: {causes[0]}") if local is None else (3, str(local))
+
+
+def _local(error: BaseException) -> LocalError | None:
+    """What the disk refuses is no bug of ours."""
+    if not isinstance(error, OSError) or error.errno not in DISK_FAULTS:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return LocalError(f"{where}{error.strerror}; {DISK_FAULTS[error.errno]}, then start again")

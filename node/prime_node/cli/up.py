@@ -23,7 +23,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from prime_node.cli.options import ConfigFile, Options, Set
+from prime_node.cli.config import check_settings
+from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
@@ -53,7 +54,7 @@ def up(
     ] = Path("runs/demo"),
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
-    engine: Annotated[str, typer.Option(help="Inference engine of the workers: auto, transformers or vllm.")] = "auto",
+    engine: Annotated[EngineName, typer.Option(help="Inference engine of the workers.")] = "auto",
 ) -> None:
     """Start everything on this machine and train, or go on with a run that was stopped."""
     from prime_node.observe import setup_logging
@@ -84,7 +85,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    session = Session(run_dir, run, link, settings, engine)
+    session = Session(run_dir, run, link, settings, engine, options.assignments)
     try:
         await unless(stop.wait(), session.start())
         finished = not stop.is_set() and await session.watch(console, stop)
@@ -101,9 +102,17 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
 class Session:
     """One stretch of a run: from `up` to its end or to Ctrl-C."""
 
-    def __init__(self, run_dir: RunDir, run: PinnedRun, link: JoinLink, settings: UpConfig, engine: str) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        run: PinnedRun,
+        link: JoinLink,
+        settings: UpConfig,
+        engine: str,
+        assignments: list[str],
+    ) -> None:
         self._run_dir, self._run, self._link = run_dir, run, link
-        self._settings, self._engine = settings, engine
+        self._settings, self._engine, self._assignments = settings, engine, assignments
         self._supervisor = Supervisor(log_bytes_max=settings.log_bytes_max)
         self._metrics = JsonLinesReader(run_dir.trainer_metrics)
         self._began = time.monotonic()
@@ -196,11 +205,10 @@ class Session:
             await self._supervisor.stop(name, grace_s=GRACE_S[name])
 
     async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
-        where = [str(self._run_dir.path)]
-        if not positional:  # a worker knows the link alone
-            where = ["--config", str(self._run_dir.config)]
-            for assignment in self._run_dir.overrides():
-                where += ["--set", assignment]
+        # A worker knows the link alone.
+        where = [str(self._run_dir.path)] if positional else ["--config", str(self._run_dir.config)]
+        for assignment in self._assignments:
+            where += ["--set", assignment]
         await self._supervisor.start(
             Child(
                 name,
@@ -279,11 +287,8 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
 
 
 def _settings(run_dir: RunDir, options: Options) -> UpConfig:
-    """What `up` itself is told; the [run] table of a new run is looked at too. Raises LocalError."""
-    from prime_node.coordinator.new_run import RunConfig
-
-    if not run_dir.exists:
-        options.load(RunConfig)
+    """What `up` itself is told; all that its children are told is looked at too. Raises LocalError."""
+    check_settings(options, with_run=not run_dir.exists)
     return options.load(UpConfig)
 
 
