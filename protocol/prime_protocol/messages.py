@@ -34,6 +34,11 @@ def _is_default(value: object) -> bool:
     return not value
 
 
+def _is_unknown(value: object) -> bool:
+    """The same for a number of which 0 says something."""
+    return value is None
+
+
 def _optional(*, max_length: int) -> Any:
     return Field(default=(), max_length=max_length, exclude_if=_is_default)
 
@@ -94,9 +99,9 @@ class HeartbeatRequest(WireModel):
     """The policy that its engine holds."""
     bundles_spooled: Count
     """Bundles that wait on its disk to be uploaded."""
-    usable_after_ms: Count | None = None
+    usable_after_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
     """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
-    swap_ms: Count | None = None
+    swap_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
     """Of that, what its engine took to swap to it."""
 
 

@@ -33,7 +33,8 @@ class RejectReason(StrEnum):
     WRONG_CONTEXT = "wrong_context"
     """A turn's prompt is not what the environment says behind the answers so far."""
     INCOMPLETE = "incomplete"
-    """An environment goes on where a rollout ends: it failed on its worker's machine. Counts as a lease that was handed back."""
+    """An environment goes on where a rollout ends: it failed on its worker's machine. Or it plays another problem than that of an
+    evaluation, as releases from before the evaluations do. Counts as a lease that was handed back."""
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     """A token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"

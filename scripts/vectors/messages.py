@@ -23,6 +23,7 @@ from prime_protocol.messages import (
 )
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 from vectors.folder import COORDINATOR, NOW_MS, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
+from vectors.requests import requests
 from vectors.runs import ENGINE, E
 
 
@@ -93,6 +94,7 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("claimed speed", PayloadType.REQUEST, stamped(work.model_copy(update={"speed": speed})), WORKER),
         ("batch request", PayloadType.REQUEST, stamped(BatchRequest(step=2, durable_step=1, train_ms=1_500)), TRAINER),
         ("ban", PayloadType.BAN, banned, COORDINATOR),
+        *((name, PayloadType.REQUEST, stamped(request), key) for name, request, key in requests()),
     ]
     cases = []
     for name, kind, message, key in signed:

@@ -20,7 +20,7 @@ from prime_node.coordinator.state.records import LeaseRecord, Worker
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
-from prime_protocol.messages import AdminRequest, LeaveRequest, ReceiptsRequest
+from prime_protocol.messages import AdminRequest, LeaseRequest, LeaveRequest, NotYet, ReceiptsRequest
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
@@ -238,3 +238,20 @@ async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_do
         "the last bundle's second receipt is no further work"
     )
     assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 6 * 2)
+
+
+async def test_a_lapsed_lease_is_redeemed_no_more_once_nothing_stands_for_it() -> None:
+    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, surety_bundles=4)
+    async with running(memory_parts(make_run(checks=CheckPolicy(audits=policy)))) as world:
+        manifest = await world.publish()
+        await world.join(ANNA)
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.give_verdict(await world.take_task(VALIDATOR))
+        lost = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ROOT).admin(AdminRequest(action="drain"))
+        forgotten = LeaseRequest(policy_version=0, policy_digest=manifest.digest, rollouts_max=2, holding=())
+        assert isinstance(await world.client(ANNA).lease(forgotten), NotYet)
+        await world.client(ANNA).receipts(ReceiptsRequest())  # nothing waits: the surety is credited
+        answer = await world.client(ANNA).upload(make_parcel(lost, ANNA))
+    assert answer.verdict is not None
+    assert answer.verdict.reason is RejectReason.LEASE_EXPIRED

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from tests.node.scheduler_world import RULES, Run
 
+from prime_node.coordinator.state import endings, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import invariants, records, scheduler, snapshot
 from prime_node.coordinator.state.effects import Banned, BundleForgotten, Settled, Topic, Woken
 from prime_node.coordinator.state.scheduler import Refusal
 from prime_protocol.verdict import RejectReason
@@ -298,3 +298,21 @@ def test_an_event_and_a_snapshot_survive_json(run: Run) -> None:
     for event, _ in run.log:
         assert ev.from_json(ev.to_json(event)) == event
     assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+
+
+def test_where_many_take_part_fewer_ended_leases_of_each_are_remembered(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "LEASES_REMEMBERED_MIN", 1)
+    monkeypatch.setattr(endings, "LEASES_REMEMBERED_TOTAL", 6)
+    for worker in ("anna", "ben"):
+        for _ in range(5):
+            run.accept(run.upload(run.granted(worker, 0, rollouts_max=2)))
+            run.fix()
+    assert [len(worker.ended) for worker in run.state.workers.values()] == [3, 3]
+    run.join("cleo", "dora")
+    last = run.granted("anna", 0, rollouts_max=2)
+    run.accept(run.upload(last))
+    assert len(run.state.workers["anna"].ended) == 1
+    assert run.state.lease_of(last.lease_id, "anna") is last
+    invariants.check(run.state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tests.node.memory_coordinator import WorkerWorld
@@ -15,6 +16,8 @@ from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.messages import HeartbeatRequest
 from prime_protocol.rollout import Completion
 
 
@@ -95,6 +98,17 @@ async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Pat
     world = WorkerWorld(tmp_path)
     world.coordinator.ban_reason = "no"
     assert await run(world.worker(), world.stop) is Ending.BANNED
+
+
+async def test_a_worker_that_is_newer_than_its_coordinator_says_so(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    async def refuse(request: HeartbeatRequest) -> NoReturn:
+        raise PeerError(ErrorCode.UNKNOWN_FIELD, "request.heartbeat.swap_ms")
+
+    world.coordinator.heartbeat = refuse  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match=r"older release .*swap_ms.*: wait for its operator"):
+        await run(world.worker(), world.stop)
 
 
 async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -> None:

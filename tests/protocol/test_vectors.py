@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -346,6 +346,21 @@ def test_every_kind_has_good_and_bad_vectors_and_every_file_is_used() -> None:
         assert all(any("expect" in case for case in cases) for cases in lists.values())
         text = json.dumps(list(lists.values()))
         assert all(f'"{path.name}"' in text for path in folder.iterdir() if path.suffix != ".json")
+
+
+def test_every_field_of_every_request_has_a_value_of_its_own_in_some_vector() -> None:
+    signed = [
+        case["expect"]["request"]
+        for path, case in CASES
+        if path.stem == "message" and "request" in case.get("expect", ())
+    ]
+    for kind in get_args(get_args(messages.Request)[0]):
+        mine = [request for request in signed if request["action"] in get_args(kind.model_fields["action"].annotation)]
+        assert mine, kind
+        for name, field in kind.model_fields.items():
+            default = json.loads(json.dumps(field.get_default(call_default_factory=True), default=lambda _: None))
+            values = [request.get(name, default) for request in mine]
+            assert name == "action" or any(value != default for value in values), f"{kind.__name__}.{name}"
 
 
 def test_a_folder_of_vectors_is_never_written_twice(tmp_path: Path) -> None:

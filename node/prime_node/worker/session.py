@@ -117,6 +117,11 @@ class Session:
             raise
         except PeerError as error:
             self.away_since_s = None
+            if error.code is ErrorCode.UNKNOWN_FIELD:  # coordinators are upgraded first (SPEC.md, section 18)
+                detail = (
+                    f"the coordinator runs an older release ({error.detail}): wait for its operator, or install his"
+                )
+                raise PeerError(error.code, detail) from None
             if error.code is ErrorCode.BANNED:
                 raise Banned(error.detail) from None
             if error.code is ErrorCode.UNKNOWN_WORKER:

@@ -133,6 +133,8 @@ def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[Rej
     if fault is not None and not state.is_evaluation(lease.slots):
         detail = f"step {header.step} by policy {header.policy_version} while step {state.current_step} is trained"
         return RejectReason(fault.value), detail
+    if lease.end is LeaseEnd.LAPSED and state.workers[lease.worker].released:
+        return RejectReason.LEASE_EXPIRED, "the lease lapsed, the run ends, and your surety is credited already"
     if not state.is_redeemable(lease):
         return (
             RejectReason.LEASE_EXPIRED,

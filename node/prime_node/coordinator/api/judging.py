@@ -59,10 +59,14 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
     known = await _copies_replaced(core, request)
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return
+    reason = verdict.reason
+    if reason is RejectReason.WRONG_CONTEXT and core.state.is_evaluation(pending.lease.slots):
+        # Workers from before the evaluations play another problem under that number. It is refused, so nothing is gained by it.
+        reason = RejectReason.INCOMPLETE
     core.decide(
         ev.VerdictGiven(
             bundle=request.bundle,
-            reason=verdict.reason,
+            reason=reason,
             detail=verdict.detail,
             rewards=request.rewards,
             num_tokens=request.num_tokens,

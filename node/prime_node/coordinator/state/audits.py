@@ -62,7 +62,7 @@ def release(state: State, worker: Worker) -> Settled:
     Not when a worker leaves: it could come back with nothing at stake, and cheat then.
     """
     last, num_tokens = worker.surety[-1], sum(one.num_tokens for one in worker.surety)
-    released, worker.surety = len(worker.surety), []
+    released, worker.surety, worker.released = len(worker.surety), [], True
     detail = f"the run ends: the {num_tokens} tokens of the last {released} bundles are credited"
     weighed = last.weighed if suspicion.still_counts(worker, last.lease) else None
     credited = last.credited + num_tokens

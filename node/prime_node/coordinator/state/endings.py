@@ -10,7 +10,11 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
-"""Ended leases kept for each worker, so that a late upload gets a precise answer."""
+"""Ended leases kept for each worker, so that a late upload gets a precise answer, ..."""
+LEASES_REMEMBERED_MIN = 8
+"""... and at least so many, ..."""
+LEASES_REMEMBERED_TOTAL = 2**17
+"""... where there are more workers than this divided by LEASES_REMEMBERED_MAX. A snapshot holds them all."""
 WORKERS_REMEMBERED_FACTOR = 4
 """Beyond this many times `workers_max`, workers that went away are forgotten (newcomers.py)."""
 WASTED_PAUSE_MS = 1_000
@@ -46,7 +50,7 @@ def stop_waiting(state: State, pending: PendingBundle, step: Step | None) -> lis
     worker = state.workers[pending.lease.worker]
     del state.bundles[pending.bundle]
     del worker.pending[pending.lease.lease_id]
-    _remember_ended(worker, pending.lease)
+    _remember_ended(state, worker, pending.lease)
     # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
     return [BundleForgotten(pending.bundle)] if step is None and pending.bundle not in state.evidence else []
 
@@ -77,14 +81,16 @@ def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
     worker.leases.remove(lease.lease_id)
     newcomers.recount(state, worker)
     lease.end = end
-    _remember_ended(worker, lease)
+    _remember_ended(state, worker, lease)
     return worker
 
 
-def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
+def _remember_ended(state: State, worker: Worker, lease: LeaseRecord) -> None:
     worker.ended[lease.lease_id] = lease
-    if len(worker.ended) > LEASES_REMEMBERED_MAX:
-        del worker.ended[next(iter(worker.ended))]
+    if len(worker.ended) > LEASES_REMEMBERED_MIN:
+        share = max(LEASES_REMEMBERED_MIN, LEASES_REMEMBERED_TOTAL // len(state.workers))
+        while len(worker.ended) > min(share, LEASES_REMEMBERED_MAX):
+            del worker.ended[next(iter(worker.ended))]
 
 
 def lapse_leases(state: State, worker: Worker, at_ms: int) -> list[Effect]:

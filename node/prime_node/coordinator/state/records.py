@@ -156,6 +156,8 @@ class Worker:
     """Leases that ended without a bundle."""
     surety: list[Surety] = field(default_factory=list)
     """Its last accepted bundles, oldest first."""
+    released: bool = False
+    """Its surety was credited, because the run ends: for what comes now nothing would stand."""
     accepted: int = 0
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)

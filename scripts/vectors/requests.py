@@ -1,0 +1,82 @@
+"""One request of each kind, every field of it with a value of its own. See make_vectors.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prime_protocol.digest import digest_of
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import (
+    AdminRequest,
+    BatchRequest,
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    Hardware,
+    HeartbeatRequest,
+    JoinRequest,
+    LeaseRequest,
+    LeaveRequest,
+    PeersRequest,
+    ReceiptsRequest,
+    Request,
+    ReturnLeaseRequest,
+    WorkerState,
+)
+from prime_protocol.verdict import RejectReason, Verdict
+from vectors.folder import COORDINATOR, TRAINER, VALIDATOR, WORKER
+from vectors.runs import ENGINE
+
+POLICY, LEASE, BUNDLE = (digest_of(text) for text in (b"policy 7", b"a lease", b"a bundle"))
+
+
+def requests() -> Iterator[tuple[str, Request, SigningKey]]:
+    """Name, request, who signs it."""
+    yield (
+        "join request with everything",
+        JoinRequest(
+            name="a workstation",
+            software="vectors 1",
+            engine=ENGINE.model_copy(update={"seeded": False}),
+            rollouts_max=64,
+            invite="an invitation's text",
+            hardware=Hardware(device="cpu", cores=16, memory_bytes=2**35),
+        ),
+        WORKER,
+    )
+    yield (
+        "heartbeat",
+        HeartbeatRequest(
+            state=WorkerState.GENERATING, policy_version=7, bundles_spooled=2, usable_after_ms=5_200, swap_ms=310
+        ),
+        WORKER,
+    )
+    yield (
+        "lease request with what is held",
+        LeaseRequest(policy_version=7, policy_digest=POLICY, rollouts_max=16, holding=(LEASE,), wait_s=20.0),
+        WORKER,
+    )
+    yield "lease handed back", ReturnLeaseRequest(lease_id=LEASE), WORKER
+    yield "leave", LeaveRequest(), WORKER
+    yield "receipts", ReceiptsRequest(after=41), WORKER
+    yield "peers", PeersRequest(port=8_470, addresses=("/ip4/192.0.2.7/tcp/8470",), peers_max=12), WORKER
+    yield "check request", CheckRequest(policy_versions=(6, 7), wait_s=15.0), VALIDATOR
+    yield "bundle request", BundleRequest(bundle=BUNDLE), VALIDATOR
+    yield (
+        "check result of spans",
+        CheckResultRequest(
+            bundle=BUNDLE,
+            verdict=Verdict.accept(),
+            rewards=(0.0, 1.0),
+            num_tokens=48,
+            measured={"logprob_mean_abs": 0.0009765625},
+            versions=((6, 7),),
+            unscored=(1,),
+        ),
+        VALIDATOR,
+    )
+    refusal = Verdict.refuse(RejectReason.LOGPROB_MISMATCH, "0.5 nats away")
+    yield "refusal", CheckResultRequest(bundle=BUNDLE, verdict=refusal, rewards=()), VALIDATOR
+    yield "second batch request", BatchRequest(step=7, durable_step=5, wait_s=10.0, part=1), TRAINER
+    yield "ban request", AdminRequest(action="ban", worker=WORKER.key_id, reason="sends rubbish"), COORDINATOR
+    yield "drain request", AdminRequest(action="drain"), COORDINATOR
