@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 import tracemalloc
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from prime_node.broadcast.follow.paths import Route
@@ -53,7 +53,7 @@ def begin(preset: str, num_workers: int) -> tuple[State, list[str]]:
     return state, names
 
 
-def measure(preset: str, num_workers: int, num_events: int, laps: Counter[str]) -> float:
+def measure(preset: str, num_workers: int, num_events: int, laps: defaultdict[str, float]) -> float:
     """Events a second. To `laps` is added what each kind of event took, in seconds, and under "leases" how many there were."""
     state, names = begin(preset, num_workers)
     steps = max(1, round(num_events / (3 * state.rules.groups_per_step)))
@@ -75,7 +75,7 @@ def measure(preset: str, num_workers: int, num_events: int, laps: Counter[str]) 
 
 
 def _fill(
-    state: State, names: list[str], orders: list[list[int]], version: int, now_ms: int, laps: Counter[str]
+    state: State, names: list[str], orders: list[list[int]], version: int, now_ms: int, laps: defaultdict[str, float]
 ) -> int:
     """Workers go round until the step's batches can be taken."""
     count = 0
@@ -127,7 +127,7 @@ def bytes_each(num_workers: int, num_leases: int) -> dict[str, float]:
     orders, sizes = [list(range(num_workers))] * 3, []
     for version in range(num_leases):
         now_ms = 1_000 * version
-        _fill(state, names, orders, version, now_ms, Counter())
+        _fill(state, names, orders, version, now_ms, defaultdict(float))
         _train(state, version, now_ms)
         tick(state, ev.TrainerDurable(forgettable_step(state, version + 1)), now_ms)
         sizes.append(tracemalloc.get_traced_memory()[0] / num_workers)
@@ -147,7 +147,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for preset in ("prime_rl", "verl_partial"):
         rates: dict[int, list[float]] = {size: [] for size in sizes}
-        laps: dict[int, Counter[str]] = {size: Counter() for size in sizes}
+        laps: dict[int, defaultdict[str, float]] = {size: defaultdict(float) for size in sizes}
         for _ in range(rounds):  # the sizes in turn, so that a busy moment hits them alike
             for size in sizes:
                 rates[size].append(measure(preset, size, num_events, laps[size]))
@@ -178,8 +178,8 @@ def main() -> int:
             what = f"{row['preset']}, {row['workers']:,} workers"
             print(f"{what:32} {row['median']:10,.0f} events/s   ({row['low']:,.0f} to {row['high']:,.0f})")
             print("    us: " + ", ".join(f"{name} {took:.1f}" for name, took in row["lease_us"].items()))
-        for name, size in memory.items():
-            print(f"{name}, of 100,000 workers: {size:,.0f} bytes")
+        for name, taken in memory.items():
+            print(f"{name}, of 100,000 workers: {taken:,.0f} bytes")
         for name, value, bar in checks:
             print(f"{'ok  ' if value >= bar else 'MISS'} {name}: {value:,.2f}, bar {bar:,}")
     return 0 if all(value >= bar for _, value, bar in checks) else 1

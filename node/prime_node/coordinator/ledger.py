@@ -25,7 +25,7 @@ async def begin_ledger(store: Store, chain: LedgerChain) -> None:
     """Where a release without a ledger has settled bundles, their receipts become its first lines, in the order of their last
     change: a worker that looks for them would otherwise hold evidence against a coordinator that kept its word.
 
-    A ledger that has begun is left as it is. Whose first lines an earlier release left out, its operator answers for himself: what
+    A ledger that has begun is left as it is. Where an earlier release left out first lines, its operator answers for them: what
     is appended to a ledger cannot say that it came before.
     """
     if chain.num_entries:
