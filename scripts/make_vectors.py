@@ -25,10 +25,10 @@ from vectors.ledger import ledger
 from vectors.messages import messages
 from vectors.peers import peers
 from vectors.proofs import choices, proofs
-from vectors.ranks import ranks
 from vectors.runs import lease_of, runs
 from vectors.trust import trust
 from vectors.turns import turns
+from vectors.uncalibrated import excess_flips, ranks
 
 
 def main() -> None:
@@ -51,6 +51,7 @@ def main() -> None:
     invites(folder, run)
     adapters(folder)
     ranks(folder)
+    excess_flips(folder)
 
 
 if __name__ == "__main__":

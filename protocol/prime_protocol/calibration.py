@@ -21,8 +21,12 @@ from prime_protocol.assignment import Count, Name, Text
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, sums_of
+from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
+from prime_protocol.reward_ranks import REWARD_RANKS
 
+NEED_NONE = frozenset({EXCESS_FLIPS, *REWARD_RANKS})
+"""Statistics that hold for any engine."""
 NATS_ERROR_MAX = 1e-3
 """Logarithms may differ in the last bits between machines."""
 
@@ -85,7 +89,8 @@ class Calibration(WireModel):
 def speaks_for(evidence: BundleEvidence, *, evidence_max: float) -> bool:
     """Whether the calibration knows both engines and the bundle by itself is no evidence of dishonesty, at any lambda."""
     limit = math.log(evidence_max)
-    return bool(evidence.sums) and all(log_e < limit for sums in evidence.sums.values() for log_e in sums.log_e)
+    known = evidence.sums.keys() - NEED_NONE
+    return bool(known) and all(log_e < limit for sums in evidence.sums.values() for log_e in sums.log_e)
 
 
 def evidence_of(

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from prime_protocol import limits
+from prime_protocol import excess_flips, limits, reward_ranks
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.calibration import Calibration
@@ -21,9 +21,10 @@ from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.evidence import Moments
+from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
-from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS
+from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
 from prime_protocol.step import Admission
 
@@ -123,6 +124,8 @@ class CheckPolicy(WireModel):
     reference_share: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda value: value == 0.0)
     """Of their groups so large a share, chosen after the upload, is sampled by the validator as well, to compare the rewards
     (reward_ranks.py): nothing else sees who samples several times and uploads the best. Costs as much generation."""
+    flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
+    """Whether tokens that are not the seeds' choice add up against what the claimed logprobs explain (excess_flips.py)."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
@@ -141,7 +144,9 @@ class CheckPolicy(WireModel):
     @model_validator(mode="after")
     def _evidence_fits(self) -> Self:
         if len(self.statistics) > limits.STATISTICS_MAX:
-            raise ValueError(f"evidence is made of at most {limits.STATISTICS_MAX} statistics, reward ranks included")
+            raise ValueError(
+                f"evidence is made of at most {limits.STATISTICS_MAX} statistics, uncalibrated ones included"
+            )
         return self
 
     @property
@@ -153,12 +158,18 @@ class CheckPolicy(WireModel):
     def statistics(self) -> tuple[str, ...]:
         """What evidence is made of, always all of them; empty where nothing adds up."""
         calibrated = () if self.calibration is None else self.calibration.statistics
-        return (*calibrated, *REWARD_RANKS) if self.compares_rewards else calibrated
+        return (*calibrated, *self._uncalibrated)
 
     def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
         """Of each statistic that a bundle between engines of these classes may have."""
         known = {} if self.calibration is None else self.calibration.moments_of(worker=worker, validator=validator)
-        return known | dict.fromkeys(REWARD_RANKS, MOMENTS) if self.compares_rewards else known
+        return known | self._uncalibrated
+
+    @property
+    def _uncalibrated(self) -> dict[str, Moments]:
+        """Of the statistics that hold for any engine."""
+        flips = {EXCESS_FLIPS: excess_flips.MOMENTS} if self.flips_explained else {}
+        return flips | dict.fromkeys(REWARD_RANKS, reward_ranks.MOMENTS) if self.compares_rewards else flips
 
 
 class RunSpec(WireModel):

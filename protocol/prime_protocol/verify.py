@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.excess_flips import apart
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
 from prime_protocol.run_spec import CheckPolicy, RunSpec
@@ -156,6 +157,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     margin [T]: by how much another token's noisy score is above the chosen one's
     flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
+    apart [T]: |1 - p / p'| of their probabilities, by which alone a flip is explained (excess_flips.py)
     stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
     surprise, certainty, spread [T]: without seeds, by how much the logprob is below or above its mean, and its variance
     sharper, flatter [T]: without seeds, nats by which the token would be likelier at another temperature; below 0 where it is not
@@ -165,6 +167,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
     flips_T = (~(prefill.margins_T <= 0)).astype(np.float32)
     found = {"margin": prefill.margins_T, "flip": flips_T, "logprob": errors_T.astype(np.float32)}
+    found["apart"] = apart(rollouts.logprobs_T, prefill.logprobs_T).astype(np.float32)
     if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
         errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
         found["proof"] = errors.distance_mean_C.astype(np.float32)

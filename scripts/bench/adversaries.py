@@ -69,13 +69,17 @@ BY_DESIGN = (
     "int8-as-vllm",
     "int8-as-unknown",
     "older-1-as-vllm",
-    "ties-as-vllm",
-    "ties-as-unknown",
 )
 """They get through, or may: SECURITY.md says so."""
-BY_REWARDS = ("unseeded-best-of-n",)
-"""Nothing in one bundle shows them; rewards add up more slowly than what tokens say."""
-ROLLOUTS_MAX = {"partial-1": 800, "partial-10": 400, "unseeded-best-of-n": 600}
+ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n")
+"""Nothing in one bundle shows them; what they do adds up more slowly than what other tokens say."""
+ROLLOUTS_MAX = {
+    "partial-1": 800,
+    "partial-10": 400,
+    "ties-as-vllm": 400,
+    "ties-as-unknown": 400,
+    "unseeded-best-of-n": 600,
+}
 """Of a cheat, before it is taken for not caught, ..."""
 ROLLOUTS_MAX_OTHERS = 160
 AT_THE_FLOOR_TIMES = 4
@@ -297,7 +301,7 @@ def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
 
 def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -> list[Check]:
     hard = [run for run in runs if run["name"] not in (*SOFT, *BY_DESIGN) and "partial" not in run["name"]]
-    text = [run for run in hard if ADVERSARIES[run["name"]].changes_text and run["name"] not in BY_REWARDS]
+    text = [run for run in hard if ADVERSARIES[run["name"]].changes_text and run["name"] not in ADDING_UP]
     tried, missed = len({run["name"] for run in runs}), sum(run["caught"] is None for run in hard)
     hurt = sum(run["hurt"] for run in runs)
     found = [

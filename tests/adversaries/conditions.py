@@ -24,6 +24,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         calibration=shipped_calibration(),
         audits=audits,
         strikes_max=strikes_max,
+        flips_explained=True,
         unseeded=name in UNSEEDED,
         reference_share=float(name == "unseeded-best-of-n"),
     )

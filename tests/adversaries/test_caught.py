@@ -50,6 +50,7 @@ EXPECTED = {
     "loud-poison": {LOGPROBS},
     "partial-10": {SEEDS},
     "ties": {SEEDS},
+    "ties-as-unknown": {SEEDS},
     "framing": {RejectReason.COPIED},
     "colluding": {SEEDS},
 }
@@ -61,10 +62,10 @@ BY_DESIGN = (
     "int8-as-vllm",
     "int8-as-unknown",
     "older-1-as-vllm",
-    "ties-as-vllm",
-    "ties-as-unknown",
 )
 """These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
+IN_THE_BENCH = ("ties-as-vllm",)
+"""Found as another one is, and as late: scripts/bench/adversaries.py."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -146,7 +147,7 @@ async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(aren
 
 
 def test_every_cheat_of_the_table_is_tried() -> None:
-    assert {*EXPECTED, *BY_DESIGN, *SOFT, "partial-1", "unseeded-best-of-n"} == set(ADVERSARIES)
+    assert {*EXPECTED, *BY_DESIGN, *SOFT, *IN_THE_BENCH, "partial-1", "unseeded-best-of-n"} == set(ADVERSARIES)
     assert len(ADVERSARIES) >= 25
 
 

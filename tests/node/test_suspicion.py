@@ -18,6 +18,7 @@ from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, Sums, folded, log_evidence
+from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.messages import (
     CheckRequest,
     CheckResultRequest,
@@ -114,6 +115,22 @@ def test_an_unknown_engine_is_marked_and_not_banned(run: Run) -> None:
     assert audits.share(trusted, anna) == 1.0, "it stays a newcomer"
     judged(run, "anna", saying(-0.2))
     assert anna.calibrated is True
+
+
+def test_an_unknown_engine_is_banned_by_what_needs_no_calibration_and_is_still_marked() -> None:
+    run = Run(dataclasses.replace(WEIGHING, statistics=(*WEIGHING.statistics, EXCESS_FLIPS)))
+    run.join("anna", "ben")
+    run.publish()
+    flips = UNKNOWN.model_copy(update={"sums": {EXCESS_FLIPS: Sums(num_tokens=48, log_e=(0.6, 1.6))}})
+    for _ in range(14):
+        effects = judged(run, "anna", flips)
+        if receipt_of(effects).reason is not None:
+            break
+    anna = run.state.workers["anna"]
+    assert receipt_of(effects).reason is RejectReason.STATISTICAL
+    assert anna.banned is not None
+    assert anna.banned.kind is BanKind.STATISTICAL
+    assert anna.calibrated is False
 
 
 def test_a_run_without_calibration_weighs_nothing() -> None:

@@ -15,12 +15,20 @@ from tests.node.worker_world import STRANGER, WORKER, make_run
 
 from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import EnvironmentGone, HeldOutProblem
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
+from prime_node.validator.judge import (
+    Judgement,
+    OpenedBundle,
+    evidence_in,
+    judge_bundle,
+    open_bundle,
+    reward_bundle,
+)
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.evidence import Moments
+from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
@@ -210,6 +218,25 @@ async def test_an_engine_that_the_calibration_does_not_know_is_told_as_such() ->
     assert judgement.evidence is not None
     assert (judgement.evidence.worker, judgement.evidence.sums) == ("table/fp32/cpu", {})
     assert (await judge(make_bundle(lease, await generate(lease)), lease)).evidence is None
+
+
+async def test_flips_that_nothing_explains_are_weighed_where_the_run_says_so_and_no_filter_hides_their_share() -> None:
+    lease = make_lease()
+    shifted = [group.model_copy(update={"seeds": tuple(seed + 1 for seed in group.seeds)}) for group in lease.groups]
+    other = await generate(lease.model_copy(update={"groups": tuple(shifted)}))
+    parcel = make_bundle(lease, replace(other, seeds_N=other.seeds_N - 1))
+    run = make_run(rollouts_per_group=16, checks=CheckPolicy(flips_explained=True))
+    evidence = (await judge(parcel, lease, run)).evidence
+    honest = (await judge(make_bundle(lease, await generate(lease)), lease, run)).evidence
+    assert evidence is not None
+    assert honest is not None
+    assert min(evidence.sums[EXCESS_FLIPS].log_e) > 10
+    assert max(honest.sums[EXCESS_FLIPS].log_e) < 0
+    assert (await judge(parcel, lease, make_run(rollouts_per_group=16))).evidence is None
+    filtered = lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"top_p": 0.9})})
+    opened = open_bundle(parcel, filtered, run)
+    assert isinstance(opened, OpenedBundle)
+    assert evidence_in(opened, {}, run, judged_by="table/fp32/cpu") == evidence.model_copy(update={"sums": {}})
 
 
 async def test_samples_of_another_policy_are_found_out() -> None:

@@ -29,6 +29,7 @@ from prime_protocol.envelope import (
     pre_authentication_encoding,
 )
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.invite import open_invite
 from prime_protocol.ledger import LedgerChain, open_ledger_head
@@ -298,6 +299,12 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "run_spec": run_spec,
     "seed": seed,
     "state_root": root_of_rows,
+    "excess_flips": lambda case, folder: [
+        pytest.approx(log_e, abs=2e-6)
+        for log_e in flip_sums(
+            np.array(case["flips"]), apart(np.array(case["claimed"]), np.array(case["recomputed"]))
+        ).log_e
+    ],
     "reward_ranks": lambda case, folder: {
         name: [pytest.approx(log_e, abs=2e-6) for log_e in sums.log_e]
         for name, sums in rank_sums(case["groups"]).items()

@@ -133,6 +133,7 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
         # A stop margin is never above its token's margin, whose moments see it. Here it is 0 everywhere, for want of stop tokens:
         # as a bound of its own it would ban whoever ends by a hair.
         found.pop("stop", None)
+        found.pop("apart")  # beside flips it needs no moments
         errors.add(found, rollouts.lengths_N)
     return errors
 

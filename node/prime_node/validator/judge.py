@@ -24,6 +24,7 @@ from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
 from prime_protocol.evidence import BundleEvidence
+from prime_protocol.excess_flips import EXCESS_FLIPS, flip_sums
 from prime_protocol.parcel import open_parcel
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
@@ -153,12 +154,20 @@ async def weigh_bundle(
 
 
 def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str) -> BundleEvidence | None:
-    """What a bundle's statistics add up to, found by a validator of such a class. None where the run has no calibration."""
-    calibration = run.spec.checks.calibration
-    if calibration is None:
+    """What a bundle's statistics add up to, found by a validator of such a class. None where nothing does in this run."""
+    checks, sampling = run.spec.checks, bundle.lease.sampling
+    if not checks.statistics:
         return None
     weighed = {name: values for name, values in found.items() if not (bundle.is_unseeded and name in OF_SEEDS)}
-    return evidence_of(weighed, calibration, worker=bundle.header.engine.calibration_class, validator=judged_by)
+    worker = bundle.header.engine.calibration_class
+    evidence = BundleEvidence(worker=worker, validator=judged_by, sums={})
+    if checks.calibration is not None:
+        evidence = evidence_of(weighed, checks.calibration, worker=worker, validator=judged_by)
+    if not checks.flips_explained or bundle.is_unseeded or sampling.temperature == 0.0 or sampling.filters is not None:
+        return evidence
+    return evidence.model_copy(
+        update={"sums": {**evidence.sums, EXCESS_FLIPS: flip_sums(found["flip"], found["apart"])}}
+    )
 
 
 async def reward_bundle(

@@ -10,8 +10,8 @@ import math
 
 from prime_node.coordinator.state.records import Ban, LeaseRecord, State, Worker
 from prime_node.coordinator.state.rules import Rules
+from prime_protocol.calibration import NEED_NONE
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
-from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.verdict import BanKind, RejectReason
 
 ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like this one's and those before it"
@@ -21,7 +21,8 @@ def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed
     """Add what a bundle says to the worker's evidence. None where it says nothing."""
     if found is None or not rules.statistics:
         return None
-    worker.calibrated = any(name not in REWARD_RANKS for name in found.sums)
+    if not NEED_NONE.issuperset(rules.statistics):
+        worker.calibrated = not NEED_NONE.issuperset(found.sums)
     if not found.sums:
         return None
     worker.evidence = folded(worker.evidence, found.sums, statistics=rules.statistics)

@@ -1,0 +1,52 @@
+"""Golden vectors of statistics that need no calibration. See make_vectors.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prime_protocol.excess_flips import apart, flip_sums
+from prime_protocol.reward_ranks import rank_sums
+from vectors.folder import Folder
+
+Groups = list[tuple[list[float], list[float]]]
+
+
+def ranks(folder: Folder) -> None:
+    cases: dict[str, Groups] = {
+        "all above": [([3.0, 4.0], [1.0, 2.0])],
+        "all equal": [([1.0, 1.0, 1.0], [1.0, 1.0])],
+        "ties": [([0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0])],
+        "two groups of other sizes": [([0.5, 0.25, 0.75], [0.5]), ([-1.0], [2.0, 7.5])],
+        "a group without references": [([0.9], []), ([0.1], [0.2])],
+        "nothing to compare": [([], [1.0])],
+    }
+    folder.cases(
+        "reward_ranks",
+        [
+            {"name": name, "groups": groups, "expect": {key: sums.log_e for key, sums in rank_sums(groups).items()}}
+            for name, groups in cases.items()
+        ],
+    )
+
+
+def excess_flips(folder: Folder) -> None:
+    cases = {
+        "no flip, equal logprobs": ([0, 0], [-1.0, -0.25], [-1.0, -0.25]),
+        "a flip that nothing explains": ([0, 1, 0], [-1.0, -2.0, 0.0], [-1.0, -2.0, 0.0]),
+        "a flip that is explained": ([0, 1], [-1.0, -2.0], [-1.0, -2.5]),
+        "claims too high and too low": ([0, 0, 1], [-1.0, -1.0, -3.0], [-1.5, -0.5, -2.9]),
+        "further apart than counts": ([0, 1], [-0.5, -9.0], [-9.0, -0.5]),
+    }
+    folder.cases(
+        "excess_flips",
+        [
+            {
+                "name": name,
+                "flips": flips,
+                "claimed": claimed,
+                "recomputed": recomputed,
+                "expect": flip_sums(np.array(flips), apart(np.array(claimed), np.array(recomputed))).log_e,
+            }
+            for name, (flips, claimed, recomputed) in cases.items()
+        ],
+    )
