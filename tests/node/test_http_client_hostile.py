@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -235,3 +236,12 @@ async def test_a_link_that_is_closed_with_requests_under_way_is_unreachable(serv
         with pytest.raises(Unreachable):
             await task
     over.set()
+
+
+async def test_nobody_there_is_said_in_plain_words() -> None:
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        async with HttpClient(f"http://127.0.0.1:{port}", run="0" * 64, clock=SystemClock()) as client:
+            with pytest.raises(Unreachable, match=rf"^http://127\.0\.0\.1:{port}: Connection refused$"):
+                await client.head()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import os
+import socket
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self, TypeVar
@@ -168,3 +170,13 @@ _CODE_OF_STATUS = {
     416: ErrorCode.BAD_RANGE,
     429: ErrorCode.TOO_MANY_REQUESTS,
 }
+
+
+def reason_of(error: Exception) -> str:
+    """Why a connection failed, without the library's own terms. Example: "Connection refused"."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+    if isinstance(cause, ConnectionError) and cause.errno:
+        return os.strerror(cause.errno)
+    if isinstance(cause, socket.gaierror) and cause.strerror:
+        return cause.strerror
+    return str(error)[:200] or type(error).__name__

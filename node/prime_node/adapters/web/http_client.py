@@ -26,6 +26,7 @@ from prime_node.adapters.web.http_answers import (
     nonsense,
     pieces,
     read_bounded,
+    reason_of,
     sensible,
     sensible_envelope,
 )
@@ -311,7 +312,7 @@ class HttpClient:
         except TimeoutError:
             raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
+            raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
         except (

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import aiohttp
 
-from prime_node.adapters.web.http_answers import Patience, error_of, read_bounded
+from prime_node.adapters.web.http_answers import Patience, error_of, read_bounded, reason_of
 from prime_node.adapters.web.http_client import CONNECT_S_MAX, HttpClient
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -52,7 +52,7 @@ class HttpPeer(HttpClient):
         except TimeoutError:
             raise Unreachable(f"{self.url} has fallen silent") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise Unreachable(f"{self.url}: {str(error)[:200] or type(error).__name__}") from None
+            raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
         raise Unreachable(f"{self.url} has closed the link")
