@@ -192,6 +192,8 @@ def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: in
             out.check(f"{name}: two threads, {direction}", gains[direction], ">=", 1.6)
             share = gains[direction] / gains[f"{direction} in processes"]
             out.check(f"{name}: two threads, {direction}, share of what two processes gain (stretch)", share, ">=", 0.9)
+            raw = gains[direction] / max(gains["memcpy"], gains["memcpy in processes"])
+            out.check(f"{name}: two threads, {direction}, share of what copying memory gains (stretch)", raw, ">=", 0.9)
     elif rate == DENSE_RATE:
         out.check(f"{name}: decode / xor+zstd-1", mine.decode / single["xor+zstd-1"].decode, ">=", 1.0)
         out.check(f"{name}: encode / xor+zstd-1", mine.encode / single["xor+zstd-1"].encode, ">=", 1.0)

@@ -8,14 +8,17 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 from baselines import Codec, Weights, run
 
 from prime_protocol.codec.kernels.base import kernel
+from prime_protocol.codec.kernels.vector import population
 
 SCALING_ELEMENTS = 1 << 25
+COUNTED_TIMES = 2000
 
 
 def copy_of(weights: Weights) -> Weights:
@@ -39,6 +42,16 @@ def touch(words: Any) -> Any:
     return total
 
 
+@kernel
+def count_ones(words: Any) -> Any:
+    """The set bits of what lies in the cache, many times over: what two processors do side by side that need no memory."""
+    total = np.int64(0)
+    for _ in range(COUNTED_TIMES):
+        for at in range(words.size):
+            total += population(words[at])
+    return total
+
+
 def read_once(weights: Weights) -> None:
     """A load of each cache line, and nothing else: what no codec that looks at its base can be faster than."""
     for tensor in weights.values():
@@ -48,10 +61,12 @@ def read_once(weights: Weights) -> None:
 def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str, float]:
     """How much sooner two threads are done than one: median of the rounds.
 
-    Beside them what the machine had to give: two processes with half each that share nothing, and two threads that only hash,
-    copy or read memory. Two processors that are threads of one core, or a busy machine, give far less than two.
+    Beside them what the machine had to give: two processes with half each that share nothing, and two threads or processes that
+    only hash or count in the cache, or copy or read memory. Two processors that are threads of one core, or a busy machine, give
+    far less than two.
     """
-    block = bytes(4 << 20)
+    block, cached = bytes(4 << 20), np.arange(1 << 12, dtype=np.uint64)
+    count_ones(cached)
     ratios: dict[str, list[float]] = {}
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -91,12 +106,29 @@ def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> dict[str,
                 lambda: run(None, np.copyto, one.values(), new.values()),
                 lambda: run(pool, np.copyto, two.values(), new.values()),
             ),
+            "memcpy in processes": (
+                lambda: in_processes([lambda: copy(one, new)]),
+                lambda: in_processes([partial(copy, *pair) for pair in zip(halves(two), halves(new), strict=True)]),
+            ),
             "reading": (lambda: read_once(one), lambda: run(pool, read_once, halves(two))),
+            "reading in processes": (
+                lambda: in_processes([lambda: read_once(one)]),
+                lambda: in_processes([partial(read_once, half) for half in halves(two)]),
+            ),
+            "counting in the cache": (
+                lambda: run(None, count_ones, [cached] * 8),
+                lambda: run(pool, count_ones, [cached] * 8),
+            ),
         }
         for _ in range(rounds):
             for name, (alone, together) in pairs.items():
                 ratios.setdefault(name, []).append(seconds(alone) / seconds(together))
     return {name: statistics.median(values) for name, values in ratios.items()}
+
+
+def copy(out: Weights, weights: Weights) -> None:
+    for tensor, source in zip(out.values(), weights.values(), strict=True):
+        np.copyto(tensor, source)
 
 
 def halves(weights: Weights) -> list[Weights]:

@@ -135,7 +135,7 @@ def decode_chunk(
         return
     if base is None:
         raise CodecError(f"mode {mode.name} needs a base")
-    source = bit_patterns(base, element)[start : start + count]
+    source = target if base is out else bit_patterns(base, element)[start : start + count]
     if mode is Mode.SKIP:
         if len(data) != HEAD_BYTES:
             raise CodecError("a skipped chunk has no body")

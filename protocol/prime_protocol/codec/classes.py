@@ -144,6 +144,8 @@ def _read_exponents(data: memoryview, offset: int, size: int) -> tuple[Array, in
 
 def _readonly(array: Array) -> Array:
     """The same memory, not to be written: numba compiles once for arrays of files and of memory, not once for each."""
+    if not array.flags.writeable:
+        return array
     view = array.view()
     view.flags.writeable = False
     return view

@@ -24,7 +24,7 @@ from prime_protocol.codec.kernels.base import (
 )
 from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS, patch
-from prime_protocol.codec.kernels.vector import give_signs, load_word, trailing_zeros
+from prime_protocol.codec.kernels.vector import LINE_ELEMENTS, ask_for, give_signs, load_word, trailing_zeros
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.codec.wire import (
     BODY_AT,
@@ -164,18 +164,26 @@ def streams(plan, num_classes, position):
 
 
 @inline
-def take_sums(octets, low_at, bits, size, quotients, first, found):
-    """Running sums of `size` gaps, as ranks behind `first`. Returns the last one and where the next low bits begin."""
-    rank = int64(-1)
+def take_sums(octets, low_at, bits, size, quotients, first, found, base, few):
+    """Running sums of `size` gaps, as ranks behind `first`. Returns the last one and where the next low bits begin.
+
+    Where the changes are few, the base will be read at the speed of memory, and this loop needs none: so meanwhile it asks
+    for two of the base's lines with each gap.
+    """
+    rank, line = int64(-1), first * 2 * LINE_ELEMENTS
     for j in range(size):
         rank += ((int64(quotients[j]) << bits) | take(octets, low_at, bits)) + 1
         low_at += bits
         found[first + j] = rank
+        if few:
+            ask_for(base, line)
+            ask_for(base, line + LINE_ELEMENTS)
+            line += 2 * LINE_ELEMENTS
     return rank, low_at
 
 
 @part
-def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, quotients, places):
+def read_steps(octets, position, end, num_classes, plan, ranks, steps, quotients, places, base, few):
     """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
 
     Everything that `scatter_steps` uses as an index has been checked when this returns a position.
@@ -191,12 +199,14 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
         unary_at = take_unary(octets, unary_at, end, size, quotients)
         if unary_at < 0:
             return int64(-CUT)
-        rank, low_at = take_sums(octets, low_at, row[GAP_BITS], size, quotients, first, ranks)
-        if rank >= count:
+        rank, low_at = take_sums(octets, low_at, row[GAP_BITS], size, quotients, first, ranks, base, few)
+        if rank >= base.size:
             return int64(-BEHIND)
         steps[first : first + size] = 1
         if kind == EXCEPTIONS:
-            unary_at, low_at = read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places)
+            unary_at, low_at = read_exceptions(
+                octets, unary_at, end, low_at, row, steps, quotients, places, num_places, base
+            )
             num_places += row[NUM_EXCEPTIONS]
         elif kind != ONES:
             unary_at, low_at = read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients)
@@ -209,13 +219,13 @@ def read_steps(octets, position, end, num_classes, count, plan, ranks, steps, qu
 
 
 @inline
-def read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places):
+def read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places, base):
     """Mark a class's exceptions with 1 + 2^prefix. Returns both positions, the first one a reason if negative."""
     size = row[NUM_EXCEPTIONS]
     unary_at = take_unary(octets, unary_at, end, size, quotients)
     if unary_at < 0:
         return int64(-CUT), low_at
-    last, low_at = take_sums(octets, low_at, row[MAGNITUDE_BITS], size, quotients, num_places, places)
+    last, low_at = take_sums(octets, low_at, row[MAGNITUDE_BITS], size, quotients, num_places, places, base, False)
     if last >= row[COUNT]:
         return int64(-STEP), low_at
     unary_at = take_unary(octets, unary_at, end, size, quotients)
@@ -375,19 +385,21 @@ def decode_classes(
     position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
     if position < 0:
         return -num_escapes, num_classes, int64(0), int64(0)
-    position = read_steps(octets, position, 8 * size, num_classes, base.size, plan, ranks, steps, quotients, places)
+    changes = int64(0)
+    for number in range(num_classes):
+        changes += plan[number, COUNT]
+    few = changes * (CHANGES_SHARE_WIDE if wide else CHANGES_SHARE) <= base.size and num_escapes <= SORTED_MAX
+    position = read_steps(octets, position, 8 * size, num_classes, plan, ranks, steps, quotients, places, base, few)
     if position < 0:
         return position, num_classes, int64(0), int64(0)
-    end, changes = (position + 7) >> 3, int64(0)
+    end = (position + 7) >> 3
     for number in range(num_classes):
         if plan[number, CODER] == PLANE:
             return int64(HAS_PLANES), num_classes, end + BOUNDS_BYTES, num_escapes
-        changes += plan[number, COUNT]
     if size - end != 2 * num_escapes:
         return int64(-TRAILING), num_classes, end, num_escapes
     for j in range(num_escapes):
         escapes[j] = uint16(octets[end + 2 * j]) | (uint16(octets[end + 2 * j + 1]) << uint16(8))
-    few = changes * (CHANGES_SHARE_WIDE if wide else CHANGES_SHARE) <= base.size and num_escapes <= SORTED_MAX
     if few and base.size >= GROUP_ELEMENTS:
         fitting = patch(
             out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, fill, escapes, num_escapes, places

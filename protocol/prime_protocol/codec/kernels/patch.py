@@ -2,7 +2,8 @@
 
 A block's members of each class are a word of bits, and how many members come before the block is its *start*. So a rank is found
 by a search in the starts of its class, then in one word. Three steps of FANOUT reach all blocks of a chunk; no branch depends on
-what the data says, so none is guessed wrong. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
+what the data says, so none is guessed wrong. The search needs no memory, so it asks for lines at the end of the chunk behind this
+one in the base, which is what most often comes next. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -16,6 +17,8 @@ from prime_protocol.codec.kernels.classes import class_table
 from prime_protocol.codec.kernels.vector import (
     BLOCK,
     FANOUT,
+    LINE_ELEMENTS,
+    ask_for,
     count_passed,
     count_words,
     mark_group,
@@ -89,6 +92,7 @@ def patch(
             out[at] += uint16(steps[j])
             escaped[found] = at
             found += uint64(steps[j] == ESCAPE)
+            ask_for(base, 2 * base.size - j * LINE_ELEMENTS)
         cursors[number], ends[number] = inside, end
     table = class_table(lowest, num_classes)
     for at in range(num_groups * GROUP_ELEMENTS, base.size):

@@ -260,6 +260,17 @@ def _ask_for(builder: Any, pointer: Any) -> None:
     builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 2, 1))])  # to read, level 2, data
 
 
+@intrinsic
+def ask_for(_: Any, words: Any, index: Any) -> Any:
+    """Begin to bring the line of a word into the second cache. No index is wrong."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _ask_for(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _I8))
+        return context.get_dummy_value()
+
+    return types.void(words, index), generate
+
+
 def _exponents(builder: Any, words: Any, shift: Any) -> Any:
     places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
     return _low_bytes(builder, builder.lshr(builder.and_(words, _constant(_WORDS, 0x7FFF)), places))
