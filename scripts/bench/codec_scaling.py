@@ -15,7 +15,7 @@ import numpy as np
 from baselines import Codec, Weights, run
 
 from prime_protocol.codec.kernels.base import kernel
-from prime_protocol.codec.kernels.vector import population
+from prime_protocol.codec.kernels.words import population
 
 SCALING_ELEMENTS = 1 << 25
 COUNTED_TIMES = 2000

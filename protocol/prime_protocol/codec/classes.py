@@ -12,7 +12,7 @@ import threading
 import numpy as np
 
 from prime_protocol.codec.errors import CodecError
-from prime_protocol.codec.kernels import decode, encode, full, huffman
+from prime_protocol.codec.kernels import decode, encode, full, huffman, streams
 from prime_protocol.codec.kernels.base import CODER, COUNT, PLAN_COLUMNS
 from prime_protocol.codec.kernels.patch import BLOCKS_MAX, STARTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
@@ -83,7 +83,7 @@ def decode_classes(
 
 def _decode_words(data: bytes | memoryview, out: Array, base: Array, shift: int, wide: bool) -> None:
     b, base = _buffers(), _readonly(base)
-    if not BODY_AT <= len(data) <= b.octets.size - decode.PADDING:
+    if not BODY_AT <= len(data) <= b.octets.size - streams.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     body = _readonly(np.frombuffer(data, np.uint8, offset=HEAD_BYTES))
     status, num_classes, end, num_escapes = decode.decode_classes(
@@ -97,7 +97,7 @@ def _decode_words(data: bytes | memoryview, out: Array, base: Array, shift: int,
             b.escapes, num_escapes,
         )  # fmt: skip
     if status < 0:
-        raise CodecError(decode.REASONS[-status])
+        raise CodecError(streams.REASONS[-status])
 
 
 def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int) -> None:
@@ -107,7 +107,7 @@ def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int)
         plane, end = read_plane(data, end, int(b.plan[number, COUNT]))
         planes.append((number, plane))
     if len(data) - end != 2 * num_escapes:
-        raise CodecError(decode.REASONS[decode.TRAILING])
+        raise CodecError(streams.REASONS[streams.TRAILING])
     b.escapes[:num_escapes] = np.frombuffer(data, "<u2", offset=end)
     for number, plane in planes:
         b.clean[number, : plane.size] = plane.view(np.int8)

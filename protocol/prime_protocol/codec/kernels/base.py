@@ -20,7 +20,7 @@ import numba
 from numba import int64, njit, uint64
 from numba.core.registry import cpu_target
 
-from prime_protocol.codec.kernels.vector import leading_zeros
+from prime_protocol.codec.kernels.words import leading_zeros
 
 CODER, COUNT, GAP_BITS, MAGNITUDES, NUM_EXCEPTIONS, MAGNITUDE_BITS, FIRST = range(7)
 """The plan's columns."""

@@ -10,15 +10,8 @@ import numpy as np
 from numba import int64, uint16, uint64
 
 from prime_protocol.codec.kernels.base import inline, part, step_between
-from prime_protocol.codec.kernels.vector import (
-    BLOCK,
-    GROUP,
-    HAS_WIDE,
-    differing_words,
-    gather_group,
-    scatter_group,
-    trailing_zeros,
-)
+from prime_protocol.codec.kernels.vector import BLOCK, GROUP, HAS_WIDE, differing_words, gather_group, scatter_group
+from prime_protocol.codec.kernels.words import trailing_zeros
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
 
 CLASS_PRICE = 120.0

@@ -20,7 +20,8 @@ from prime_protocol.codec.kernels.base import (
     part,
 )
 from prime_protocol.codec.kernels.classes import choose_classes, scatter_scalar, scatter_wide
-from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes, population, store_word, trailing_zeros
+from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes
+from prime_protocol.codec.kernels.words import population, store_word, trailing_zeros
 from prime_protocol.codec.wire import EMPTY, EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
 
 PLANE_SIZE_MIN = 2048

@@ -15,7 +15,7 @@ import numpy as np
 from numba import int64, uint8, uint32, uint64
 
 from prime_protocol.codec.kernels.base import floor_log2, inline, kernel
-from prime_protocol.codec.kernels.vector import load_word, store_word, trailing_zeros
+from prime_protocol.codec.kernels.words import load_word, store_word, trailing_zeros
 
 BLOCK_BYTES = 1 << 17
 """The most that a block of zstd's yields."""

@@ -14,16 +14,8 @@ from numba import int64, uint16, uint64
 
 from prime_protocol.codec.kernels.base import COUNT, FIRST, inline, part
 from prime_protocol.codec.kernels.classes import class_table
-from prime_protocol.codec.kernels.vector import (
-    BLOCK,
-    FANOUT,
-    LINE_ELEMENTS,
-    ask_for,
-    count_passed,
-    count_words,
-    mark_group,
-    place_of,
-)
+from prime_protocol.codec.kernels.vector import BLOCK, FANOUT, count_passed, count_words, mark_group
+from prime_protocol.codec.kernels.words import LINE_ELEMENTS, ask_for, place_of
 from prime_protocol.codec.layout import CHUNK_ELEMENTS
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE
 

@@ -1,4 +1,4 @@
-"""Intrinsics for numba: 64 elements at a time through wide registers, and the bit tricks around them.
+"""Intrinsics for numba: 64 elements at a time through wide registers.
 
 `scatter_group` and `gather_group` are one idea in both directions: the elements of a block fall into classes by their base's
 magnitude; the encoder compresses each class's steps to the end of that class's plane, the decoder expands them from there.
@@ -12,57 +12,41 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, njit, uint64
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-_FEATURES = (config.CPU_FEATURES or llvm.get_host_cpu_features().flatten()).split(",")
-HAS_WIDE = "+avx512vbmi2" in _FEATURES
-_PACKS = "+avx512bw" in _FEATURES
+from prime_protocol.codec.kernels.words import (
+    BIT,
+    FEATURES,
+    I8,
+    I16,
+    I32,
+    I64,
+    LINE_ELEMENTS,
+    ask_for_line,
+    call,
+    load_at,
+    pointer_to,
+    splat,
+    store_at,
+)
+
+HAS_WIDE = "+avx512vbmi2" in FEATURES
+_PACKS = "+avx512bw" in FEATURES
 BLOCK = 64
 GROUP = 4 * BLOCK
 """Elements that the wide loops take at once: the blocks share the loop over the classes."""
 FANOUT = 16
 """Numbers that a search compares at once."""
-LINE_ELEMENTS = 32
-"""Elements in a cache line."""
 AHEAD_ELEMENTS = 4 * FANOUT * BLOCK
 """How far ahead of the compares memory is asked for its lines; a few groups more or less make no difference."""
 
-_BIT, _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
-_MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (_BIT, _I8, _I16))
-
-
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
-
-
-def _load(builder: Any, pointer: Any, target: ir.Type) -> Any:
-    loaded = builder.load(pointer, typ=target)
-    loaded.align = 1
-    return loaded
-
-
-def _store(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, pointer).align = 1
-
-
-def _splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
-    lane0 = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
-    return builder.shuffle_vector(lane0, ir.Constant(vector, ir.Undefined), zeros)
+_MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (BIT, I8, I16))
 
 
 def _constant(vector: ir.VectorType, value: int) -> ir.Constant:
     return ir.Constant(vector, [value] * BLOCK)
-
-
-def _call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
-    return builder.call(function, args)
 
 
 def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any], body: Any) -> None:
@@ -72,33 +56,33 @@ def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any
     exponents = [_exponents(builder, block, shift) for block in words]
     above = [cgutils.alloca_once_value(builder, _constant(_MASK, 0)) for _ in words]
     with cgutils.for_range(builder, num) as loop:
-        limit = _load(builder, _pointer(context, builder, lowest_t, lowest, loop.index, _I8), _I8)
-        limits = _splat(builder, limit, _BYTES)
-        level_at = _pointer(context, builder, fill_t, fill, loop.index, _I64)
-        level = _load(builder, level_at, _I64)
+        limit = load_at(builder, pointer_to(context, builder, lowest_t, lowest, loop.index, I8), I8)
+        limits = splat(builder, limit, _BYTES)
+        level_at = pointer_to(context, builder, fill_t, fill, loop.index, I64)
+        level = load_at(builder, level_at, I64)
         for number, seen in enumerate(above):
             reached = builder.icmp_unsigned(">=", exponents[number], limits)
             lanes = builder.xor(reached, builder.load(seen))
             builder.store(reached, seen)
             body(loop.index, number, lanes, level)
-            size = _call(builder, "llvm.ctpop.i64", _I64, [builder.bitcast(lanes, _I64)])
+            size = call(builder, "llvm.ctpop.i64", I64, [builder.bitcast(lanes, I64)])
             level = builder.add(level, size)
-        _store(builder, level, level_at)
+        store_at(builder, level, level_at)
 
 
 def _blocks(
     context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = GROUP // BLOCK
 ) -> list[Any]:
     """Pointers to the blocks that begin at `index`, by default a group's."""
-    starts = [builder.add(index, ir.Constant(_I64, BLOCK * number)) for number in range(count)]
-    return [_pointer(context, builder, array_type, array, start, _WORDS) for start in starts]
+    starts = [builder.add(index, ir.Constant(I64, BLOCK * number)) for number in range(count)]
+    return [pointer_to(context, builder, array_type, array, start, _WORDS) for start in starts]
 
 
 def _report(context: Any, builder: Any, array_type: Any, array: Any, masks: list[Any]) -> Any:
     """Store each block's mask; nonzero if any lane is set."""
-    words = [builder.bitcast(mask, _I64) for mask in masks]
+    words = [builder.bitcast(mask, I64) for mask in masks]
     for number, word in enumerate(words):
-        _store(builder, word, _pointer(context, builder, array_type, array, ir.Constant(_I64, number), _I64))
+        store_at(builder, word, pointer_to(context, builder, array_type, array, ir.Constant(I64, number), I64))
     return functools.reduce(builder.or_, words)
 
 
@@ -111,8 +95,8 @@ def scatter_group(
     signature = types.uint64(new, base, index, shift, lowest, num, fill, planes, stride, masks)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        old = [_load(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[1], args[1], args[2])]
-        young = [_load(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[0], args[0], args[2])]
+        old = [load_at(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[1], args[1], args[2])]
+        young = [load_at(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[0], args[0], args[2])]
         octets, escaped = [], []
         for before, after in zip(old, young, strict=True):
             steps = builder.sub(after, before)
@@ -123,9 +107,9 @@ def scatter_group(
 
         def append(number: Any, block: int, lanes: Any, level: Any) -> None:
             arguments = [octets[block], _constant(_BYTES, 0), lanes]
-            packed = _call(builder, "llvm.x86.avx512.mask.compress.v64i8", _BYTES, arguments)
+            packed = call(builder, "llvm.x86.avx512.mask.compress.v64i8", _BYTES, arguments)
             at = builder.add(builder.mul(number, args[8]), level)
-            _store(builder, packed, _pointer(context, builder, sig.args[7], args[7], at, _BYTES))
+            store_at(builder, packed, pointer_to(context, builder, sig.args[7], args[7], at, _BYTES))
 
         _each_class(context, builder, sig.args[3:7], args[3:7], old, append)
         return _report(context, builder, sig.args[9], args[9], escaped)
@@ -142,14 +126,14 @@ def gather_group(
     signature = types.uint64(out, base, index, shift, lowest, num, fill, planes, stride, masks)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        old = [_load(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[1], args[1], args[2])]
+        old = [load_at(builder, at, _WORDS) for at in _blocks(context, builder, sig.args[1], args[1], args[2])]
         octets = [cgutils.alloca_once_value(builder, _constant(_BYTES, 0)) for _ in old]
 
         def take(number: Any, block: int, lanes: Any, level: Any) -> None:
             at = builder.add(builder.mul(number, args[8]), level)
-            packed = _load(builder, _pointer(context, builder, sig.args[7], args[7], at, _BYTES), _BYTES)
+            packed = load_at(builder, pointer_to(context, builder, sig.args[7], args[7], at, _BYTES), _BYTES)
             arguments = [packed, _constant(_BYTES, 0), lanes]
-            spread = _call(builder, "llvm.x86.avx512.mask.expand.v64i8", _BYTES, arguments)
+            spread = call(builder, "llvm.x86.avx512.mask.expand.v64i8", _BYTES, arguments)
             builder.store(builder.or_(builder.load(octets[block]), spread), octets[block])
 
         _each_class(context, builder, sig.args[3:7], args[3:7], old, take)
@@ -158,7 +142,7 @@ def gather_group(
         for target, before, sparse in zip(targets, old, octets, strict=True):
             steps = builder.load(sparse)
             after = builder.add(before, builder.sext(steps, _WORDS))
-            _store(builder, after, target)
+            store_at(builder, after, target)
             escaped.append(builder.icmp_unsigned("==", steps, _constant(_BYTES, 0x80)))
         return _report(context, builder, sig.args[9], args[9], escaped)
 
@@ -178,17 +162,17 @@ def mark_group(
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         blocks = _blocks(context, builder, sig.args[0], args[0], args[1], FANOUT)
         for begin in range(AHEAD_ELEMENTS, AHEAD_ELEMENTS + FANOUT * BLOCK, LINE_ELEMENTS):
-            at = builder.add(args[1], ir.Constant(_I64, begin))
-            _ask_for(builder, _pointer(context, builder, sig.args[0], args[0], at, _I8))
-        exponents = [_exponents(builder, _load(builder, block, _WORDS), args[2]) for block in blocks]
+            at = builder.add(args[1], ir.Constant(I64, begin))
+            ask_for_line(builder, pointer_to(context, builder, sig.args[0], args[0], at, I8))
+        exponents = [_exponents(builder, load_at(builder, block, _WORDS), args[2]) for block in blocks]
         with cgutils.for_range(builder, args[4]) as loop:
-            limit = _load(builder, _pointer(context, builder, sig.args[3], args[3], loop.index, _I8), _I8)
-            limits = _splat(builder, limit, _BYTES)
+            limit = load_at(builder, pointer_to(context, builder, sig.args[3], args[3], loop.index, I8), I8)
+            limits = splat(builder, limit, _BYTES)
             row_at = builder.add(builder.mul(loop.index, args[7]), args[6])
             for number, block in enumerate(exponents):
-                reached = builder.bitcast(builder.icmp_unsigned(">=", block, limits), _I64)
-                place = builder.add(row_at, ir.Constant(_I64, number))
-                _store(builder, reached, _pointer(context, builder, sig.args[5], args[5], place, _I64))
+                reached = builder.bitcast(builder.icmp_unsigned(">=", block, limits), I64)
+                place = builder.add(row_at, ir.Constant(I64, number))
+                store_at(builder, reached, pointer_to(context, builder, sig.args[5], args[5], place, I64))
         return context.get_dummy_value()
 
     return signature, generate
@@ -197,15 +181,15 @@ def mark_group(
 @intrinsic
 def give_signs(_: Any, steps: Any, index: Any, signs: Any) -> Any:
     """Take 32 magnitudes at `index` as negative where their bit is set. Returns the bits of the others that are 128."""
-    numbers = ir.VectorType(_I16, 32)
+    numbers = ir.VectorType(I16, 32)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        at = _pointer(context, builder, sig.args[0], args[0], args[1], numbers)
-        found = _load(builder, at, numbers)
-        negative = builder.bitcast(builder.trunc(args[2], _I32), ir.VectorType(_BIT, 32))
-        _store(builder, builder.select(negative, builder.neg(found), found), at)
+        at = pointer_to(context, builder, sig.args[0], args[0], args[1], numbers)
+        found = load_at(builder, at, numbers)
+        negative = builder.bitcast(builder.trunc(args[2], I32), ir.VectorType(BIT, 32))
+        store_at(builder, builder.select(negative, builder.neg(found), found), at)
         greatest = builder.icmp_unsigned("==", found, ir.Constant(numbers, [128] * 32))
-        return builder.zext(builder.bitcast(builder.and_(greatest, builder.not_(negative)), _I32), _I64)
+        return builder.zext(builder.bitcast(builder.and_(greatest, builder.not_(negative)), I32), I64)
 
     return types.uint64(steps, index, types.uint64), generate
 
@@ -217,23 +201,23 @@ def count_words(_: Any, words: Any, at: Any, stride: Any, starts: Any, to: Any, 
     A word's bits are those of `words` that are not in the word `stride` before.
     """
     signature = types.int64(words, at, stride, starts, to, types.int64)
-    counts_t, rows_t = ir.VectorType(_I64, FANOUT), ir.VectorType(_I32, FANOUT)
+    counts_t, rows_t = ir.VectorType(I64, FANOUT), ir.VectorType(I32, FANOUT)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         own, above = (
-            _load(builder, _pointer(context, builder, sig.args[0], args[0], place, counts_t), counts_t)
+            load_at(builder, pointer_to(context, builder, sig.args[0], args[0], place, counts_t), counts_t)
             for place in (args[1], builder.sub(args[1], args[2]))
         )
-        counts = builder.trunc(_call(builder, "llvm.ctpop.v16i64", counts_t, [builder.xor(own, above)]), rows_t)
+        counts = builder.trunc(call(builder, "llvm.ctpop.v16i64", counts_t, [builder.xor(own, above)]), rows_t)
         running, zeros = counts, ir.Constant(rows_t, [0] * FANOUT)
         for distance in (1, 2, 4, 8):
             lanes = [FANOUT + lane - distance if lane >= distance else lane for lane in range(FANOUT)]
             running = builder.add(running, builder.shuffle_vector(zeros, running, ir.Constant(rows_t, lanes)))
-        begin = _splat(builder, builder.trunc(args[5], _I32), rows_t)
-        starts_at = _pointer(context, builder, sig.args[3], args[3], args[4], rows_t)
-        _store(builder, builder.add(builder.sub(running, counts), begin), starts_at)
-        last = builder.extract_element(running, ir.Constant(_I32, FANOUT - 1))
-        return builder.add(args[5], builder.zext(last, _I64))
+        begin = splat(builder, builder.trunc(args[5], I32), rows_t)
+        starts_at = pointer_to(context, builder, sig.args[3], args[3], args[4], rows_t)
+        store_at(builder, builder.add(builder.sub(running, counts), begin), starts_at)
+        last = builder.extract_element(running, ir.Constant(I32, FANOUT - 1))
+        return builder.add(args[5], builder.zext(last, I64))
 
     return signature, generate
 
@@ -241,38 +225,20 @@ def count_words(_: Any, words: Any, at: Any, stride: Any, starts: Any, to: Any, 
 @intrinsic
 def count_passed(_: Any, levels: Any, index: Any, rank: Any) -> Any:
     """How many of 16 rising numbers at `index` are not above `rank`."""
-    numbers = ir.VectorType(_I32, FANOUT)
+    numbers = ir.VectorType(I32, FANOUT)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        at = _pointer(context, builder, sig.args[0], args[0], args[1], numbers)
-        ranks = _splat(builder, builder.trunc(args[2], _I32), numbers)
-        passed = builder.icmp_signed("<=", _load(builder, at, numbers), ranks)
-        size = _call(builder, "llvm.ctpop.i16", _I16, [builder.bitcast(passed, _I16)])
-        return builder.zext(size, _I64)
+        at = pointer_to(context, builder, sig.args[0], args[0], args[1], numbers)
+        ranks = splat(builder, builder.trunc(args[2], I32), numbers)
+        passed = builder.icmp_signed("<=", load_at(builder, at, numbers), ranks)
+        size = call(builder, "llvm.ctpop.i16", I16, [builder.bitcast(passed, I16)])
+        return builder.zext(size, I64)
 
     return types.int64(levels, index, types.int64), generate
 
 
-def _ask_for(builder: Any, pointer: Any) -> None:
-    """Begin to bring a cache line into the second cache. No address is wrong."""
-    signature = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
-    builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 2, 1))])  # to read, level 2, data
-
-
-@intrinsic
-def ask_for(_: Any, words: Any, index: Any) -> Any:
-    """Begin to bring the line of a word into the second cache. No index is wrong."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _ask_for(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _I8))
-        return context.get_dummy_value()
-
-    return types.void(words, index), generate
-
-
 def _exponents(builder: Any, words: Any, shift: Any) -> Any:
-    places = _splat(builder, builder.trunc(shift, _I16), _WORDS)
+    places = splat(builder, builder.trunc(shift, I16), _WORDS)
     return _low_bytes(builder, builder.lshr(builder.and_(words, _constant(_WORDS, 0x7FFF)), places))
 
 
@@ -281,13 +247,13 @@ def _low_bytes(builder: Any, words: Any) -> Any:
     if not _PACKS:
         return builder.trunc(words, _BYTES)
     halves = [
-        builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(_I32, 32), list(range(begin, begin + 32))))
+        builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(I32, 32), list(range(begin, begin + 32))))
         for begin in (0, 32)
     ]
-    packed = _call(builder, "llvm.x86.avx512.packuswb.512", _BYTES, halves)  # 8 bytes of each half in turn
-    lanes = ir.VectorType(_I64, 8)
+    packed = call(builder, "llvm.x86.avx512.packuswb.512", _BYTES, halves)  # 8 bytes of each half in turn
+    lanes = ir.VectorType(I64, 8)
     eights = builder.bitcast(packed, lanes)
-    order = ir.Constant(ir.VectorType(_I32, 8), [0, 2, 4, 6, 1, 3, 5, 7])
+    order = ir.Constant(ir.VectorType(I32, 8), [0, 2, 4, 6, 1, 3, 5, 7])
     return builder.bitcast(builder.shuffle_vector(eights, eights, order), _BYTES)
 
 
@@ -300,14 +266,14 @@ def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lows, highs = (
-            builder.zext(_load(builder, _pointer(context, builder, kind, array, args[1], _BYTES), _BYTES), _WORDS)
+            builder.zext(load_at(builder, pointer_to(context, builder, kind, array, args[1], _BYTES), _BYTES), _WORDS)
             for kind, array in ((sig.args[2], args[2]), (sig.args[3], args[3]))
         )
         top = builder.or_(builder.shl(highs, _constant(_WORDS, 7)), builder.shl(lows, _constant(_WORDS, 15)))
         merged = builder.or_(builder.lshr(lows, _constant(_WORDS, 1)), top)
-        store = builder.store(merged, _pointer(context, builder, sig.args[0], args[0], args[1], _WORDS))
+        store = builder.store(merged, pointer_to(context, builder, sig.args[0], args[0], args[1], _WORDS))
         store.align = 64
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
         return context.get_dummy_value()
 
     return types.void(words, index, low, high), generate
@@ -332,16 +298,16 @@ def _compare_block(lane: ir.Type) -> Any:
         """The lanes among 64 at `index` in which two arrays differ."""
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            one = _load(builder, _pointer(context, builder, sig.args[0], args[0], args[2], vector), vector)
-            two = _load(builder, _pointer(context, builder, sig.args[1], args[1], args[2], vector), vector)
-            return builder.bitcast(builder.icmp_unsigned("!=", one, two), _I64)
+            one = load_at(builder, pointer_to(context, builder, sig.args[0], args[0], args[2], vector), vector)
+            two = load_at(builder, pointer_to(context, builder, sig.args[1], args[1], args[2], vector), vector)
+            return builder.bitcast(builder.icmp_unsigned("!=", one, two), I64)
 
         return types.uint64(left, right, index), generate
 
     return differing
 
 
-differing_words = _compare_block(_I16)
+differing_words = _compare_block(I16)
 
 
 @intrinsic
@@ -349,78 +315,7 @@ def nonzero_bytes(_: Any, plane: Any, index: Any) -> Any:
     """The nonzero bytes among 64 at `index`."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        octets = _load(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _BYTES), _BYTES)
-        return builder.bitcast(builder.icmp_unsigned("!=", octets, _constant(_BYTES, 0)), _I64)
+        octets = load_at(builder, pointer_to(context, builder, sig.args[0], args[0], args[1], _BYTES), _BYTES)
+        return builder.bitcast(builder.icmp_unsigned("!=", octets, _constant(_BYTES, 0)), I64)
 
     return types.uint64(plane, index), generate
-
-
-@intrinsic
-def load_word(_: Any, octets: Any, index: Any) -> Any:
-    """Eight bytes at `index` as a little-endian number."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _load(builder, _pointer(context, builder, sig.args[0], args[0], args[1], _I64), _I64)
-
-    return types.uint64(octets, index), generate
-
-
-@intrinsic
-def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
-    """The inverse of `load_word`."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _store(builder, args[2], _pointer(context, builder, sig.args[0], args[0], args[1], _I64))
-        return context.get_dummy_value()
-
-    return types.void(octets, index, types.uint64), generate
-
-
-@intrinsic
-def trailing_zeros(_: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.cttz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
-
-    return types.int64(types.uint64), generate
-
-
-if "+bmi2" in _FEATURES:
-
-    @intrinsic
-    def place_of(_: Any, word: Any, number: Any) -> Any:
-        """The place of set bit `number` of a word, counted from 0 and from the lowest."""
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            one = builder.shl(ir.Constant(_I64, 1), args[1])
-            alone = _call(builder, "llvm.x86.bmi.pdep.64", _I64, [one, args[0]])
-            return _call(builder, "llvm.cttz.i64", _I64, [alone, ir.Constant(_BIT, 0)])
-
-        return types.int64(types.uint64, types.int64), generate
-
-else:
-
-    @njit(inline="always")
-    def place_of(word: Any, number: Any) -> Any:
-        """The same without the instruction."""
-        while number > 0:
-            word &= word - uint64(1)
-            number -= 1
-        return trailing_zeros(word)
-
-
-@intrinsic
-def leading_zeros(_: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.ctlz.i64", _I64, [args[0], ir.Constant(_BIT, 0)])
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def population(_: Any, value: Any) -> Any:
-    """The number of set bits."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.ctpop.i64", _I64, [args[0]])
-
-    return types.int64(types.uint64), generate
