@@ -14,7 +14,6 @@ import typer
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
-from prime_node.cli.role import run_place
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun
 
@@ -58,15 +57,14 @@ def trainer(
     from prime_node.trainer.config import TrainerConfig
 
     setup_logging("trainer", level=log_level)
-    options = Options.of_run(run, config, assignments)
-    settings = options.load(TrainerConfig)
+    settings = Options.of_run(run, config, assignments).load(TrainerConfig)
     ready_kernels()  # before torchrun too: each rank encodes
     if wire_training.is_launched():
         ranks = wire_training.trainer_ranks(settings)
         if not ranks.is_first:
             _follow(ranks)
             return
-        code = _lead(ranks, run, key, folder, options, settings, stop_with_parent=stop_with_parent)
+        code = _lead(ranks, run, key, folder, settings, stop_with_parent=stop_with_parent)
         if outcome_file is not None:
             outcome_file.write_text(str(code), encoding="utf-8")
         raise typer.Exit(0 if outcome_file is not None else code)
@@ -78,16 +76,15 @@ def trainer(
             _launch([*arguments, "--log-level", log_level], nproc, settings, stop_with_parent=stop_with_parent)
         )
     place = find_place(run, "trainer", key=key, folder=folder)
-    raise typer.Exit(_run(place, options, settings, None, stop_with_parent=stop_with_parent))
+    raise typer.Exit(_run(place, settings, None, stop_with_parent=stop_with_parent))
 
 
-def _run(
-    place: Place, options: Options, settings: TrainerConfig, ranks: Ranks | None, *, stop_with_parent: bool
-) -> int:
-    async def main(place: Place, options: Options, stop: asyncio.Event) -> int:
-        return await _train(place, settings, ranks, stop)
+def _run(place: Place, settings: TrainerConfig, ranks: Ranks | None, *, stop_with_parent: bool) -> int:
+    from prime_node.cli.lifetime import run_role
 
-    return run_place(main, place, options, stop_with_parent=stop_with_parent, grace_s=GRACE_S)
+    return run_role(
+        lambda stop: _train(place, settings, ranks, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
+    )
 
 
 def _lead(
@@ -95,7 +92,6 @@ def _lead(
     run: str,
     key: Path | None,
     folder: Path | None,
-    options: Options,
     settings: TrainerConfig,
     *,
     stop_with_parent: bool,
@@ -107,7 +103,7 @@ def _lead(
 
     try:
         place = find_place(run, "trainer", key=key, folder=folder)
-        code = _run(place, options, settings, ranks, stop_with_parent=stop_with_parent)
+        code = _run(place, settings, ranks, stop_with_parent=stop_with_parent)
     except (PrimeError, BaseExceptionGroup) as error:
         code = tell(error)
     wire_training.dismiss(ranks)

@@ -6,30 +6,53 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from prime_node.cli.kernels import ready_kernels
-from prime_node.cli.role import role_command
+import typer
+
+from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import Folder, Key, Place, Run, find_place
 
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Follower
     from prime_node.broadcast.follow.trust import Trust
-    from prime_node.cli.options import Options
-    from prime_node.cli.place import Place
     from prime_node.ports.engine import SamplingScorer
+    from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.lanes import Lanes
     from prime_protocol.run_spec import PinnedRun
 
 GRACE_S = 8.0
 
 
-async def _validate(place: Place, options: Options, stop: asyncio.Event) -> int:
+def validator(
+    run: Run,
+    key: Key = None,
+    folder: Folder = None,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    log_level: LogLevel = "INFO",
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
+    from prime_node.cli.kernels import ready_kernels
+    from prime_node.cli.lifetime import run_role
+    from prime_node.observe import setup_logging
+    from prime_node.validator.config import ValidatorConfig
+
+    setup_logging("validator", level=log_level)
+    settings = Options.of_run(run, config, assignments).load(ValidatorConfig)
+    place = find_place(run, "validator", key=key, folder=folder)
+    ready_kernels()
+    raise typer.Exit(
+        run_role(lambda stop: _validate(place, settings, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S)
+    )
+
+
+async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event) -> int:
     from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
-    from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run as run_validator
 
-    settings = options.load(ValidatorConfig)
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
@@ -85,12 +108,3 @@ async def _follow(trust: Trust, follower: Follower) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(trust.follow())
         tasks.create_task(follower.follow())
-
-
-validator = role_command(
-    "validator",
-    _validate,
-    grace_s=GRACE_S,
-    about="Judge rollouts by a forward pass of the claimed policy, and compute their rewards.",
-    prepare=ready_kernels,
-)
