@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from prime_protocol.assignment import GroupAssignment, Lease
 from prime_protocol.checkpoint import EncodedCheckpoint, root_of_table, tensor_table
+from prime_protocol.chunk_index import HEAD_BYTES, ROW
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
@@ -117,3 +120,9 @@ def build_manifest(
 def base_of(signed: SignedManifest) -> BasePolicy:
     """How a delta names the policy that it is applied to."""
     return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
+
+
+def rows_of(index: bytes) -> list[tuple[int, int, str]]:
+    """(size, count, digest) of every chunk of an index."""
+    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
+    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tests.builder import rows_of
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MODEL_FILES, ROOT, STRANGER, MemorySource, make_run
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import AuditReport, Check, audit
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
-from prime_protocol.chunk_index import HEAD_BYTES, ROW, pack_index
+from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -249,7 +249,7 @@ def with_index(source: MemorySource, index: bytes, *, parts: bytes | None = None
 
 async def test_5_an_index_that_leaves_out_an_element_is_caught() -> None:
     honest = encode_checkpoint(table_weights(0))
-    [row] = read_rows(honest.index)
+    [row] = rows_of(honest.index)
     source = MemorySource(RUN)
     with_index(source, pack_index([(row[0], row[1] - 1, row[2])]))
     assert (await failure(source)).number == 5
@@ -258,7 +258,7 @@ async def test_5_an_index_that_leaves_out_an_element_is_caught() -> None:
 async def test_6_chunks_with_other_digests_than_signed_are_caught() -> None:
     honest = encode_checkpoint(table_weights(0))
     source = MemorySource(RUN)
-    with_index(source, pack_index([(size, count, digest_of(b"other")) for size, count, _ in read_rows(honest.index)]))
+    with_index(source, pack_index([(size, count, digest_of(b"other")) for size, count, _ in rows_of(honest.index)]))
     assert (await failure(source)).number == 6
 
 
@@ -272,14 +272,9 @@ async def test_7_bytes_that_decode_to_other_weights_are_caught() -> None:
 async def test_7_a_chunk_signed_over_nonsense_is_caught() -> None:
     source = MemorySource(RUN)
     junk = b"\xff" * 100
-    [(_, count, _)] = read_rows(encode_checkpoint(table_weights(0)).index)
+    [(_, count, _)] = rows_of(encode_checkpoint(table_weights(0)).index)
     with_index(source, pack_index([(len(junk), count, digest_of(junk))]), parts=junk)
     assert (await failure(source)).number == 7
-
-
-def read_rows(index: bytes) -> list[tuple[int, int, str]]:
-    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
-    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.builder import rows_of
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import (
     COORDINATOR,
@@ -17,7 +18,6 @@ from tests.node.worker_world import (
     MemorySource,
     make_run,
     next_ring,
-    rows_of,
 )
 
 from prime_node.adapters.storage.folder_source import FolderSource

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tests.builder import base_of, build_manifest, build_spec, pinned, role_keys
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE
 
@@ -22,7 +21,6 @@ from prime_node.broadcast.follow.follower import Follower
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Sampling
 from prime_protocol.checkpoint import encode_checkpoint
-from prime_protocol.chunk_index import HEAD_BYTES, ROW
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -101,12 +99,6 @@ def next_ring(
         created_at_ms=0,
     )
     return seal(ring, PayloadType.KEY_RING, *signers)
-
-
-def rows_of(index: bytes) -> list[tuple[int, int, str]]:
-    """(size, count, digest) of every chunk of an index."""
-    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
-    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
 
 
 class MemorySource:

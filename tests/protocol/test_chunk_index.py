@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.builder import rows_of
 
 from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import HEAD_BYTES, MAGIC, ROW, ChunkIndex, open_index, pack_index
@@ -21,11 +22,6 @@ from prime_protocol.weights import WeightTensor
 
 Raises = Callable[..., PeerError]
 Rows = list[tuple[int, int, str]]
-
-
-def rows_of(index: bytes) -> Rows:
-    rows = np.frombuffer(index, dtype=ROW, offset=HEAD_BYTES)
-    return [(int(row["size"]), int(row["count"]), row["digest"].tobytes().hex()) for row in rows]
 
 
 def signed_over(encoded: EncodedCheckpoint, index: bytes) -> Encoding:
