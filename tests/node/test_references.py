@@ -96,8 +96,8 @@ async def test_references_are_of_a_share_of_the_groups_that_nobody_can_foresee()
 
     async def chosen(spec: RunSpec, bundle: str, secret: bytes) -> tuple[int, ...]:
         found = await sample_references(many, engine, spec=spec, bundle=bundle, secret=secret)
-        assert all(len(completions) == len(group.seeds) for completions in found.completions.values())
-        return tuple(found.completions)
+        assert all(len(completions) == len(group.seeds) for completions in found.values())
+        return tuple(found)
 
     half = RUN.spec.model_copy(update={"checks": COMPARED.model_copy(update={"reference_share": 0.5})})
     shares = [await chosen(half, str(number), bytes(32)) for number in range(30)]

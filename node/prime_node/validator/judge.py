@@ -193,8 +193,8 @@ async def reward_bundle(
         return replace(so_far, verdict=Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault))
     if (references := so_far.references) is not None:
         trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
-        evidence = with_ranks(so_far.evidence, bundle, scored, trusted, judged_by=references.validator)
-        so_far = replace(so_far, evidence=evidence)
+        assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"
+        so_far = replace(so_far, evidence=with_ranks(so_far.evidence, lease, scored, trusted))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
@@ -212,24 +212,16 @@ async def reward_bundle(
 
 
 def with_ranks(
-    evidence: BundleEvidence | None,
-    bundle: OpenedBundle,
-    scored: Scored,
-    trusted: Mapping[int, Sequence[float]],
-    *,
-    judged_by: str,
+    evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]]
 ) -> BundleEvidence:
     """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group."""
     left_out, first = set(scored.unscored), 0
     mine: list[list[float]] = []
-    for group in bundle.lease.groups:
+    for group in lease.groups:
         indices = range(first, first + len(group.seeds))
         mine.append([scored.rewards[index] for index in indices if index not in left_out])
         first += len(group.seeds)
     sums = rank_sums([(mine[index], rewards) for index, rewards in trusted.items()])
-    if evidence is None:
-        worker = bundle.header.engine.calibration_class
-        return BundleEvidence(worker=worker, validator=judged_by, sums=sums)
     return evidence.model_copy(update={"sums": {**evidence.sums, **sums}})
 
 

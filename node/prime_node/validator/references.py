@@ -8,7 +8,6 @@ bundle's, and each reference serves one comparison only, or the ranks of an hone
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -18,21 +17,15 @@ from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import RunSpec
 
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a validator sampled for a bundle."""
-
-    completions: Mapping[int, Sequence[Completion]]
-    """By index of the group in the lease: as many as the worker was asked for."""
-    validator: str
-    """Class of the engine that sampled them."""
+References = Mapping[int, Sequence[Completion]]
+"""What a validator sampled for a bundle, by index of the group in the lease: as many as the worker was asked for."""
 
 
 async def sample_references(lease: Lease, engine: Engine, *, spec: RunSpec, bundle: str, secret: bytes) -> References:
     """The engine holds the policy that sampled the bundle. Groups whose environment answers are not compared."""
     turns_max = {one.name: one.turns_max for one in spec.environments}
-    indices, requests = [], []
+    indices: list[int] = []
+    requests: list[GenerateRequest] = []
     for index, group in enumerate(lease.groups):
         size = len(group.seeds)
         stream = blake3(f"{bundle}\0{index}".encode(), key=secret).digest(length=8 * (1 + size))
@@ -40,9 +33,8 @@ async def sample_references(lease: Lease, engine: Engine, *, spec: RunSpec, bund
         if draw < spec.checks.reference_share * 2**64 and turns_max[group.problem.environment] == 1:
             indices += [index] * size
             requests += [GenerateRequest(group.prompt_token_ids, seed & SEED_MAX) for seed in seeds]
-    completions: dict[int, list[Completion]] = {}
-    for index, completion in zip(
-        indices, await engine.generate(requests, lease.sampling) if requests else (), strict=True
-    ):
-        completions.setdefault(index, []).append(completion)
-    return References(completions, engine.info.calibration_class)
+    sampled = await engine.generate(requests, lease.sampling) if requests else []
+    references: dict[int, list[Completion]] = {}
+    for index, completion in zip(indices, sampled, strict=True):
+        references.setdefault(index, []).append(completion)
+    return references

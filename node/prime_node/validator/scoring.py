@@ -103,7 +103,7 @@ async def score_references(
     """The rewards of each group's references; those that the environment fails on are left out, as of the worker's."""
     scorings = {one.name: one.scorings for one in spec.environments}
     rewards: dict[int, list[float]] = {}
-    for index, completions in references.completions.items():
+    for index, completions in references.items():
         problem = lease.groups[index].problem
         found = rewards.setdefault(index, [])
         for completion in completions:
