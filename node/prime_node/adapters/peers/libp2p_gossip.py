@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import trio
@@ -26,17 +26,34 @@ log = logging.getLogger(__name__)
 PROTOCOL = "/meshsub/1.1.0"
 RPC_BYTES_MAX = 4 * limits.ANNOUNCEMENT_BYTES_MAX
 JUDGED_AT_ONCE_MAX = 16
+JUDGED_KEPT = 1_024
 
 Judge = Callable[[str, bytes], Awaitable[Judgement]]
 Hear = Callable[[str, bytes], Awaitable[None]]
 Blame = Callable[[str, str], Awaitable[None]]
 
 
+class _Router(GossipSub):  # type: ignore[misc]
+    """The library sends along its mesh alone. What is announced between a peer's subscription and its graft would reach nobody,
+    and not be offered again either, since the peer is in the mesh by then: a mesh that is not filled is not relied on."""
+
+    def _get_peers_to_send(
+        self, topic_ids: Iterable[str], msg_forwarder: ID, origin: ID, msg_id: bytes | None = None
+    ) -> Iterable[ID]:
+        topics = list(topic_ids)
+        chosen = set(super()._get_peers_to_send(topics, msg_forwarder, origin, msg_id))
+        for topic in topics:
+            in_mesh = self.mesh.get(topic, ())
+            if len(in_mesh) < self.degree_low and topic in self.pubsub.peer_topics:
+                chosen.update(self._get_in_topic_gossipsub_peers_from_minus(topic, self.degree, in_mesh))
+        return chosen - {msg_forwarder, origin}
+
+
 class Gossip:
     """The topics of one host. `run` lives as long as the host does."""
 
     def __init__(self, host: IHost, blame: Blame) -> None:
-        self.router = GossipSub(
+        self.router = _Router(
             protocols=[PROTOCOL],
             degree=6,
             degree_low=4,
@@ -55,12 +72,17 @@ class Gossip:
         # A peer that restarts must not number its announcements as before: they would pass for old ones.
         self.pubsub.counter = time.time_ns()
         self._rejected: Counter[str] = Counter()
+        self._judged: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+        """Announcements by author and number, whose signatures the library has checked. It lets a second copy through while the
+        first is judged."""
         self._blame = blame
 
     async def join(self, topic: str, judge: Judge, hear: Hear, nursery: trio.Nursery) -> None:
         async def validate(forwarder: ID, message: Any) -> bool:
             if forwarder == self.pubsub.my_id:
                 return True  # our own
+            if not self._is_first(bytes(message.from_id), bytes(message.seqno)):
+                return False
             return await self._judge(str(forwarder), bytes(message.data), judge) is Judgement.ACCEPT
 
         async def listen() -> None:
@@ -82,6 +104,14 @@ class Gossip:
 
     def block(self, peer: ID) -> None:
         self.pubsub.add_to_blacklist(peer)
+
+    def _is_first(self, author: bytes, number: bytes) -> bool:
+        if (author, number) in self._judged:
+            return False
+        self._judged[author, number] = None
+        if len(self._judged) > JUDGED_KEPT:
+            self._judged.popitem(last=False)
+        return True
 
     async def _judge(self, forwarder: str, data: bytes, judge: Judge) -> Judgement:
         judgement = Judgement.IGNORE

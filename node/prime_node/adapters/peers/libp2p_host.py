@@ -21,6 +21,7 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_noise import Noise
+from prime_node.adapters.peers.libp2p_yamux import Muxers
 from prime_node.ports.peers import PeerAddress
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
@@ -84,6 +85,7 @@ def make_host(
     swarm = host.get_network()
     swarm.retry_config = RetryConfig(max_retries=0)  # who dials again, and when, is decided here
     swarm.auto_connector = _DialsNobody(swarm)
+    swarm.upgrader.muxer_multistream = Muxers(int(HANDSHAKE_S_MAX))
     assert str(host.get_id()) == key.key_id
     return host
 

@@ -1,14 +1,12 @@
 """Noise sessions that take what has come at one go: the same bytes on the wire as the library's, for less processor time.
 
 The library reads the two bytes of a record's length, then its body, and so wakes its loop for every packet; a record of 64 KiB
-comes in dozens over a home line. Here everything that has come is read at once, all whole records in it are opened, and a reader
-that wants much more than has come waits a moment, so that the next read is worth its turn. Records that are written together
-leave in one call.
+comes in dozens over a home line. Here everything that has come is read at once, and all whole records in it are opened. Records
+that are written together leave in one call.
 """
 
 from __future__ import annotations
 
-import trio
 from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
@@ -18,10 +16,6 @@ from libp2p.security.secure_session import SecureSession
 
 RECEIVE_BYTES = 256 * 2**10
 """Of one read."""
-SHORT_BYTES = 32 * 2**10
-"""A read that gave less, where more than that is missing, is followed by a pause."""
-PAUSE_S = 0.01
-"""At 100 Mbit/s 125 kB come in this time, which any socket holds."""
 
 
 class Noise(Transport):  # type: ignore[misc]
@@ -57,16 +51,12 @@ class _Session(SecureSession):  # type: ignore[misc]
         """`n` bytes, fewer only at the end; without `n` what there is. Raises ConnectionClosedError where nothing more comes."""
         if n == 0:
             return b""
-        received = RECEIVE_BYTES
-        while (missing := (n or 1) - len(self._opened)) > 0:
-            if received < SHORT_BYTES < missing - len(self._sealed):
-                await trio.sleep(PAUSE_S)
+        while len(self._opened) < (n or 1):
             data = await self._raw.read(RECEIVE_BYTES)
             if not data:
                 if n is None or not self._opened:
                     raise ConnectionClosedError("the link was closed")
                 break
-            received = len(data)
             self._sealed += data
             self._open_records()
         taken = bytes(self._opened[:n])

@@ -22,8 +22,8 @@ from typing import Any
 import trio
 from libp2p.abc import IHost, INetStream
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
+from prime_node.adapters.peers.libp2p_yamux import Stream
 from prime_node.ports.peers import Answer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -45,7 +45,7 @@ READ_BYTES = 256 * 2**10
 OPEN_S_MAX = 10.0
 """To agree on a protocol."""
 WINDOW_MORE_BYTES = 2**20
-"""Beyond yamux's 256 KiB: replies on their way on one stream. A sender that finds the window shut looks again in 10 ms only."""
+"""Beyond yamux's 256 KiB: replies on their way on one stream."""
 
 Serve = Callable[[str, bytes], Awaitable[bytes | Answer]]
 """(key id of the asker, request) -> answer; runs on the trio side, and so does what comes after the answer."""
@@ -279,11 +279,10 @@ def leads_through_relay(link: Any) -> bool:
 
 async def _widen(stream: INetStream) -> None:
     """Let the other side send ahead. Our reader waits for nobody, so what is on its way is all that this can cost."""
-    muxed = getattr(stream, "muxed_stream", None)
-    if isinstance(muxed, YamuxStream):
-        muxed.target_recv_window += WINDOW_MORE_BYTES
-        muxed.recv_window += WINDOW_MORE_BYTES
-        await muxed.send_window_update(WINDOW_MORE_BYTES)
+    muxed: Stream = stream.muxed_stream
+    muxed.target_recv_window += WINDOW_MORE_BYTES
+    muxed.recv_window += WINDOW_MORE_BYTES
+    await muxed.send_window_update(WINDOW_MORE_BYTES)
 
 
 async def reset(stream: INetStream) -> None:
@@ -298,20 +297,22 @@ async def _send(stream: INetStream, writing: trio.Lock, frame: bytes) -> None:
 
 
 class _Reader:
-    """Reads a stream ahead: every read of its own would be answered with a frame that widens the window again."""
+    """Reads a stream ahead, and tells the link how much it lacks."""
 
     def __init__(self, stream: INetStream) -> None:
-        self._stream = stream
+        self._stream: Stream = stream.muxed_stream
         self._ahead = bytearray()
 
     async def exactly(self, num_bytes: int, *, stall_s: float = limits.PEER_STALL_S_MAX) -> bytes:
-        """Raises EOFError at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
-        while len(self._ahead) < num_bytes:
-            with trio.fail_after(stall_s):
-                part = await self._stream.read(READ_BYTES)
-            if not part:
-                raise EOFError(f"{num_bytes - len(self._ahead)} bytes short")
-            self._ahead += part
+        """Raises MuxedStreamEOF at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
+        while (missing := num_bytes - len(self._ahead)) > 0:
+            self._stream.missing_bytes = missing
+            if stall_s == inf:
+                self._ahead += await self._stream.read(READ_BYTES)
+            else:
+                with trio.fail_after(stall_s):
+                    self._ahead += await self._stream.read(READ_BYTES)
+        self._stream.missing_bytes = 0
         taken = bytes(self._ahead[:num_bytes])
         del self._ahead[:num_bytes]
         return taken

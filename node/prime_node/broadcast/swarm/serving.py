@@ -140,8 +140,10 @@ class PeerService:
         digest = request.params["digest"]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise PeerError(ErrorCode.NOT_FOUND, "a blob is named by 64 hex digits")
-        file = self._model_file(digest)
-        size = self.holdings.size(digest) or self.parts.size(digest) or (file and file.stat().st_size)
+        size = self.holdings.size(digest) or self.parts.size(digest)
+        file = None if size else self._model_file(digest)
+        if file is not None:
+            size = file.stat().st_size
         if not size:
             raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have blob {digest}")
         wanted = request.headers.get("range")

@@ -103,6 +103,7 @@ async def receive(node: SimpleNamespace) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
                 await linked(peer, node.num_links)
+        directory.ASK_S_MAX = 30.0  # as for a worker who knows everybody
         gc.freeze()  # as lifetime.py does for a role that has run for a minute
         mark("ready")
         here = asyncio.create_task(all_here.wait())

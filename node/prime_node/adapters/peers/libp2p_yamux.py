@@ -1,0 +1,269 @@
+"""yamux for links that carry many bytes: the library's frames and bookkeeping, for less processor time.
+
+The library waits twice for each frame, under three locks and two cancel scopes, and looks every 10 ms whether a shut window is
+open again. Here all frames that have come are taken in one turn, a reader gets what lies there, whoever waits for the window is
+woken, and what one call writes leaves together. trio changes tasks only where something is awaited: what awaits nothing needs no
+lock. https://github.com/hashicorp/yamux/blob/master/spec.md
+
+Who waits for whom: the link's reader waits for bytes and, where it answers a frame, for the link's writer; readers of streams
+wait for it, writers for the other side's credit, STALL_S at most. Invariant: no stream holds more unread bytes than it gave
+credit for.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import trio
+from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.io.exceptions import IOException
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux import yamux as library
+
+from prime_protocol import limits
+
+STALL_S = limits.PEER_STALL_S_MAX
+"""A writer that gets no credit for so long gives its stream up."""
+WRITE_BYTES = 256 * 2**10
+"""Of one stream that leave together, in frames of 64 KiB; then another stream has its turn."""
+SHORT_BYTES = 32 * 2**10
+"""Where fewer have come and a reader waits for more than that, the link is left alone for PAUSE_S."""
+PAUSE_S = 0.01
+"""At 100 Mbit/s 125 kB come in this time, which any socket holds."""
+
+_HEADER = struct.Struct(library.YAMUX_HEADER_FORMAT)
+
+
+class Muxers(MuxerMultistream):  # type: ignore[misc]
+    """Agrees on yamux, and makes ours of it."""
+
+    def __init__(self, negotiate_s: int) -> None:
+        super().__init__({library.PROTOCOL_ID: Yamux}, negotiate_s)
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
+        return self._annotate_connection(Yamux(conn, peer_id, is_initiator=conn.is_initiator), conn, protocol)
+
+
+class ProtocolError(IOException):  # type: ignore[misc]
+    """The other side does not keep to yamux: the link ends."""
+
+
+class Stream(library.YamuxStream):  # type: ignore[misc]
+    """One stream of a link."""
+
+    conn: Yamux
+
+    def __init__(self, stream_id: int, conn: Yamux, is_initiator: bool) -> None:
+        super().__init__(stream_id, conn, is_initiator)
+        self.missing_bytes = 0
+        """What its reader lacks, where it knows."""
+        self.credited = trio.Event()
+        self._writing = trio.Lock()
+        self._uncredited_bytes = 0
+
+    async def read(self, n: int | None = -1) -> bytes:
+        """What has come, `n` bytes at most. Raises MuxedStreamEOF or MuxedStreamReset."""
+        wanted = -1 if n is None else n
+        buffer = await self._wait()
+        data = bytes(buffer if wanted < 0 else buffer[:wanted])
+        del buffer[: len(data)]
+        self._uncredited_bytes += len(data)
+        if self._uncredited_bytes >= self.target_recv_window // 2 and not self.recv_closed:
+            credit, self._uncredited_bytes = self._uncredited_bytes, 0
+            self.recv_window += credit
+            await self.send_window_update(credit + self._apply_autotune_epoch(len(buffer)))
+        if self.closed and not buffer:
+            await self.conn._finalize_stream(self, fully_closed=True)
+        return data
+
+    async def _wait(self) -> bytearray:
+        """Until something has come."""
+        conn, name = self.conn, self.stream_id
+        buffers: dict[int, bytearray] = conn.stream_buffers
+        while not (buffer := buffers.get(name)):
+            if self.reset_received:
+                raise MuxedStreamReset("the stream was reset")
+            if buffer is None or self.recv_closed or self.closed or conn.event_shutting_down.is_set():
+                raise MuxedStreamEOF("the stream has ended")
+            await conn.stream_events[name].wait()
+            if name in conn.stream_events:
+                conn.stream_events[name] = trio.Event()
+        return buffer
+
+    async def write(self, data: bytes) -> None:
+        """Raises MuxedStreamError where the stream is closed, or gets no credit for STALL_S."""
+        async with self._writing:
+            sent = 0
+            while sent < len(data):
+                await self._until_credited()
+                end = sent + min(self.send_window, len(data) - sent, WRITE_BYTES)
+                self.send_window -= end - sent
+                frames = []
+                for start in range(sent, end, library.MAX_MESSAGE_SIZE):
+                    body = data[start : min(end, start + library.MAX_MESSAGE_SIZE)]
+                    frames += [_HEADER.pack(0, library.TYPE_DATA, 0, self.stream_id, len(body)), body]
+                await self.conn._write_frame(b"".join(frames))
+                sent = end
+
+    async def _until_credited(self) -> None:
+        with trio.move_on_after(STALL_S):
+            while self.send_window <= 0 and not (self.send_closed or self.closed):
+                self.credited = trio.Event()
+                await self.credited.wait()
+        if self.send_closed or self.closed:
+            raise MuxedStreamError("the stream is closed")
+        if self.send_window <= 0:
+            raise MuxedStreamError(f"no credit for {STALL_S:g} s")
+
+
+class Yamux(library.Yamux):  # type: ignore[misc]
+    """One link, over a session of libp2p_noise.py."""
+
+    streams: dict[int, Stream]
+    _rtt: float
+
+    def __init__(self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool | None = None) -> None:
+        super().__init__(secured_conn, peer_id, is_initiator=is_initiator)
+        self._header = b""
+        """What has come of one."""
+        self._body: tuple[int, int] | None = None
+        """Of a frame that is not whole: the stream, and bytes to come."""
+        self._flags = 0
+        """Of that frame: they hold at its end."""
+
+    async def open_stream(self) -> Stream:
+        await self.stream_backlog_semaphore.acquire()
+        stream = Stream(self.next_stream_id, self, True)
+        stream._owns_backlog_slot = True
+        try:
+            if self.event_shutting_down.is_set():
+                raise MuxedStreamError("the link is closing")
+            self.next_stream_id += 2
+            self._add(stream)
+            await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_SYN, stream.stream_id)
+        except BaseException as error:
+            stream.closed = True
+            await self._forget(stream)
+            if isinstance(error, (IOException, RawConnError)):
+                raise MuxedStreamError(f"no stream was opened: {error}") from error
+            raise
+        return stream
+
+    async def handle_incoming(self) -> None:
+        """Take in what comes until the link ends."""
+        try:
+            while not self.event_shutting_down.is_set():
+                data = await self.secured_conn.read()
+                await self._take_in(data)
+                if len(data) < SHORT_BYTES and any(one.missing_bytes > SHORT_BYTES for one in self.streams.values()):
+                    await trio.sleep(PAUSE_S)
+        except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
+            library.logger.debug("the link to %s ended: %r", self.peer_id, error)
+        await self._cleanup_on_error()
+
+    async def _cleanup_on_error(self) -> None:
+        waiting = list(self.streams.values())
+        await super()._cleanup_on_error()
+        for stream in waiting:
+            stream.credited.set()
+
+    async def _write_frame(self, data: bytes) -> None:
+        async with self._write_lock:
+            await self.secured_conn.write(data)
+
+    async def _take_in(self, data: bytes) -> None:
+        """Bytes of the link, wherever they were cut. Raises ProtocolError."""
+        place = 0
+        while place < len(data):
+            if self._body is not None:
+                place = await self._take_body(data, place)
+                continue
+            begin, place = place, place + library.HEADER_SIZE - len(self._header)
+            self._header += data[begin:place]
+            if len(self._header) == library.HEADER_SIZE:
+                header, self._header = self._header, b""
+                await self._take_frame(*_HEADER.unpack(header))
+
+    async def _take_body(self, data: bytes, place: int) -> int:
+        assert self._body is not None
+        name, missing = self._body
+        part = data[place : place + missing]
+        if name in self.streams:  # the rest of one that was reset is dropped
+            self.stream_buffers[name] += part
+            self.stream_events[name].set()
+        missing -= len(part)
+        self._body = (name, missing) if missing else None
+        if not missing:
+            await self._close_by(self._flags, name)
+        return place + len(part)
+
+    async def _take_frame(self, version: int, kind: int, flags: int, name: int, number: int) -> None:
+        if version or kind > library.TYPE_GO_AWAY:
+            raise ProtocolError(f"a frame of version {version} and kind {kind}")
+        if kind == library.TYPE_GO_AWAY:
+            raise ProtocolError(f"told to go away: {number}")
+        if kind == library.TYPE_PING:
+            await self._take_ping(flags, number)
+            return
+        if flags & library.FLAG_SYN:
+            await self._accept(name)
+        stream = self.streams.get(name)
+        if kind == library.TYPE_WINDOW_UPDATE:
+            if stream is not None and number:
+                stream.send_window += number
+                stream.credited.set()
+        elif number:
+            if number > (library.MAX_WINDOW_SIZE if stream is None else stream.recv_window):
+                raise ProtocolError(f"{number} bytes beyond the window of stream {name}")
+            if stream is not None:
+                stream.recv_window -= number
+            self._body, self._flags = (name, number), flags
+            return
+        await self._close_by(flags, name)
+
+    async def _take_ping(self, flags: int, number: int) -> None:
+        if flags & library.FLAG_SYN:
+            await self._answer(library.TYPE_PING, library.FLAG_ACK, 0, number)
+        elif flags & library.FLAG_ACK:
+            took_s = trio.current_time() - self._ping_sent_time
+            self._rtt = (self._rtt + took_s) / 2 if self._rtt else took_s
+            self._ping_event.set()
+
+    async def _accept(self, name: int) -> None:
+        if name in self.streams:
+            await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_RST, name)
+            return
+        stream = Stream(name, self, False)
+        self._add(stream)
+        await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_ACK, name)
+        await self.new_stream_send_channel.send(stream)
+
+    async def _close_by(self, flags: int, name: int) -> None:
+        """What a frame's flags end."""
+        stream = self.streams.get(name)
+        if stream is None or not flags & (library.FLAG_FIN | library.FLAG_RST):
+            return
+        stream.recv_closed = True
+        if flags & library.FLAG_RST:
+            stream.reset_received = True
+        stream.closed = stream.closed or stream.send_closed or stream.reset_received
+        self.stream_events[name].set()
+        stream.credited.set()
+        if stream.closed:
+            await self._finalize_stream(stream, fully_closed=True)
+
+    async def _answer(self, kind: int, flags: int, name: int, number: int = 0) -> None:
+        await self._write_frame(_HEADER.pack(0, kind, flags, name, number))
+
+    def _add(self, stream: Stream) -> None:
+        self.streams[stream.stream_id] = stream
+        self.stream_buffers[stream.stream_id] = bytearray()
+        self.stream_events[stream.stream_id] = trio.Event()
+
+    async def _forget(self, stream: Stream) -> None:
+        with trio.CancelScope(shield=True):
+            await self._finalize_stream(stream, fully_closed=True)
