@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.node.coordinator_world import (
     ENGINE,
     HEARTBEAT,
+    STOP_TOKEN,
     World,
     folder_parts,
     make_parcel,
@@ -45,7 +46,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
@@ -59,7 +60,11 @@ WORKERS = [SigningKey(bytes([100 + number]) * 32) for number in range(CONNECTION
 
 def bench_run() -> dict[str, object]:
     bounds = Limits(leases_per_worker_max=1_024, bundles_pending_per_worker_max=1_024)
-    return {"groups_per_step": 48 * 64, "rollouts_per_group": 8, "heartbeat_seconds": 60.0, "limits": bounds}
+    sampling = Sampling(
+        completion_tokens_max=2_048, stop_token_ids=(STOP_TOKEN,)
+    )  # a bundle may be as large as BODY_BYTES
+    sizes = {"groups_per_step": 48 * 64, "rollouts_per_group": 8}
+    return {**sizes, "heartbeat_seconds": 60.0, "limits": bounds, "sampling": sampling}
 
 
 async def serve_daemon(folder: Path, ready: Callable[[int], None]) -> None:
