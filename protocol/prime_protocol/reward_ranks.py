@@ -11,8 +11,8 @@ has a mean of exactly 1: an e-value that needs no calibration (a permutation tes
 ties and the scale of rewards do not matter. The mean is exact, in N (N + M) additions.
 
 What two engines' arithmetic changes of an honest worker's rewards does not add up either: at the smallest rate evidence shrinks
-unless the worker's reward is the better one of a pair in more than 56 of 100 (ties are half of one), or, of rewards that are
-0 or 1, unless its success is above the trusted p by more than 0.37 p (1 - p).
+unless the worker's reward is the better one of a pair in more than 55 of 100 (ties are half of one), or, of rewards that are
+0 or 1, unless its success is above the trusted p by more than 0.3 p (1 - p).
 
 Letters: N rewards of the worker, M trusted ones.
 """
