@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from prime_node.adapters.models.tiny_model import initial_weights, model_files
 from prime_node.algo.advantages import inputs_of
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs import episodes
-from prime_node.envs.episodes import Bounds, CutShort, Recorder, WrongContext, bounds_of, replayed, scored
+from prime_node.envs.episodes import bounds_of
 from prime_node.envs.partners import calculate, calculator
 from prime_node.envs.source import SourceProblem
 from prime_node.ports.engine import GenerateRequest
@@ -27,7 +27,7 @@ from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.evaluate import Evaluator, HeldOut, Question, held_out
 from prime_node.trainer.recipe import Recipe
 from prime_node.validator import judge
 from prime_node.worker.episodes import NothingSampled, play_lease
@@ -266,76 +266,6 @@ async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: Pinn
     assert [len(each) for each in turns] == [2, 1, 2, 2, 1, 1, 1, 1]
 
 
-# Episodes by themselves
-
-
-def answer(*tokens: int) -> Completion:
-    return Completion(tokens, (-0.5,) * len(tokens), FinishReason.STOP)
-
-
-async def test_every_turn_has_its_seed_and_the_bounds_end_an_episode() -> None:
-    asked: list[GenerateRequest] = []
-
-    async def engine(request: GenerateRequest) -> Completion:
-        asked.append(request)
-        return answer(1)
-
-    recorder = Recorder(7, Bounds(turns_max=3, prompt_tokens_max=4), engine)
-    assert await recorder((1, 2, 3, 4, 5)) is None, "too long"
-    assert [await recorder((number,)) for number in range(4)] == [answer(1)] * 3 + [None]
-    assert [request.seed for request in asked] == [turn_seed(7, number) for number in range(3)]
-    assert [turn.prompt_token_ids for turn in recorder.turns] == [(0,), (1,), (2,)]
-
-
-async def asks_twice(ask: Ask) -> float:
-    """Two agents at once; the reward is what they say together."""
-    answers = await asyncio.gather(ask((1,)), ask((2,)))
-    return float(sum(one.token_ids[0] for one in answers if one is not None))
-
-
-BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4)
-
-
-async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None:
-    turns = [Turn((2,), answer(20)), Turn((1,), answer(1))]
-    assert await replayed(asks_twice, turns, BOUNDS, exact=True) == 21.0
-    with pytest.raises(WrongContext, match="1 turns are recorded"):
-        await replayed(asks_twice, [*turns, turns[0]], BOUNDS, exact=True)
-    with pytest.raises(CutShort, match="not recorded"):
-        await replayed(asks_twice, turns[:1], BOUNDS, exact=True)
-
-
-async def test_an_agent_that_runs_ahead_of_another_is_cut_short_and_no_lie() -> None:
-    async def agent(ask: Ask, *prompts: int) -> None:
-        for prompt in prompts:
-            if await ask((prompt,)) is None:
-                raise ValueError("nobody answers")
-
-    async def play(ask: Ask) -> float:
-        async with asyncio.TaskGroup() as agents:
-            agents.create_task(agent(ask, 1, 2))
-            agents.create_task(agent(ask, 3, 4))
-        return 1.0
-
-    with pytest.raises(CutShort):  # 2 was asked for when the worker's environment failed, 4 not yet
-        await replayed(play, [Turn((1,), answer(1)), Turn((3,), answer(1))], BOUNDS, exact=True)
-
-
-async def test_where_the_environment_may_say_something_else_answers_count_in_their_order() -> None:
-    turns = [Turn((7,), answer(5)), Turn((8,), answer(6))]
-    assert await replayed(asks_twice, turns, BOUNDS, exact=False) == 11.0
-
-
-async def test_a_judge_that_is_not_sure_is_asked_several_times() -> None:
-    opinions = iter([0.0, 1.0, 0.9])
-
-    async def play(ask: Ask) -> float:
-        await ask((1,))
-        return next(opinions)
-
-    assert statistics.median(await scored(play, [Turn((1,), answer(1))], BOUNDS, exact=True, scorings=3)) == 0.9
-
-
 @pytest.mark.parametrize(
     ("expression", "value"), [("12+7", 19), ("2 * (3 + 4)", 14), ("-3 - -4", 1), ("2*-3", -6), ("((5))", 5)]
 )
@@ -365,7 +295,8 @@ async def test_a_calculator_is_a_turn_and_the_last_answer_is_scored(model: Path)
 
     async def ask(prompt: tuple[int, ...]) -> Completion:
         prompts.append(tokenizer.decode(list(prompt)))
-        return answer(*tokenizer.encode(next(said)), tokenizer.stop_token_id)
+        tokens = (*tokenizer.encode(next(said)), tokenizer.stop_token_id)
+        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.STOP)
 
     assert await world.play(0, tuple(tokenizer.encode_prompt(world.prompt(0))), ask) == 1.0
     assert prompts[1].endswith("19")
@@ -405,3 +336,25 @@ async def test_held_out_problems_are_played_too(engine: TransformersEngine, run:
     assert {"eval_sampled/again", "eval_sampled/words"} <= marks.keys()
     assert len(sizes) > 2 * 4, "further turns were asked for"
     await evaluator.close()
+
+
+async def test_a_held_out_problem_whose_environment_fails_is_not_right(run: PinnedRun, model: Path) -> None:
+    class Broken:
+        prompt = "?"
+
+        async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+            raise EnvironmentGone("it ran out of memory")
+
+        def is_correct(self, completion: str, *, finished: bool) -> bool:
+            raise ZeroDivisionError
+
+        score = is_correct
+
+    problem: Any = Broken()
+    questions = HeldOut(tuple(Question(name, (1,), problem, name == "again") for name in ("again", "words")), ())
+    made = Evaluator(
+        TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
+    )
+    figures = await made.evaluate(initial_weights(model, 0), 0)
+    assert (figures["eval_greedy"], figures["eval_sampled"], figures["eval_reward"]) == (0.0, 0.0, 0.0)
+    await made.close()

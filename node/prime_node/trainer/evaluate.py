@@ -8,6 +8,7 @@ same problems and the same noise.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer,
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +131,24 @@ class Evaluator:
         return [marks[place] for place in range(len(questions))]
 
     async def _episode(self, question: Question, seed: int, desk: Desk) -> float:
-        """The reward of one rollout of an environment that answers."""
+        """The reward of one rollout of an environment that answers; 0 where it fails."""
         assert isinstance(question.problem, TurnProblem)
         ask = Recorder(seed, self._bounds[question.environment], desk.ask)
-        return await question.problem.play(question.prompt_token_ids, ask)
+        try:
+            return await question.problem.play(question.prompt_token_ids, ask)
+        except Exception:  # an environment is not ours, and the engine's faults come by the desk
+            log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)
+            return 0.0
 
     def _mark(self, question: Question, completions: Sequence[Completion]) -> Mark:
+        """Nothing is right where the environment fails: the run goes on without its word."""
+        try:
+            return self._marked(question, completions)
+        except Exception:
+            log.warning("environment %s: it cannot mark its problem", question.environment, exc_info=True)
+            return Mark(0, len(completions), 0.0)
+
+    def _marked(self, question: Question, completions: Sequence[Completion]) -> Mark:
         texts = [self._tokenizer.decode(list(completion.token_ids)) for completion in completions]
         finished = [completion.finish is FinishReason.STOP for completion in completions]
         problem, pairs = question.problem, list(zip(texts, finished, strict=True))
