@@ -121,6 +121,24 @@ async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(pee
     thaw.set()
 
 
+async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakePeer) -> None:
+    anna, ben = await peer(heartbeat_s=0.3), await peer()
+    await anna.connect(where(ben))
+    await hello(anna, ben)
+    assert anna._streams is not None
+    links, woken = anna._streams.links(ben.peer_id), threading.Event()
+
+    async def stand_still() -> None:
+        threading.Event().wait(4 * 0.3)  # longer than a silent peer is given
+        woken.set()
+
+    anna._thread.spawn(stand_still)
+    await asyncio.to_thread(woken.wait)
+    heard_s = anna._heard_s[ben.peer_id]
+    await until(lambda: anna._heard_s.get(ben.peer_id) != heard_s)  # a round has gone by
+    assert anna._streams.links(ben.peer_id) == links != []
+
+
 async def test_a_bootstrap_peer_is_dialled_at_the_start(peer: MakePeer) -> None:
     hub = await peer()
     newcomer = await peer(bootstrap=(where(hub),))

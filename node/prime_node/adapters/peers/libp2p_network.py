@@ -324,17 +324,18 @@ class Libp2pNetwork:
         await self._close_links(peer)
 
     async def _keep_alive(self) -> None:
-        """Ask every peer for a sign of life, and drop who gave none for three rounds."""
+        """Ask every peer for a sign of life, and drop who gave none for three rounds. What a round takes beyond its pause and the
+        time of a question, this machine stood still itself: that is nobody's silence."""
+        heartbeat_s, began_s = self._settings.heartbeat_s, trio.current_time()
         while True:
-            await trio.sleep(self._settings.heartbeat_s)
+            await trio.sleep(heartbeat_s)
             now_s = trio.current_time()
+            stalled_s, began_s = max(0.0, now_s - began_s - 2 * heartbeat_s), now_s
             linked = {link.peer for link in self.connected()}
-            for gone in self._heard_s.keys() - linked:
-                del self._heard_s[gone]
+            self._heard_s = {peer: heard_s + stalled_s for peer, heard_s in self._heard_s.items() if peer in linked}
             async with trio.open_nursery() as nursery:
                 for peer in linked:
-                    silent_s = now_s - self._heard_s.setdefault(peer, now_s)
-                    if silent_s > MISSED_MAX * self._settings.heartbeat_s:
+                    if (silent_s := now_s - self._heard_s.setdefault(peer, now_s)) > MISSED_MAX * heartbeat_s:
                         log.info("peer %s gave no sign of life for %.0f s: dropped", peer, silent_s)
                         nursery.start_soon(self._close_links, peer)
                     else:
