@@ -46,9 +46,9 @@ def touch(words: Any) -> Any:
 def count_ones(words: Any) -> Any:
     """The set bits of what lies in the cache, many times over: what two processors do side by side that need no memory."""
     total = np.int64(0)
-    for _ in range(COUNTED_TIMES):
+    for turn in range(COUNTED_TIMES):
         for at in range(words.size):
-            total += population(words[at])
+            total += population(words[at] ^ np.uint64(turn))
     return total
 
 
