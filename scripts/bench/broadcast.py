@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from shaped import rows
+from shaped.excess import PARTS
 from shaped.race import Outcome, Row, System, run
 from shaped.systems import baselines, ours
 
@@ -36,6 +38,7 @@ COLUMNS = (
     "CPU s origin",
     "receiver",
     "MB",
+    *PARTS,
 )
 
 
@@ -67,6 +70,7 @@ def line(row: Row, name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"{middle(outcomes, lambda one: one.cpu_origin_s):.2f}",
         f"{middle(outcomes, lambda one: one.cpu_receiver_s):.2f}",
         f"{middle(outcomes, lambda one: one.rss_receiver_mb):.0f}",
+        *(f"{middle(outcomes, lambda one, part=part: one.excess.get(part, math.nan)):.2f}" for part in PARTS),  # type: ignore[misc]
     )
 
 

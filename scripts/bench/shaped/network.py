@@ -160,6 +160,14 @@ class Network:
         counters = json.loads(shown)[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
+    def bytes_received_by_all(self) -> int | None:
+        """By all hosts but the origin, in one look; None where there is no bridge to look at."""
+        if self._delay_ms:
+            return None
+        ports = {f"port{host.index}" for host in self.hosts[1:]}
+        shown = json.loads(_run(f"ip -n {self._bridge} -s -j link show"))
+        return sum(int(link["stats64"]["tx"]["bytes"]) for link in shown if link["ifname"] in ports)
+
     def cut_off(self, hosts: Sequence[Host]) -> None:
         """These reach each other and nobody else, until `heal`."""
         for host in hosts:

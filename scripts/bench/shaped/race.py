@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .excess import excess
 from .network import BYTES_PER_MBIT, Host, Link, Network, Process
 
 NODES = Path(__file__).parent / "nodes"
@@ -23,6 +24,8 @@ PRODUCT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "node"), str(ROOT / "protoc
 """The environment of processes that import the product from this checkout."""
 PORT = 9_000
 POLL_S = 0.004
+LOOK_S = 0.1
+"""How often to look at what the links have carried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Outcome:
     cpu_receiver_s: float = 0.0
     """The same of a receiver, the mean of those who were there from the start to the end."""
     rss_receiver_mb: float = 0.0
+    excess: dict[str, float] = field(default_factory=dict)
+    """excess.py: parts of the ratio beyond one."""
 
     @property
     def last_s(self) -> float:
@@ -122,6 +127,7 @@ class Outcome:
             "cpu_origin_s": round(self.cpu_origin_s, 2),
             "cpu_receiver_s": round(self.cpu_receiver_s, 2),
             "rss_receiver_mb": round(self.rss_receiver_mb),
+            "excess": self.excess,
         }
 
 
@@ -261,11 +267,15 @@ class _Race:
             events.append((from_s, 0, partial(self._network.cut_off, [hosts[index] for index in apart])))
             events.append((until_s, 0, self._network.heal))
         events.sort(key=lambda event: event[:2], reverse=True)
+        samples: list[tuple[float, int]] = []
+        carried = self._network.bytes_received_by_all()
         dies_at_bytes = (faults.origin_dies_at_copies or 0) * self._row.size_mb * 1e6
         expected = {host.index for host in hosts[1:]} - faults.killed.keys()
         next_count_s = 0.0
         while not out.done_s.keys() | out.failed.keys() >= expected:
             now_s = time.monotonic() - began_s
+            if carried is not None and (not samples or now_s - samples[-1][0] >= LOOK_S):
+                samples.append((now_s, (self._network.bytes_received_by_all() or 0) - carried))
             while events and events[-1][0] <= now_s:
                 events.pop()[2]()
             if dies_at_bytes and next_count_s <= now_s:
@@ -281,3 +291,6 @@ class _Race:
             if now_s > self._row.timeout_s:
                 out.failed |= dict.fromkeys(expected - out.done_s.keys() - out.failed.keys(), "timeout")
             time.sleep(POLL_S)
+        if carried is not None and not out.failed:
+            samples.append((out.last_s, (self._network.bytes_received_by_all() or 0) - carried))
+            out.excess = excess(samples, len(expected) * self._row.size_mb * 1e6, self._row.bound_s)
