@@ -26,6 +26,7 @@ from typing import Any
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import Grant, choose_slots, forgettable_step
 from prime_node.coordinator.state.tick import tick
@@ -88,7 +89,11 @@ def _fill(
             if not isinstance(found, Grant):
                 break
             lease = f"{version}-{found.slots[0]}-{state.num_leases}"
-            tick(state, ev.LeaseGranted(lease, worker.worker, found.step, version, "d", found.slots, 10**9), now_ms)
+            kept = leases_remembered(state)
+            granting = ev.LeaseGranted(
+                lease, worker.worker, found.step, version, "d", found.slots, 10**9, remembered=kept
+            )
+            tick(state, granting, now_ms)
             leased.append((lease, worker.worker))
         granted = time.perf_counter()
         for lease, name in leased[::-1]:

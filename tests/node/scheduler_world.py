@@ -6,6 +6,7 @@ from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import batching, records
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
+from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Refusal, choose_slots
@@ -63,7 +64,10 @@ class Run:
         lease_id = f"lease-{self.state.num_leases}"
         expires = self.now_ms + self.state.rules.lease_ms
         digest = self.state.published[policy_version].digest
-        self.do(ev.LeaseGranted(lease_id, worker, found.step, policy_version, digest, found.slots, expires))
+        kept = leases_remembered(self.state)
+        self.do(
+            ev.LeaseGranted(lease_id, worker, found.step, policy_version, digest, found.slots, expires, remembered=kept)
+        )
         return self.state.leases[lease_id]
 
     def granted(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord:

@@ -304,15 +304,15 @@ def test_where_many_take_part_fewer_ended_leases_of_each_are_remembered(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endings, "LEASES_REMEMBERED_MIN", 1)
-    monkeypatch.setattr(endings, "LEASES_REMEMBERED_TOTAL", 6)
-    for worker in ("anna", "ben"):
-        for _ in range(5):
-            run.accept(run.upload(run.granted(worker, 0, rollouts_max=2)))
-            run.fix()
-    assert [len(worker.ended) for worker in run.state.workers.values()] == [3, 3]
+    monkeypatch.setattr(endings, "LEASES_REMEMBERED_TOTAL", 20)
+    assert endings.leases_remembered(run.state) == 10
     run.join("cleo", "dora")
+    assert endings.leases_remembered(run.state) == 8, "twice what a worker may have in hand"
+    for _ in range(10):
+        run.accept(run.upload(run.granted("anna", 0, rollouts_max=2)))
+        run.fix()
     last = run.granted("anna", 0, rollouts_max=2)
+    assert len(run.state.workers["anna"].ended) == 8
     run.accept(run.upload(last))
-    assert len(run.state.workers["anna"].ended) == 1
     assert run.state.lease_of(last.lease_id, "anna") is last
     invariants.check(run.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.cli import kernels
-from prime_protocol.errors import LocalError
+from prime_protocol.codec import api
 
 CODES_EVERYTHING = """
 from collections.abc import Callable
@@ -79,14 +80,58 @@ def test_who_comes_second_waits_for_the_first_and_compiles_nothing(
     assert said == ["another process is compiling the codec's kernels: waiting for it"]
 
 
-def test_kernels_that_do_not_compile_are_an_error_and_not_marked_as_compiled(
+@pytest.mark.parametrize(("script", "code"), [("exit 1", 1), ("kill -9 $$", -9)], ids=["fails", "is_killed"])
+def test_where_a_compiler_ends_early_the_process_codes_without_kernels_and_the_next_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, code: int
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(cache), "key"))
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    monkeypatch.setattr(api, "_given_up", False)
+    kernels.ready_kernels()
+    assert f"do not compile here (exit codes [{code}, {code}]" in caplog.text
+    assert api.load_kernels() is None
+    assert [path.name for path in cache.iterdir()] == ["kernels.lock"]
+
+
+def test_where_no_lock_can_be_had_the_kernels_are_compiled_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "kernels.lock").mkdir()  # cannot be opened as a file, as another file system might refuse it
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(LocalError, match="do not compile here"):
-        kernels.compile_once(lambda text: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["kernels.lock"]
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert kernels.compile_once(lambda text: None)
+    assert (tmp_path / "kernels-key.compiled").exists()
+
+
+PARENT = """
+import sys
+import slow
+from prime_node.cli import kernels
+
+kernels.cache_place = lambda: (sys.argv[1], "key")
+kernels.ready_decoder = kernels.ready_encoder = slow.compile_slowly
+kernels.compile_once(lambda text: None)
+"""
+
+
+def test_the_compilers_die_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import threading\ndef compile_slowly():\n    print('compiling', flush=True)\n    threading.Event().wait(60)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "cache")],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == [b"compiling\n"] * 2
+        parent.kill()
+        parent.communicate(timeout=30)  # ends when nobody holds the other end any more
 
 
 def test_without_a_folder_to_write_to_nothing_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:

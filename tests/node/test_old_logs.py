@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.node.scheduler_world import RULES
 
+from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, scheduler, snapshot
+from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.tick import tick
+from prime_protocol.verdict import RejectReason
 
 OLD = json.loads((Path(__file__).parent / "data" / "coordinator_log_before_schedules.json").read_text())
 
@@ -60,3 +65,36 @@ def test_an_older_log_leads_where_it_led(restore: Any) -> None:
 def test_a_restored_state_is_written_and_read_like_any_other() -> None:
     state = from_the_snapshot()
     assert snapshot.from_json(snapshot.to_json(state)) == state
+
+
+def test_an_older_log_of_many_workers_may_speak_of_any_of_the_last_64_leases() -> None:
+    """Grants that do not say how many are remembered. 5,000 workers: the next grant keeps 26 of each."""
+    names = ["anna", *map(str, range(4_999))]
+    leases = [f"lease-{number}" for number in range(40)]
+    log: list[ev.Event] = [ev.WorkerJoined(name, name, "1", "engine", 64) for name in names]
+    log += [ev.ManifestPublished(0, "d", (Route(None, 1),))]
+    for number, lease in enumerate(leases):
+        log += [ev.LeaseGranted(lease, "anna", 0, 0, "d", (number,), 2_000)]
+        if number == 3:
+            log += [ev.BundleArrived("first", lease, "anna", 1, 1)]
+            log += [ev.VerdictGiven("first", None, "", (1.0,), 10, "validator")]
+        else:
+            log += [ev.LeasesExpired((lease,))]
+    log += [ev.BundleArrived("late", leases[4], "anna", 1, 1)]
+    log += [ev.BundleTurnedAway("too late", leases[5], "anna", 1, RejectReason.LEASE_EXPIRED, "")]
+    log += [ev.BundleContradicted(leases[3], "anna", "second")]
+    old = [json.loads(ev.to_json(event)) for event in log]
+    for event in old:
+        event.pop("remembered", None)
+
+    state = State(dataclasses.replace(RULES, workers_max=5_000, groups_per_step=64, rollouts_per_group=1))
+    for event in old:
+        tick(state, ev.from_json(json.dumps(event)), 1_000)
+    invariants.check(state)
+    anna = state.workers["anna"]
+    assert list(anna.pending.values()) == ["late"]
+    assert anna.refused == {RejectReason.LEASE_EXPIRED: 1, RejectReason.EQUIVOCATION: 1}
+    assert anna.strikes == 1
+    assert len(anna.ended) == 39
+    tick(state, ev.LeaseGranted("new", "anna", 0, 0, "d", (40,), 2_000, remembered=leases_remembered(state)), 1_000)
+    assert list(anna.ended) == leases[-26:]

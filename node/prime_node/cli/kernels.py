@@ -2,7 +2,9 @@
 
 Who waits for whom: the first process that finds nothing compiled holds a lock beside numba's cache while two children compile,
 one the decoder and one the encoder, since numba compiles one function at a time in a process. Whoever comes meanwhile waits for
-the lock; then all load machine code. A lock falls with its process, so a killed one leaves the work to the next.
+the lock; then all load machine code. Lock and children fall with their process, so a killed one leaves the work to the next.
+
+Nothing ends because of a compiler: a process whose children fail, or are killed for memory, codes without kernels.
 
     python -m prime_node.cli.kernels        what the set-up and `up` run, so that neither imports numba itself
 """
@@ -16,67 +18,95 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from prime_protocol.codec.api import give_up_kernels
 from prime_protocol.codec.compiling import cache_place, ready_decoder, ready_encoder, warm_up
-from prime_protocol.errors import LocalError
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
+
+_CHILD = """
+import gc, os, threading
+def end_with_parent():
+    os.read(0, 1)
+    os._exit(1)
+threading.Thread(target=end_with_parent, daemon=True).start()
+gc.disable()
+from {module} import {name}
+{name}()
+"""
+"""Its standard input is a pipe that only its parent holds open."""
 
 
 def ready_kernels(say: Say = log.info) -> None:
     """For a process that decodes or encodes: compile what is not compiled, and load it. Does nothing where numba is missing.
 
-    Where numba finds no folder to write to, this process compiles for itself.
+    Where numba finds no folder to write to, this process compiles for itself; where nothing compiles, it does without.
     """
-    compile_once(say)
-    warm_up()
+    if compile_once(say):
+        warm_up()
+    else:
+        give_up_kernels()
 
 
-def compile_once(say: Say) -> None:
-    """Returns when the cache holds the kernels. Raises LocalError where they do not compile."""
+def compile_once(say: Say) -> bool:
+    """Returns when the cache holds the kernels, or False where they do not compile."""
     place = cache_place()
     if place is None:
-        return
+        return True
     folder, done = Path(place[0]), Path(place[0]) / f"kernels-{place[1]}.compiled"
     if done.exists():
-        return
+        return True
     with _turn(folder / "kernels.lock", say):
         if done.exists():
-            return
+            return True
         say("compiling the codec's kernels, once per installation (10 to 20 s)")
         began_s = time.monotonic()
-        program = f"import gc; gc.disable(); from {ready_decoder.__module__} import {{0}}; {{0}}()"
-        halves = [
-            subprocess.Popen([sys.executable, "-c", program.format(half.__name__)], start_new_session=True)
-            for half in (ready_decoder, ready_encoder)
-        ]
-        try:
-            codes = [half.wait() for half in halves]
-        finally:
-            for half in halves:
-                half.kill()
+        with _compiling(ready_decoder) as decoder, _compiling(ready_encoder) as encoder:
+            codes = [decoder.wait(), encoder.wait()]
         if any(codes):
-            raise LocalError(f"the codec's kernels do not compile here (exit codes {codes}); above is why")
+            log.warning(
+                "the codec's kernels do not compile here (exit codes %s; -9: killed, mostly for want of memory). This process "
+                "goes on without them, much slower with updates; free memory or see the errors above, and restart it",
+                codes,
+            )
+            return False
         done.touch()
         say(f"compiled the codec's kernels in {time.monotonic() - began_s:.1f} s")
+        return True
+
+
+def _compiling(half: Callable[[], None]) -> subprocess.Popen[bytes]:
+    """Leaving its context ends it."""
+    program = _CHILD.format(module=half.__module__, name=half.__name__)
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
 
 
 @contextmanager
 def _turn(path: Path, say: Say) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-    try:
+    """One process at a time. Where no lock can be had, several may compile the same: that costs time only."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is compiling the codec's kernels: waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            descriptor = _open(path)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process is compiling the codec's kernels: waiting for it")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("no lock on %s: %s", path, error.strerror)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what may be written
+    except PermissionError:  # another user's
+        return os.open(path, os.O_RDONLY)
 
 
 if __name__ == "__main__":

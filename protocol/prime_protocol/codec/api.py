@@ -180,9 +180,22 @@ def _encode_full(new: Array, element: ElementType, kernels: Kernels | None) -> b
     return write_chunk(Mode.FULL, element, new.size, body)
 
 
-@functools.cache
 def load_kernels() -> Kernels | None:
-    """The CLASS mode's fast path, or None where numba is missing."""
+    """The CLASS mode's fast path, or None where numba is missing or given up."""
+    return None if _given_up else _import_kernels()
+
+
+def give_up_kernels() -> None:
+    """For a process that cannot have them compiled: all that it codes from now on, it codes as where numba is missing."""
+    global _given_up
+    _given_up = True
+
+
+_given_up = False
+
+
+@functools.cache
+def _import_kernels() -> Kernels | None:
     try:
         return importlib.import_module("prime_protocol.codec.classes")
     except ImportError:

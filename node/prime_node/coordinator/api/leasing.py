@@ -9,6 +9,7 @@ from prime_node.coordinator.core import Core
 from prime_node.coordinator.curation import draws_of
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
+from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim
 from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, seal
@@ -139,6 +140,7 @@ def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Enve
             slots=grant.slots,
             expires_at_ms=core.clock.now_ms() + rules.lease_ms,
             draws=draws,
+            remembered=leases_remembered(state),
         )
     )
     return seal(core.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, core.key)

@@ -10,11 +10,11 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
-"""Ended leases kept for each worker, so that a late upload gets a precise answer, ..."""
-LEASES_REMEMBERED_MIN = 8
-"""... and at least so many, ..."""
+"""Ended leases kept for each worker. Never fewer: an older log may speak of any of them."""
+LEASES_REMEMBERED_MIN = 16
+"""Twice what a worker may have in hand by default: all that lapsed at once, and all that replaced it."""
 LEASES_REMEMBERED_TOTAL = 2**17
-"""... where there are more workers than this divided by LEASES_REMEMBERED_MAX. A snapshot holds them all."""
+"""Of all workers, where LEASES_REMEMBERED_MIN allows it: a snapshot holds them."""
 WORKERS_REMEMBERED_FACTOR = 4
 """Beyond this many times `workers_max`, workers that went away are forgotten (newcomers.py)."""
 WASTED_PAUSE_MS = 1_000
@@ -50,7 +50,7 @@ def stop_waiting(state: State, pending: PendingBundle, step: Step | None) -> lis
     worker = state.workers[pending.lease.worker]
     del state.bundles[pending.bundle]
     del worker.pending[pending.lease.lease_id]
-    _remember_ended(state, worker, pending.lease)
+    _remember_ended(worker, pending.lease)
     # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
     return [BundleForgotten(pending.bundle)] if step is None and pending.bundle not in state.evidence else []
 
@@ -81,16 +81,29 @@ def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
     worker.leases.remove(lease.lease_id)
     newcomers.recount(state, worker)
     lease.end = end
-    _remember_ended(state, worker, lease)
+    _remember_ended(worker, lease)
     return worker
 
 
-def _remember_ended(state: State, worker: Worker, lease: LeaseRecord) -> None:
+def leases_remembered(state: State) -> int:
+    """How many ended leases a worker is to keep when it is granted one more. The event says it: older logs kept 64.
+
+    Of a lease that is forgotten a late bundle is not taken, and neither a second bundle nor a copy that is found out costs its
+    worker anything. So this is also how many leases a cheat has to waste, with ever longer pauses, to get away with either.
+    """
+    least = max(LEASES_REMEMBERED_MIN, 2 * state.rules.bundles_pending_per_worker_max)
+    return min(LEASES_REMEMBERED_MAX, max(least, LEASES_REMEMBERED_TOTAL // len(state.workers)))
+
+
+def forget_ended(worker: Worker, kept: int) -> None:
+    """But for the last ones."""
+    while len(worker.ended) > kept:
+        del worker.ended[next(iter(worker.ended))]
+
+
+def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
     worker.ended[lease.lease_id] = lease
-    if len(worker.ended) > LEASES_REMEMBERED_MIN:
-        share = max(LEASES_REMEMBERED_MIN, LEASES_REMEMBERED_TOTAL // len(state.workers))
-        while len(worker.ended) > min(share, LEASES_REMEMBERED_MAX):
-            del worker.ended[next(iter(worker.ended))]
+    forget_ended(worker, LEASES_REMEMBERED_MAX)
 
 
 def lapse_leases(state: State, worker: Worker, at_ms: int) -> list[Effect]:

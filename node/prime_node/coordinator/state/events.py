@@ -89,6 +89,8 @@ class LeaseGranted:
     expires_at_ms: int
     draws: tuple[int, ...] = ()
     """Which problem each slot is (curriculum.py); empty: those it was before, the first at first."""
+    remembered: int = 64
+    """Of its worker's ended leases so many are kept (endings.py). Older logs kept 64, and do not say so."""
     type: Literal["lease_granted"] = "lease_granted"
 
 

@@ -107,6 +107,7 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         state.curriculum.drawn(event.slots, event.draws)
     slots.hold(step, lease)
     worker.leases.append(event.lease_id)
+    endings.forget_ended(worker, event.remembered)
     newcomers.recount(state, worker)
     state.num_leases += 1
     return []
