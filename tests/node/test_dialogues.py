@@ -358,3 +358,32 @@ async def test_a_held_out_problem_whose_environment_fails_is_not_right(run: Pinn
     figures = await made.evaluate(initial_weights(model, 0), 0)
     assert (figures["eval_greedy"], figures["eval_sampled"], figures["eval_reward"]) == (0.0, 0.0, 0.0)
     await made.close()
+
+
+async def test_a_held_out_episode_that_blocks_costs_the_others_nothing(run: PinnedRun, model: Path) -> None:
+    began: list[int] = []
+
+    class Dying:
+        """The first three episodes go down together, and afterwards the one to blame alone."""
+
+        prompt = "?"
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+            began.append(self.number)
+            is_together = len(began) <= 3
+            assert await ask(prompt_token_ids) is not None
+            if is_together or self.number == 1:
+                raise EnvironmentGone("it had to be ended")
+            return 1.0
+
+    problems: list[Any] = [Dying(number) for number in range(3)]
+    questions = HeldOut(tuple(Question("again", (1,), problem, answers=True) for problem in problems), ())
+    made = Evaluator(
+        TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
+    )
+    assert await made.sampled_accuracy(initial_weights(model, 0), 0) == pytest.approx(2 / 3)
+    assert sorted(began) == [0, 0, 1, 1, 2, 2]
+    await made.close()

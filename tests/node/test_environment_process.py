@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,7 +226,7 @@ async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec
 
 
 HANGS = """
-import asyncio, time
+import asyncio, concurrent.futures, time
 from prime_node.cli import environment_process
 
 class World:
@@ -236,6 +237,11 @@ class World:
             await asyncio.Event().wait()
         if index == 1:
             time.sleep(1_000)
+        if index >= 3:
+            if not hasattr(self, "threads"):
+                self.threads = concurrent.futures.ThreadPoolExecutor(2)
+                asyncio.get_running_loop().set_default_executor(self.threads)
+            await asyncio.to_thread(time.sleep, 1_000 * (index == 3))
         return float((await ask(prompt_token_ids)) is not None)
 
 environment_process.build_environments = lambda specs, model: {"world": World()}
@@ -243,30 +249,57 @@ environment_process.main()
 """
 
 
-async def test_an_episode_that_hangs_fails_alone_and_one_that_blocks_ends_its_process(model: Path) -> None:
+@pytest.fixture
+def hanging(model: Path) -> Iterator[EnvironmentProcess]:
     described = {"environments": [], "model": str(model), "hidden": []}
     process = EnvironmentProcess([sys.executable, "-c", HANGS], described, silence_s_max=0.5)
-    world, first = ProcessTurnEnvironment(process, "world"), process.pid
+    yield process
+    process.close()
+
+
+async def yes(_: tuple[int, ...]) -> Completion | None:
+    return Completion((1,), (-0.5,), FinishReason.STOP)
+
+
+async def test_an_episode_that_hangs_fails_alone_and_its_process_ends_with_the_last_one(
+    hanging: EnvironmentProcess,
+) -> None:
+    world, first = ProcessTurnEnvironment(hanging, "world"), os.pidfd_open(hanging.pid)
     begun, hung = asyncio.Event(), asyncio.Event()
 
     async def wait(_: tuple[int, ...]) -> Completion | None:
         begun.set()
         await hung.wait()
-        return Completion((1,), (-0.5,), FinishReason.STOP)
+        return await yes(_)
 
     other = asyncio.create_task(world.play(2, (1,), wait))
     await begun.wait()
     with pytest.raises(EnvironmentSilent):
         await world.play(0, (1,), wait)
+    hanging.silence_s_max = 60.0
+    assert await world.play(2, (1,), yes) == 1.0
+    assert not select.select([first], [], [], 0)[0], "it is waited for"
     hung.set()
     assert await other == 1.0
-    assert process.pid == first
+    assert (await asyncio.to_thread(select.select, [first], [], [], 60))[0], "it has ended"
+    os.close(first)
+
+
+async def test_threads_that_hang_keep_no_honest_episode_waiting(hanging: EnvironmentProcess) -> None:
+    world = ProcessTurnEnvironment(hanging, "world")
+    silent = await asyncio.gather(*(world.play(3, (1,), yes) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(each, EnvironmentSilent) for each in silent), "more of them than threads"
+    hanging.silence_s_max = 60.0
+    assert await world.play(4, (1,), yes) == 1.0
+
+
+async def test_an_episode_that_blocks_ends_its_process(hanging: EnvironmentProcess) -> None:
+    world, first = ProcessTurnEnvironment(hanging, "world"), hanging.pid
     with pytest.raises(EnvironmentGone, match="did not answer"):
-        await world.play(1, (1,), wait)
-    process.silence_s_max = 60.0
-    assert await world.play(2, (1,), wait) == 1.0
-    assert process.pid != first
-    process.close()
+        await world.play(1, (1,), yes)
+    hanging.silence_s_max = 60.0
+    assert await world.play(2, (1,), yes) == 1.0
+    assert hanging.pid != first
 
 
 def test_an_environment_that_takes_its_process_with_it_is_started_again(
@@ -274,13 +307,15 @@ def test_an_environment_that_takes_its_process_with_it_is_started_again(
 ) -> None:
     made = start_environments(specs[:1], model, hidden=[])
     world = made["sums"]
-    question = world.prompt(0)
+    question, (_, problem) = world.prompt(0), world.held_out(2)
+    right = problem.is_correct("0", finished=True)
     with pytest.raises(EnvironmentFailed, match="KeyError"):
         world.process.ask("prompt", "another", index=0)
     os.kill(world.process.pid, 9)
     with contextlib.suppress(EnvironmentFailed):  # whoever asks before the end is noticed is told of it
         world.process.ask("prompt", "sums", index=0)
     assert world.process.ask("prompt", "sums", index=0) == question
+    assert problem.is_correct("0", finished=True) == right
     world.process.close()
 
 

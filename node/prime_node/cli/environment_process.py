@@ -65,7 +65,8 @@ class Service:
 
     def __init__(self, host: Host, environments: Mapping[str, Environment]) -> None:
         self._host, self._environments = host, environments
-        self._held_out: dict[str, list[HeldOutProblem]] = {}
+        self._held_out: dict[tuple[str, int], list[HeldOutProblem]] = {}
+        """By environment and number of problems."""
         self._episodes: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -96,13 +97,17 @@ class Service:
         if method == "score":
             return world.score(its["index"], its["completion"], finished=its["finished"])
         if method == "held_out":
-            self._held_out[environment] = list(world.held_out(its["count"]))
-            return [problem.prompt for problem in self._held_out[environment]]
-        problem = self._held_out[environment][its["number"]]
+            return [problem.prompt for problem in self._problems(environment, its["count"])]
+        problem = self._problems(environment, its["count"])[its["number"]]
         if method == "is_correct":
             return problem.is_correct(its["completion"], finished=its["finished"])
         assert method == "score_held_out"
         return problem.score(its["completion"], finished=its["finished"])
+
+    def _problems(self, environment: str, count: int) -> list[HeldOutProblem]:
+        if (environment, count) not in self._held_out:
+            self._held_out[environment, count] = list(self._environments[environment].held_out(count))
+        return self._held_out[environment, count]
 
     async def _play(self, id: int, environment: str, prompt: list[int], **its: Any) -> None:  # noqa: A002 (as on the wire)
         async def ask(prompt_token_ids: tuple[int, ...]) -> Completion | None:
@@ -110,7 +115,7 @@ class Service:
 
         try:
             if "number" in its:
-                problem = self._held_out[environment][its["number"]]
+                problem = self._problems(environment, its["count"])[its["number"]]
                 assert isinstance(problem, TurnProblem)
                 reward = await problem.play(tuple(prompt), ask)
             else:

@@ -8,16 +8,19 @@ agree on when an episode has no turn or no room left.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.environment import Ask
+from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import Turn, turn_seed
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TokenIds = tuple[int, ...]
@@ -108,6 +111,17 @@ class Recorder:
         completion = await self._ask(GenerateRequest(prompt_token_ids, turn_seed(self._seed, number)))
         self._turns[number] = Turn(prompt_token_ids, completion)
         return completion
+
+
+async def again_alone(play: Callable[[], Awaitable[float]], alone: asyncio.Lock) -> float:
+    """The reward of one episode of several. Where a process ends under them, each is played once more, one at a time (`alone` is
+    theirs in common), so that the one to blame fails alone. Raises what the environment raises."""
+    try:
+        return await play()
+    except EnvironmentGone as error:
+        log.warning("an episode is played again by itself: %s", error)
+    async with alone:
+        return await play()
 
 
 class WrongContext(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.algo.estimates import Mark, sampled_figures, spread
-from prime_node.envs.episodes import Bounds, Desk, Recorder
+from prime_node.envs.episodes import Bounds, Desk, Recorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
 from prime_protocol.assignment import Sampling
@@ -122,20 +122,22 @@ class Evaluator:
         ]
         completions = iter(await self._engine.generate(requests, sampling) if requests else ())
         marks = {place: self._mark(questions[place], [next(completions) for _ in range(samples)]) for place in asked}
-        desk = Desk(lambda batch: self._engine.generate(batch, sampling))
-        episodes = [self._episode(questions[place], seed, desk) for place in answers for seed in seeds[place]]
+        desk, alone = Desk(lambda batch: self._engine.generate(batch, sampling)), asyncio.Lock()
+        episodes = [self._episode(questions[place], seed, desk, alone) for place in answers for seed in seeds[place]]
         rewards = iter(await desk.serving(asyncio.gather(*episodes)) if episodes else ())
         for place in answers:
             its = tuple(next(rewards) for _ in range(samples))
             marks[place] = Mark(sum(reward == 1.0 for reward in its), samples, _mean(its))
         return [marks[place] for place in range(len(questions))]
 
-    async def _episode(self, question: Question, seed: int, desk: Desk) -> float:
+    async def _episode(self, question: Question, seed: int, desk: Desk, alone: asyncio.Lock) -> float:
         """The reward of one rollout of an environment that answers; 0 where it fails."""
-        assert isinstance(question.problem, TurnProblem)
-        ask = Recorder(seed, self._bounds[question.environment], desk.ask)
+        problem, bounds = question.problem, self._bounds[question.environment]
+        assert isinstance(problem, TurnProblem)
         try:
-            return await question.problem.play(question.prompt_token_ids, ask)
+            return await again_alone(
+                lambda: problem.play(question.prompt_token_ids, Recorder(seed, bounds, desk.ask)), alone
+            )
         except Exception:  # an environment is not ours, and the engine's faults come by the desk
             log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)
             return 0.0

@@ -3,8 +3,8 @@
 Who waits for whom: every rollout of the lease is an episode of its own; those that ask at the same time are asked together
 (envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts, for a
 validator's may well raise the same there; where it goes on instead, the bundle is refused as incomplete, which is no strike.
-Where its process ends, it takes the other episodes along: each is played again, one at a time, so that the one to blame fails
-alone and none is passed from worker to worker for ever.
+Where its process ends, it takes the other episodes along: each is played again by itself, so that none is passed from worker to
+worker for ever.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from prime_node.envs.episodes import Desk, Recorder, bounds_of
+from prime_node.envs.episodes import Desk, Recorder, again_alone, bounds_of
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
+from prime_node.ports.environment import TurnEnvironment
 from prime_protocol.assignment import GroupAssignment, Lease
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import RunSpec
@@ -65,24 +65,18 @@ async def _turns(
     group: GroupAssignment, environment: TurnEnvironment | None, begin: Callable[[], Recorder], alone: asyncio.Lock
 ) -> list[Turn]:
     """Of one rollout; its seeds make a second time like the first."""
-    recorder = begin()
+    recorder, problem = begin(), group.problem
     if environment is None:  # of one turn
         await recorder(group.prompt_token_ids)
-    elif not await _outlives(environment, group, recorder):
+        return recorder.turns
+
+    async def play() -> float:
+        nonlocal recorder
         recorder = begin()
-        async with alone:
-            await _outlives(environment, group, recorder)
-    return recorder.turns
+        return await environment.play(problem.index, group.prompt_token_ids, recorder)
 
-
-async def _outlives(environment: TurnEnvironment, group: GroupAssignment, ask: Ask) -> bool:
-    """Play one episode to its end, whichever. False where its process ended in the middle."""
-    problem = group.problem
     try:
-        await environment.play(problem.index, group.prompt_token_ids, ask)
-    except EnvironmentGone as error:
-        log.warning("environment %s, problem %d: %s", problem.environment, problem.index, error)
-        return False
+        await again_alone(play, alone)
     except Exception:
         log.warning("environment %s, problem %d: an episode failed", problem.environment, problem.index, exc_info=True)
-    return True
+    return recorder.turns

@@ -3,8 +3,9 @@
 Who waits for whom: one thread writes to the child, so that nobody waits for a child that does not read, and one reads its
 answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an episode
 is awaited, and what it asks the model for is answered on the loop that awaits it. An episode that is silent for too long fails
-alone, if its child still answers. A child that dies, or does not answer in time, is started again at the next question; whoever
-waits for it gets EnvironmentFailed.
+alone, if its child still answers, and retires its child: what hangs there, a thread perhaps, cannot be ended without it. The
+child's other episodes go on, each held to the same bound, and the last to end ends it. A child that is retired, dies, or does
+not answer in time is replaced at the next question; whoever waits for one that is ended gets EnvironmentFailed.
 
 Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
 {"id", "result"} or {"id", "error"}, and {"ask", "id", "prompt"} for what an episode wants to be sampled.
@@ -77,8 +78,9 @@ class EnvironmentProcess:
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._numbers = itertools.count(1)
-        self._child: _Child | None = None
-        self.ready = self._started().ready
+        self._child = _Child(self._command, self._description)
+        self._retired: set[_Child] = set()
+        self.ready = self._child.ready
 
     def ask(self, method: str, environment: str, **arguments: Any) -> Any:
         """The result. Raises EnvironmentFailed. Whoever asks from another thread meanwhile waits: its time begins then."""
@@ -94,9 +96,8 @@ class EnvironmentProcess:
     async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
         """The reward of one episode. Raises EnvironmentFailed: EnvironmentSilent where the episode hangs, EnvironmentGone where
         the process does. Cancelling it cancels the episode."""
-        child = self._child
-        if child is None or child.is_gone:
-            child = await asyncio.to_thread(self._started)
+        while not self._is_fit(child := self._child):
+            await asyncio.to_thread(self._started)
         number, loop = next(self._numbers), asyncio.get_running_loop()
         open_asks = 0
 
@@ -118,6 +119,7 @@ class EnvironmentProcess:
                 answer = child.send(number, method="play", environment=environment, **arguments)
                 return float(await asyncio.wrap_future(answer))
         except TimeoutError:
+            self._retired.add(child)
             child.tell(cancel=number)
             await self._hear(child)
             raise _Silent(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
@@ -126,6 +128,8 @@ class EnvironmentProcess:
             raise
         finally:
             child.asks.pop(number, None)
+            if child in self._retired and not child.asks:
+                loop.run_in_executor(None, self._end_retired, child)  # nobody waits for it
 
     async def _hear(self, child: _Child) -> None:
         """Raises EnvironmentGone where the child answers nobody any more: code that blocks holds up all of its episodes."""
@@ -145,17 +149,26 @@ class EnvironmentProcess:
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
-            if self._child is not None:
-                self._child.end()
+            for child in (self._child, *tuple(self._retired)):
+                child.end()
 
     def _started(self) -> _Child:
         with self._lock:
-            if self._child is None or self._child.is_gone:
-                if self._child is not None:
-                    log.warning("the environments' process is gone; starting it again")
+            if not self._is_fit(self._child):
+                log.warning("the environments' process is gone or hangs; starting another")
+                if self._child not in self._retired:
                     self._child.end()
                 self._child = _Child(self._command, self._description)
             return self._child
+
+    def _is_fit(self, child: _Child) -> bool:
+        """Whether it is to be asked anything new."""
+        return not child.is_gone and child not in self._retired
+
+    def _end_retired(self, child: _Child) -> None:
+        with self._asking:  # whoever asked before it was retired still gets an answer
+            child.end()
+        self._retired.discard(child)
 
 
 class _Child:
@@ -172,6 +185,7 @@ class _Child:
         )
         self.pid = self._process.pid
         self.is_gone = False
+        self._ending = threading.Lock()
         atexit.register(self.end)
         self._threads = [
             threading.Thread(target=work, name="environments", daemon=True) for work in (self._read, self._write)
@@ -198,18 +212,19 @@ class _Child:
         self._outbox.put(json.dumps(message).encode() + b"\n")
 
     def end(self) -> None:
+        """Idempotent. May take seconds."""
         self.is_gone = True
-        atexit.unregister(self.end)
-        self._process.kill()
-        self._process.wait()
-        self._outbox.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        with self._ending:
+            atexit.unregister(self.end)
+            self._process.kill()
+            self._process.wait()
+            self._outbox.put(None)
+            for thread in self._threads:
                 thread.join(END_S_MAX)
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        self._scratch.close()
+            if self._process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self._process.stdin.close()
+            self._scratch.close()
 
     def _write(self) -> None:
         assert self._process.stdin is not None
@@ -300,7 +315,7 @@ class ProcessEnvironment:
     def held_out(self, count: int) -> list[ProcessProblem]:
         found = self.process.ask("held_out", self._name, count=count)
         kind = ProcessTurnProblem if isinstance(self, ProcessTurnEnvironment) else ProcessProblem
-        return [kind(self.process, self._name, number, prompt) for number, prompt in enumerate(found)]
+        return [kind(self.process, self._name, count, number, prompt) for number, prompt in enumerate(found)]
 
 
 class ProcessTurnEnvironment(ProcessEnvironment):
@@ -316,6 +331,8 @@ class ProcessProblem:
 
     process: EnvironmentProcess
     environment: str
+    count: int
+    """How many were asked for: a process that replaces the one that was asked has to find them again."""
     number: int
     prompt: str
 
@@ -326,11 +343,13 @@ class ProcessProblem:
         return float(self._ask("score_held_out", completion, finished))
 
     def _ask(self, method: str, completion: str, finished: bool) -> Any:
-        return self.process.ask(method, self.environment, number=self.number, completion=completion, finished=finished)
+        place = {"count": self.count, "number": self.number}
+        return self.process.ask(method, self.environment, **place, completion=completion, finished=finished)
 
 
 class ProcessTurnProblem(ProcessProblem):
     """Implements ports.environment.TurnProblem by a child."""
 
     async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
-        return await self.process.play(self.environment, ask, number=self.number, prompt=prompt_token_ids)
+        place = {"count": self.count, "number": self.number}
+        return await self.process.play(self.environment, ask, **place, prompt=prompt_token_ids)
