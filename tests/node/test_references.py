@@ -14,7 +14,7 @@ from prime_node.cli.evidence import compared
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import EnvironmentGone
 from prime_node.validator.loop import run as run_validator
-from prime_node.validator.references import sample_references
+from prime_node.validator.references import choose_groups
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.evidence import BundleEvidence
@@ -28,7 +28,7 @@ COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
 RUN = make_run(rollouts_per_group=16, checks=COMPARED)
 
 
-async def sampled(num: int, lease: Lease) -> bytes:
+async def sampled(num: int, lease: Lease, *, created_at_ms: int = 0) -> bytes:
     """A bundle of a worker that takes no seeds and uploads the longest of so many answers, which scores best here."""
     engine = TableScorer()
     await engine.load(table_weights(0), policy_version=0)
@@ -38,7 +38,8 @@ async def sampled(num: int, lease: Lease) -> bytes:
         for turn in range(7, 7 + num)
     ]
     best = [max(several, key=lambda one: len(one.token_ids)) for several in zip(*drawn, strict=True)]
-    return make_bundle(lease, rollouts_for(lease, best), engine=engine.info.model_copy(update={"seeded": False}))
+    unseeded = engine.info.model_copy(update={"seeded": False})
+    return make_bundle(lease, rollouts_for(lease, best), engine=unseeded, created_at_ms=created_at_ms)
 
 
 async def judged(
@@ -90,13 +91,13 @@ async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> No
 
 
 async def test_references_are_of_a_share_of_the_groups_that_nobody_can_foresee() -> None:
-    lease, engine = make_lease(), TableScorer()
+    lease = make_lease()
     group = lease.groups[0]
     many = lease.model_copy(update={"groups": (group,) * 8})
 
     async def chosen(spec: RunSpec, bundle: str, secret: bytes) -> tuple[int, ...]:
-        found = await sample_references(many, engine, spec=spec, bundle=bundle, secret=secret)
-        assert all(len(completions) == len(group.seeds) for completions in found.values())
+        found = choose_groups(many, spec=spec, bundle=bundle, secret=secret)
+        assert all(len(requests) == len(group.seeds) for requests in found.values())
         return tuple(found)
 
     half = RUN.spec.model_copy(update={"checks": COMPARED.model_copy(update={"reference_share": 0.5})})

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+COMPARED_FACTOR = 4
+"""So many times as long has a validator where rewards are compared: it samples what they are compared with."""
 LOOK_AHEAD_MAX = 256
 """How many waiting bundles are looked through for one whose policy the validator holds."""
 

@@ -86,7 +86,7 @@ class CoordinatorConfig(Settings):
     tick_seconds: float = Field(default=0.5, gt=0.0)
     """How often expired leases, silent workers and overdue checks are looked for."""
     check_seconds: float = Field(default=30.0, gt=0.0)
-    """How long a validator has for one bundle before another one gets it."""
+    """How long a validator has for one bundle before another one gets it; four times as long where rewards are compared."""
     check_attempts_max: int = Field(default=3, ge=1)
     """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""
     watchdog_seconds: float = Field(default=120.0, gt=0.0)

@@ -26,7 +26,7 @@ from prime_node.coordinator.api.statements import renew_timestamp, require_own_k
 from prime_node.coordinator.api.status import METRICS
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.cases import keep_cases
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.evaluating import Evaluations
@@ -188,7 +188,10 @@ async def open_core(parts: Parts) -> Core:
         ),
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
-        checks=CheckQueue(check_ms=round(config.check_seconds * 1_000), attempts_max=config.check_attempts_max),
+        checks=CheckQueue(
+            check_ms=round(config.check_seconds * 1_000) * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1),
+            attempts_max=config.check_attempts_max,
+        ),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
         peers=Peers(parts.dial_back),
     )

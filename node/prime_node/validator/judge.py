@@ -7,6 +7,7 @@ The first that fails decides.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -15,7 +16,7 @@ from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.replay.staleness import versions_of
-from prime_node.validator.references import References
+from prime_node.validator.references import Comparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
@@ -60,8 +61,10 @@ class Judgement:
     unscored: tuple[int, ...] = ()
     evidence: BundleEvidence | None = None
     """What its tokens say against the worker."""
+    comparison: Comparison | None = None
+    """What the validator is going to sample to compare the bundle's rewards with. Stays here, as do:"""
     references: References | None = None
-    """What the validator sampled to compare the bundle's rewards with. Stays here."""
+    """What it sampled."""
     fingerprints: tuple[tuple[int, str], ...] = ()
     """Of an accepted bundle: slots, and what is said in them that nobody says twice by chance."""
 
@@ -194,7 +197,7 @@ async def reward_bundle(
     if (references := so_far.references) is not None:
         trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
         assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"
-        so_far = replace(so_far, evidence=with_ranks(so_far.evidence, lease, scored, trusted))
+        so_far = replace(so_far, evidence=await with_ranks(so_far.evidence, lease, scored, trusted))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
@@ -211,7 +214,7 @@ async def reward_bundle(
     )
 
 
-def with_ranks(
+async def with_ranks(
     evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]]
 ) -> BundleEvidence:
     """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group."""
@@ -221,7 +224,8 @@ def with_ranks(
         indices = range(first, first + len(group.seeds))
         mine.append([scored.rewards[index] for index in indices if index not in left_out])
         first += len(group.seeds)
-    sums = rank_sums([(mine[index], rewards) for index, rewards in trusted.items()])
+    pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
+    sums = await asyncio.to_thread(rank_sums, pairs)  # seconds where groups are thousands
     return evidence.model_copy(update={"sums": {**evidence.sums, **sums}})
 
 

@@ -2,10 +2,11 @@
 
 Who waits for whom: `fetch` asks the coordinator for work (long poll, so the coordinator's news wakes it) and fills a bounded
 queue; `judge` empties it, one forward pass after another. The rewards of what it finds to be proven are computed beside it, each
-bundle's in a lane of its own, and a bounded number of bundles waits for lanes. The policy that a bundle needs comes from the
-follower, which has verified it. Nothing waits without a deadline: a request that gets no answer is tried again with growing
-pauses, an environment that does not answer fails, and a task whose deadline has passed is dropped, because the coordinator has
-given it to somebody else.
+bundle's in a lane of its own, and a bounded number of bundles waits for lanes. What unseeded rewards are compared with is sampled
+before that, for one bundle after another, in short turns between forward passes (references.py). The policy that a bundle needs
+comes from the follower, which has verified it. Nothing waits without a deadline: a request that gets no answer is tried again
+with growing pauses, an environment that does not answer fails, and a task whose deadline has passed is dropped, because the
+coordinator has given it to somebody else.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
-from prime_node.ports.engine import EngineMismatch, SamplingScorer
+from prime_node.ports.engine import EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
 from prime_node.validator.lanes import Lanes
-from prime_node.validator.references import sample_references
+from prime_node.validator.references import Comparison, Pace, choose_groups, sample_references
 from prime_node.validator.spans import policies_of
+from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.weights import Weights
@@ -42,6 +45,8 @@ T = TypeVar("T")
 
 LOADS_MAX = 2
 """Tries to make the scorer compute what a policy's weights say, before we give up on it."""
+POLICY_S_MAX = 60.0
+"""For a policy that a bundle was proven by, where it is needed again."""
 
 
 @dataclass
@@ -64,7 +69,12 @@ class Validator:
     secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
     """What nobody can foresee: which unseeded groups are compared, and with what (references.py)."""
     scoring: set[str] = field(default_factory=set)
-    """Bundles that are proven, and whose rewards are computed or wait for a lane."""
+    """Bundles that are looked at here, from the forward pass to the answer."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """Whose turn the scorer is: a forward pass, or a piece of references. First come, first served."""
+    sampling: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """References are sampled for one bundle at a time."""
+    pace: Pace = field(default_factory=Pace)
 
 
 async def run(validator: Validator, stop: asyncio.Event) -> None:
@@ -95,6 +105,8 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
     if isinstance(task, NotYet):
         await validator.clock.sleep(task.retry_after_s)
         return None
+    if _is_here(validator, task):
+        return None
     bundle = await _persist(
         validator,
         lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)),
@@ -114,20 +126,29 @@ async def _judge(
                 "bundle %s: its deadline passed before it was judged; another validator has it", task.bundle[:12]
             )
             continue
-        if task.bundle in validator.scoring:  # an answer that hangs must not take a lane for each time it is handed out
-            log.warning("bundle %s: its deadline passed while it is scored here; it goes on", task.bundle[:12])
+        if _is_here(validator, task):
             continue
+        validator.scoring.add(task.bundle)
         opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
         proven = opened if isinstance(opened, Judgement) else await _proven(validator, task, opened)
-        if proven is None:
-            continue
-        if isinstance(opened, Judgement) or not proven.verdict.accepted:
-            await _answer(validator, task, proven)
-            continue
-        await waiting.acquire()
-        validator.scoring.add(task.bundle)
-        rewarding = group.create_task(_reward(validator, task, opened, proven))
-        rewarding.add_done_callback(lambda _: waiting.release())
+        if proven is None or isinstance(opened, Judgement) or not proven.verdict.accepted:
+            if proven is not None:
+                await _answer(validator, task, proven)
+            validator.scoring.discard(task.bundle)
+        elif proven.comparison is None:
+            await waiting.acquire()
+            group.create_task(_reward(validator, task, opened, proven, waiting))
+        else:
+            validator.pace.backlog_s += proven.comparison.bound_s
+            group.create_task(_compare(validator, task, opened, proven, waiting))
+
+
+def _is_here(validator: Validator, task: CheckTask) -> bool:
+    """Handed out again: an answer that hangs must not take a lane for each time, nor references be sampled twice."""
+    if task.bundle not in validator.scoring:
+        return False
+    log.warning("bundle %s: its deadline passed while it is looked at here; it goes on", task.bundle[:12])
+    return True
 
 
 async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
@@ -139,19 +160,18 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
         return Judgement(Verdict.accept())
     versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
-    if versions != [validator.loaded]:
-        try:
-            for version in versions:
-                seconds_left = (task.deadline_ms - validator.clock.now_ms()) / 1_000
-                policies[version] = await asyncio.wait_for(validator.policy(version), seconds_left)
-        except TimeoutError:
-            log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
-            return None
-        except PeerError as error:  # published broken: no validator can judge it
-            return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
+    try:
+        for version in versions:
+            policies[version] = await asyncio.wait_for(validator.policy(version), _seconds_left(validator, task))
+    except TimeoutError:
+        log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
+        return None
+    except PeerError as error:  # published broken: no validator can judge it
+        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
     for attempt in range(1, LOADS_MAX + 1):
         try:
-            return await _with_policies(validator, task, bundle, versions, policies)
+            async with validator.turn:
+                return await _with_policies(validator, task, bundle, policies)
         except EngineMismatch as error:
             validator.loaded = -1
             log.error("bundle %s, load %d of %d: %s; it is not judged", task.bundle[:12], attempt, LOADS_MAX, error)
@@ -162,28 +182,83 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
 
 
 async def _with_policies(
-    validator: Validator, task: CheckTask, bundle: OpenedBundle, versions: list[int], policies: dict[int, Weights]
+    validator: Validator, task: CheckTask, bundle: OpenedBundle, policies: dict[int, Weights]
 ) -> Judgement:
-    """Raises EngineMismatch."""
-    several = policies if len(versions) > 1 else None
-    if policies:
+    """With the scorer's turn. Raises EngineMismatch."""
+    if len(policies) > 1:
         validator.loaded = -1
-        if several is None:
-            await validator.scorer.load(policies[versions[0]], policy_version=versions[0])
-            validator.loaded = versions[0]
-    proven = await prove_bundle(bundle, validator.scorer, run=validator.run, policies=several)
-    spec = validator.run.spec
-    if several or not (proven.verdict.accepted and bundle.is_unseeded and spec.checks.compares_rewards):
-        return proven
-    name, secret = task.bundle, validator.secret
-    return replace(
-        proven,
-        references=await sample_references(bundle.lease, validator.scorer, spec=spec, bundle=name, secret=secret),
+        return await prove_bundle(bundle, validator.scorer, run=validator.run, policies=policies)
+    ((version, weights),) = policies.items()
+    await _hold(validator, version, weights)
+    comparison = await _planned(validator, task, bundle)
+    return replace(await prove_bundle(bundle, validator.scorer, run=validator.run), comparison=comparison)
+
+
+async def _hold(validator: Validator, version: int, weights: Weights) -> None:
+    """Raises EngineMismatch."""
+    if validator.loaded != version:
+        validator.loaded = -1
+        await validator.scorer.load(weights, policy_version=version)
+        validator.loaded = version
+
+
+async def _planned(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Comparison | None:
+    """Which rewards are compared. Before the bundle's own forward pass, whose time says how long its answers are."""
+    spec, lease = validator.run.spec, bundle.lease
+    if not (bundle.is_unseeded and spec.checks.compares_rewards):
+        return None
+    chosen = choose_groups(lease, spec=spec, bundle=task.bundle, secret=validator.secret)
+    if not chosen:
+        return None
+    await validator.pace.measure(lease, validator.scorer, validator.clock)
+    planned = validator.pace.planned(
+        chosen,
+        tokens_max=lease.sampling.completion_tokens_max,
+        left_s=_seconds_left(validator, task),
+        turns_max=validator.config.prefetch + 2,  # as many bundles as are here at once
     )
+    if (num := len(planned.chosen) if planned else 0) < len(chosen):
+        log.warning(
+            "bundle %s: rewards of %d of %d groups are compared; there is no time for more before its deadline",
+            task.bundle[:12], num, len(chosen),
+        )  # fmt: skip
+    return planned
 
 
-async def _reward(validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement) -> None:
-    """The rest of a proven bundle's verdict, beside the next one's forward pass."""
+async def _compare(
+    validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement, waiting: asyncio.Semaphore
+) -> None:
+    """Sample what a proven bundle's rewards are compared with, in turns between forward passes; then as the others."""
+    assert proven.comparison is not None
+    (version,) = policies_of(bundle.rollouts)
+
+    async def generate(requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        weights = await asyncio.wait_for(validator.policy(version), POLICY_S_MAX)  # at hand, unless it was long ago
+        async with validator.turn:
+            await _hold(validator, version, weights)
+            return await validator.scorer.generate(requests, sampling)
+
+    try:
+        async with validator.sampling:
+            found = await sample_references(proven.comparison.chosen, bundle.lease.sampling, generate)
+    except (
+        EngineMismatch,
+        PeerError,
+        TimeoutError,
+    ) as error:  # the next forward pass tries to load it again, or says what is wrong
+        log.error("bundle %s: policy %d is gone (%r); another validator gets it", task.bundle[:12], version, error)
+        validator.scoring.discard(task.bundle)
+        return
+    finally:
+        validator.pace.backlog_s -= proven.comparison.bound_s
+    await waiting.acquire()
+    await _reward(validator, task, bundle, replace(proven, references=found), waiting)
+
+
+async def _reward(
+    validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement, waiting: asyncio.Semaphore
+) -> None:
+    """The rest of a proven bundle's verdict, beside the next one's forward pass. Gives its place back."""
     try:
         async with validator.lanes.lane() as environments:
             judgement = await reward_bundle(
@@ -192,6 +267,11 @@ async def _reward(validator: Validator, task: CheckTask, bundle: OpenedBundle, p
         await _answer(validator, task, judgement)
     finally:
         validator.scoring.discard(task.bundle)
+        waiting.release()
+
+
+def _seconds_left(validator: Validator, task: CheckTask) -> float:
+    return (task.deadline_ms - validator.clock.now_ms()) / 1_000
 
 
 async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -> None:

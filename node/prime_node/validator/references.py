@@ -1,40 +1,132 @@
 """Trusted rollouts beside unseeded ones, so that their rewards can be compared (prime_protocol/reward_ranks.py).
 
 Which groups are sampled, and by which seeds, follows from a secret of this process and the bundle's digest: nobody can foresee it
-when he uploads, and a bundle that is handed out twice is compared with the same completions. Both are drawn from one policy, the
-bundle's, and each reference serves one comparison only, or the ranks of an honest worker would not be a uniformly random choice.
+when he uploads. All are drawn from one policy, the bundle's, and each reference serves one comparison only, or the ranks of an
+honest worker would not be a uniformly random choice. For the same reason whether a group is compared is decided before anything
+is sampled, from what neither its completions nor the references change: comparisons that were dropped for taking long would be
+those with long answers, and length goes with reward. A comparison that has begun is finished.
+
+Who waits for whom: references are sampled for one bundle after another, so many tokens at a time, and take turns with forward
+passes. A forward pass waits for one such turn at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
 
+from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.noise import SEED_MAX
-from prime_protocol.rollout import Completion
+from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import RunSpec
 
 References = Mapping[int, Sequence[Completion]]
 """What a validator sampled for a bundle, by index of the group in the lease: as many as the worker was asked for."""
+Chosen = Mapping[int, Sequence[GenerateRequest]]
+"""What is to be sampled, by index of the group, in an order that nobody can foresee."""
+Generate = Callable[[Sequence[GenerateRequest], Sampling], Awaitable[list[Completion]]]
+
+TURN_TOKENS = 64
+"""So long a piece of each of a group's completions is sampled before forward passes have their turn."""
+BOUND_FACTOR = 3.0
+"""References take at most so much longer than their tokens at the measured pace: forward passes come between, and long texts
+are slower than short ones."""
+WAIT_SHARE_MAX = 0.5
+"""Of the time that a bundle is judged in, all turns of references that it may have to wait for."""
+PROBE_TOKENS_MAX = 8
+PROBE_SHARE = 0.05
+"""Of the engine's time, for measuring its pace."""
 
 
-async def sample_references(lease: Lease, engine: Engine, *, spec: RunSpec, bundle: str, secret: bytes) -> References:
-    """The engine holds the policy that sampled the bundle. Groups whose environment answers are not compared."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Decided, and not sampled yet."""
+
+    chosen: Chosen
+    bound_s: float
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast an engine samples, and what it has still to sample."""
+
+    step_s: float = 0.0
+    """Of one token of each of a group's completions."""
+    backlog_s: float = 0.0
+    """The sum of `bound_s` of what is not sampled yet."""
+    _known_until_s: float = field(default=-math.inf)
+
+    async def measure(self, lease: Lease, engine: Engine, clock: Clock) -> None:
+        """By a few tokens that are thrown away and that no stop token ends, so that the time says nothing about their text."""
+        started_s = clock.monotonic_s()
+        if started_s < self._known_until_s:
+            return
+        num = max(1, min(PROBE_TOKENS_MAX, lease.sampling.completion_tokens_max // 16))
+        largest = max(lease.groups, key=lambda group: (len(group.seeds), len(group.prompt_token_ids)))
+        probe = lease.sampling.model_copy(update={"completion_tokens_max": num, "stop_token_ids": ()})
+        await engine.generate([GenerateRequest(largest.prompt_token_ids, seed) for seed in largest.seeds], probe)
+        ended_s = clock.monotonic_s()
+        self.step_s = (ended_s - started_s) / num
+        self._known_until_s = ended_s + (ended_s - started_s) / PROBE_SHARE
+
+    def planned(self, chosen: Chosen, *, tokens_max: int, left_s: float, turns_max: int) -> Comparison | None:
+        """As many of the groups as are sampled in time even if no completion ends early, after what is in the backlog.
+
+        None where there are none, or where `turns_max` turns would hold up other bundles for too long.
+        """
+        group_s = BOUND_FACTOR * self.step_s * tokens_max
+        turns_s = self.step_s * min(tokens_max, TURN_TOKENS) * turns_max
+        num = sum((count + 1) * group_s <= left_s - self.backlog_s for count in range(len(chosen)))
+        if not num or turns_s > WAIT_SHARE_MAX * left_s:
+            return None
+        return Comparison(dict(list(chosen.items())[:num]), num * group_s)
+
+
+def choose_groups(lease: Lease, *, spec: RunSpec, bundle: str, secret: bytes) -> Chosen:
+    """Groups whose environment answers are not compared."""
     turns_max = {one.name: one.turns_max for one in spec.environments}
-    indices: list[int] = []
-    requests: list[GenerateRequest] = []
+    drawn: dict[int, tuple[int, list[GenerateRequest]]] = {}
     for index, group in enumerate(lease.groups):
         size = len(group.seeds)
         stream = blake3(f"{bundle}\0{index}".encode(), key=secret).digest(length=8 * (1 + size))
         draw, *seeds = (int.from_bytes(stream[8 * i : 8 * i + 8], "big") for i in range(1 + size))
         if draw < spec.checks.reference_share * 2**64 and turns_max[group.problem.environment] == 1:
-            indices += [index] * size
-            requests += [GenerateRequest(group.prompt_token_ids, seed & SEED_MAX) for seed in seeds]
-    sampled = await engine.generate(requests, lease.sampling) if requests else []
-    references: dict[int, list[Completion]] = {}
-    for index, completion in zip(indices, sampled, strict=True):
-        references.setdefault(index, []).append(completion)
-    return references
+            drawn[index] = draw, [GenerateRequest(group.prompt_token_ids, seed & SEED_MAX) for seed in seeds]
+    return {index: drawn[index][1] for index in sorted(drawn, key=lambda index: drawn[index][0])}
+
+
+async def sample_references(chosen: Chosen, sampling: Sampling, generate: Generate) -> References:
+    """`generate` samples from the policy that sampled the bundle; each call is a turn."""
+    return {index: await _sample_group(requests, sampling, generate) for index, requests in chosen.items()}
+
+
+async def _sample_group(
+    requests: Sequence[GenerateRequest], sampling: Sampling, generate: Generate
+) -> list[Completion]:
+    """In pieces: each goes on after what has been sampled, by seeds of its own, which is the same distribution."""
+    found = [Completion((), (), FinishReason.LENGTH) for _ in requests]
+    for begin in range(0, sampling.completion_tokens_max, TURN_TOKENS):
+        unfinished = [index for index, one in enumerate(found) if one.finish is FinishReason.LENGTH]
+        if not unfinished:
+            break
+        num = min(TURN_TOKENS, sampling.completion_tokens_max - begin)
+        asked = [
+            replace(
+                requests[index],
+                prompt_token_ids=(*requests[index].prompt_token_ids, *found[index].token_ids),
+                seed=(requests[index].seed + begin) & SEED_MAX,
+            )
+            for index in unfinished
+        ]
+        pieces = await generate(asked, sampling.model_copy(update={"completion_tokens_max": num}))
+        for index, piece in zip(unfinished, pieces, strict=True):
+            so_far = found[index]
+            found[index] = Completion(
+                so_far.token_ids + piece.token_ids, so_far.logprobs + piece.logprobs, piece.finish
+            )
+    return found

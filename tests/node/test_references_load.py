@@ -1,0 +1,212 @@
+"""Comparing unseeded rewards must not cost other bundles their verdicts, however slowly a validator samples."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.node.table_engine import STOP_TOKEN, table_weights
+from tests.node.test_references import RUN, sampled
+from tests.node.test_validator import TableScorer, generate, make_bundle, make_lease
+from tests.node.test_validator_loop import make_validator
+
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.ports.engine import GenerateRequest, ScoreRequest
+from prime_node.validator import references
+from prime_node.validator.loop import run as run_validator
+from prime_node.validator.references import Pace, choose_groups, sample_references
+from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.digest import digest_of
+from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.verify import Prefill
+
+FORWARD_PASS_S = 0.5
+
+
+class VirtualClock:
+    """Implements ports.clock.Clock. Time moves to whoever wakes up next, once nobody has anything else to do."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._num = 0
+
+    def now_ms(self) -> int:
+        return round(self.seconds * 1_000)
+
+    def monotonic_s(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self._num += 1
+        woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.seconds + seconds, self._num, woken))
+        await woken
+
+    async def move(self) -> None:
+        while True:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            if self._sleepers:
+                self.seconds, _, woken = heapq.heappop(self._sleepers)
+                if not woken.done():
+                    woken.set_result(None)
+
+
+class SlowScorer(TableScorer):
+    """Sampling as many completions as a bundle has, to the last token, takes it so long."""
+
+    def __init__(self, clock: VirtualClock, bundle_s: float) -> None:
+        super().__init__()
+        self._clock, self._bundle_s = clock, bundle_s
+        self.seeds: Counter[int] = Counter()
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        lease = make_lease()
+        if not {one.seed for one in requests} <= {seed for group in lease.groups for seed in group.seeds}:
+            self.seeds.update(one.seed for one in requests)  # of references, not of measuring the pace
+        share = (
+            len(requests) * sampling.completion_tokens_max / lease.num_rollouts / lease.sampling.completion_tokens_max
+        )
+        await self._clock.sleep(self._bundle_s * share)
+        return await super().generate(requests, sampling)
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        await self._clock.sleep(FORWARD_PASS_S)
+        return await super().prefill(requests, sampling)
+
+
+class QueuePort:
+    """Implements ports.transport.ValidatorPort over the coordinator's own queue."""
+
+    def __init__(self, parcels: Sequence[bytes], clock: VirtualClock, check_s: float) -> None:
+        self.stop = asyncio.Event()
+        self.results: dict[str, CheckResultRequest | None] = {}
+        self._clock, self._queue = clock, CheckQueue(check_ms=round(check_s * 1_000), attempts_max=3)
+        self._parcels = {digest_of(parcel): parcel for parcel in parcels}
+        for bundle in self._parcels:
+            self._queue.add(bundle, 0)
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        for bundle in self._queue.overdue(self._clock.now_ms()):
+            self._settle(bundle, None)
+        found = self._queue.take(request.policy_versions, self._clock.now_ms())
+        if found is None:
+            return NotYet(reason="nothing to check", retry_after_s=0.5)
+        return CheckTask(bundle=found[0], lease=make_lease(), deadline_ms=found[1])
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        return self._parcels[request.bundle]
+
+    async def check_result(self, request: CheckResultRequest) -> None:
+        self._settle(request.bundle, request)
+
+    def _settle(self, bundle: str, result: CheckResultRequest | None) -> None:
+        self.results.setdefault(bundle, result)
+        self._queue.settled([bundle])
+        if len(self.results) == len(self._parcels):
+            self.stop.set()
+
+
+@pytest.mark.parametrize(
+    ("bundle_s", "unseeded", "seeded", "check_s", "compared_min"),
+    [
+        (25.0, 4, 12, 30.0, 0),
+        (40.0, 15, 30, 30.0, 0),
+        (25.0, 4, 12, 120.0, 1),
+        (2.0, 5, 10, 30.0, 2),
+        (0.1, 5, 10, 30.0, 5),
+    ],
+)
+async def test_however_slowly_references_are_sampled_every_honest_bundle_has_its_verdict(
+    bundle_s: float, unseeded: int, seeded: int, check_s: float, compared_min: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(work: Callable[..., Any], *args: Any) -> Any:  # threads would take real time
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    lease = make_lease()
+    parcels = [await sampled(1, lease, created_at_ms=number) for number in range(unseeded)]
+    parcels += [make_bundle(lease, await generate(lease), created_at_ms=number) for number in range(seeded)]
+    random.Random(1).shuffle(parcels)
+    clock = VirtualClock()
+    port, scorer = QueuePort(parcels, clock, check_s), SlowScorer(clock, bundle_s)
+    validator = make_validator(port, scorer)  # type: ignore[arg-type]
+    validator.run, validator.secret, validator.clock = RUN, bytes(32), clock
+    moving = asyncio.create_task(clock.move())
+    await run_validator(validator, port.stop)
+    moving.cancel()
+    verdicts = [result for result in port.results.values() if result is not None]
+    assert len(verdicts) == unseeded + seeded, "one that was given up is unverifiable"
+    assert all(result.verdict.accepted for result in verdicts)
+    assert set(scorer.seeds.values()) <= {1}, "no reference is sampled twice"
+    assert sum(bool(result.evidence and result.evidence.sums) for result in verdicts) >= compared_min
+    assert validator.scoring == set()
+    assert validator.pace.backlog_s == pytest.approx(0.0)
+
+
+async def test_references_that_are_sampled_in_pieces_are_whole_completions_of_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(references, "TURN_TOKENS", 3)
+    lease, scorer = make_lease(), TableScorer()
+    await scorer.load(table_weights(0), policy_version=0)
+    chosen = choose_groups(lease, spec=RUN.spec, bundle="5", secret=bytes(32))
+    found = await sample_references(chosen, lease.sampling, scorer.generate)
+    assert set(found) == {0, 1}
+    lengths = Counter[int]()
+    for index, completions in found.items():
+        prompt = lease.groups[index].prompt_token_ids
+        for one in completions:
+            lengths[len(one.token_ids)] += 1
+            judged = await scorer.prefill([ScoreRequest(prompt, one.token_ids, None)], lease.sampling)
+            np.testing.assert_allclose(judged.logprobs_T, one.logprobs, atol=1e-5)
+            assert STOP_TOKEN not in one.token_ids[:-1]
+            assert (one.finish is FinishReason.STOP) == (one.token_ids[-1] == STOP_TOKEN)
+            assert one.finish is FinishReason.STOP or len(one.token_ids) == lease.sampling.completion_tokens_max
+    assert min(lengths) <= 3 < max(lengths), "some end in the first piece, some go on"
+
+
+async def test_the_pace_is_measured_by_tokens_whose_number_no_text_changes() -> None:
+    class Counting(TableScorer):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            found = await super().generate(requests, sampling)
+            self.lengths = {len(one.token_ids) for one in found}
+            await clock.sleep(2.0)
+            return found
+
+    clock, lease, pace, engine = VirtualClock(), long_lease(128), Pace(), Counting()
+    await engine.load(table_weights(0), policy_version=0)
+    moving = asyncio.create_task(clock.move())
+    await pace.measure(lease, engine, clock)
+    assert (engine.lengths, pace.step_s, clock.seconds) == ({8}, 0.25, 2.0)
+    await pace.measure(lease, engine, clock)
+    assert clock.seconds == 2.0, "it is known for a while"
+    moving.cancel()
+
+
+def test_as_many_groups_are_compared_as_fit_before_the_deadline_after_those_before_them() -> None:
+    chosen = {index: [GenerateRequest((1,), index)] for index in (3, 1, 2)}
+    pace = Pace(step_s=0.01)  # 3 s a group of 100 tokens, with what comes between
+
+    def planned(left_s: float) -> list[int]:
+        found = pace.planned(chosen, tokens_max=100, left_s=left_s, turns_max=4)
+        return [] if found is None else list(found.chosen)
+
+    assert [planned(left_s) for left_s in (5.2, 6.1, 9.1, 60.0)] == [[3], [3, 1], [3, 1, 2], [3, 1, 2]]
+    pace.backlog_s = 4.0
+    assert [planned(left_s) for left_s in (6.1, 9.1, 13.1)] == [[], [3], [3, 1, 2]]
+    pace.backlog_s = 0.0
+    assert planned(5.0) == [], "four turns would be more than half of it"
+
+
+def long_lease(tokens: int) -> Lease:
+    lease = make_lease()
+    return lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"completion_tokens_max": tokens})})
