@@ -82,8 +82,8 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
 
 
 async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
-    # Alone, so that it does as much whoever is faster; in this run it cheats in three of its first 64.
-    outcome = await arena.fight("partial-1", honest=0, rollouts_max=400, seed=13)
+    # Alone, so that it does as much whoever is faster. Which completions it forges hangs on the run's digest, so the run is long.
+    outcome = await arena.fight("partial-1", honest=0, rollouts_max=1_600, groups_per_step=40, seed=13)
     assert outcome.worker(outcome.parts[0])["banned"] is not None
 
 
