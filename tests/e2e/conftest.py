@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,17 @@ SMALL_RUN = [
     "trainer.evaluation_problems=16",
     "up.port=0",
 ]
+
+
+def read(url: str) -> bytes:
+    """What an address answers. Raises OSError; a refusal is closed first, or a later test would be told of its open socket."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
 
 
 class Up:
@@ -71,8 +83,7 @@ class Up:
 
     def status(self) -> dict[str, Any]:
         link = (self.directory / "join-link").read_text().strip()
-        with urllib.request.urlopen(link.partition("#")[0] + "v1/status", timeout=5) as answer:
-            status: dict[str, Any] = json.load(answer)
+        status: dict[str, Any] = json.loads(read(link.partition("#")[0] + "v1/status"))
         return status
 
     def until(self, holds: Callable[[dict[str, Any]], bool], *, timeout_s: float, what: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.e2e.conftest import Up
+from tests.e2e.conftest import Up, read
 
 from prime_node.cli.supervisor import last_lines
 
@@ -81,8 +81,8 @@ def head_of_seeder(log: Path) -> int | None:
     port = re.search(r"serving peers on port (\d+)", last_lines(log, 100))
     if port is None:
         return None
-    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/v1/head", timeout=5) as answer:
-        return None if answer.status == 204 else policy_in(answer.read())
+    envelope = read(f"http://127.0.0.1:{port[1]}/v1/head")  # nothing where it has no head yet
+    return policy_in(envelope) if envelope else None
 
 
 def policy_in(envelope: bytes) -> int:
@@ -95,10 +95,10 @@ def policy_in(envelope: bytes) -> int:
 def gives_no_chunks(up: Up, head: int) -> bool:
     """Asked for the newest policy's first part, the coordinator says that it gives none."""
     url = (up.directory / "join-link").read_text().strip().partition("#")[0]
-    with urllib.request.urlopen(f"{url}v1/manifests/{head}", timeout=5) as answer:
-        manifest = json.loads(base64.b64decode(json.loads(answer.read())["payload"]))
+    manifest = json.loads(base64.b64decode(json.loads(read(f"{url}v1/manifests/{head}"))["payload"]))
     try:
         urllib.request.urlopen(f"{url}v1/blobs/{manifest['encodings'][0]['parts'][0]['digest']}", timeout=5).close()
     except urllib.error.HTTPError as error:
-        return error.code == 404 and b"gives no chunks" in error.read()
+        with error:
+            return error.code == 404 and b"gives no chunks" in error.read()
     return False
