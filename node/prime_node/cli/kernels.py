@@ -27,6 +27,9 @@ from prime_protocol.codec.compiling import cache_place, ready_decoder, ready_enc
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
+COMPILE_S_MAX = 900.0
+"""A compiler that takes longer hangs: on two busy cores it takes 20 s."""
+
 _CHILD = """
 import gc, os, threading
 def end_with_parent():
@@ -65,7 +68,7 @@ def compile_once(say: Say) -> bool:
         say("compiling the codec's kernels, once per installation (10 to 20 s)")
         began_s = time.monotonic()
         with _compiling(ready_decoder) as decoder, _compiling(ready_encoder) as encoder:
-            codes = [decoder.wait(), encoder.wait()]
+            codes = [_code(decoder, began_s), _code(encoder, began_s)]
         if any(codes):
             log.warning(
                 "the codec's kernels do not compile here (exit codes %s; -9: killed, mostly for want of memory). This process "
@@ -82,6 +85,15 @@ def _compiling(half: Callable[[], None]) -> subprocess.Popen[bytes]:
     """Leaving its context ends it."""
     program = _CHILD.format(module=half.__module__, name=half.__name__)
     return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _code(process: subprocess.Popen[bytes], began_s: float) -> int:
+    """The exit code; a child that hangs is killed."""
+    try:
+        return process.wait(max(0.0, began_s + COMPILE_S_MAX - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 @contextmanager

@@ -39,8 +39,8 @@ TICK_S = 0.1
 """How often to look whether a silent source's work should be taken over."""
 TREE_S_MAX = 2.0
 """Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
-DECODE_THREADS = min(8, os.cpu_count() or 1)
-"""Each keeps a dozen megabytes of buffers."""
+DECODERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decode")
+"""Of all downloads: each thread keeps a dozen megabytes of the codec's buffers, which a delta a step would make anew."""
 
 Decode = Callable[[int, memoryview], None]
 """(number of a chunk, its verified bytes). Called from threads. Raises PeerError."""
@@ -81,7 +81,6 @@ class Download:
         self._memory_bytes = 0
         self._news = asyncio.Event()
         self._error: Exception | None = None
-        self._decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
 
     async def run(self) -> None:
         """Until everything has been decoded.
@@ -89,12 +88,6 @@ class Download:
         Raises PeerError(NOT_FOUND) where nobody has a piece any more, another PeerError where verified bytes do not decode,
         Unreachable where nobody gives anything for long, OSError from the disk.
         """
-        try:
-            await self._run()
-        finally:
-            self._decoders.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self) -> None:
         have = await self._from_disk()
         self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
         sizes = [piece.size for piece in self._pieces]
@@ -298,7 +291,7 @@ class Download:
     # In threads
 
     async def _in_decoder(self, call: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._decoders, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(DECODERS, call, *arguments)
 
     def _check(self, piece: Piece, data: bytes | memoryview) -> None:
         check_piece(piece, data, self.index)
