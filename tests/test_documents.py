@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from prime_node.cli.config import all_settings
-from prime_node.cli.main import app
+from prime_node.cli.main import Commands
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md")
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = dict(Commands())
 
 
 def text_of(name: str) -> str:

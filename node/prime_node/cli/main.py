@@ -1,71 +1,102 @@
-"""`prime-node`: the commands."""
+"""`prime-node`: the commands. Each is imported when it is called, so nobody waits for what another one needs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from prime_node import __version__
-from prime_node.cli import (
-    calibrate,
-    config,
-    coordinator,
-    doctor,
-    evaluate,
-    evidence,
-    fetch,
-    join,
-    keys,
-    ledger,
-    new,
-    operate,
-    seed,
-    trace,
-    trainer,
-    up,
-    validator,
-    verify,
-)
-from prime_node.cli.outcome import tell
-from prime_protocol.errors import PrimeError
 
-app = typer.Typer(
-    name="prime-node",
-    help="Train one model with workers that nobody has to trust.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+if TYPE_CHECKING:
+    from typer._click import Command, Context, HelpFormatter
+
 SUMMARIES = {
-    up: "Start everything on this machine and train; or go on.",
-    join: "Lend this machine to a run.",
-    seed: "Serve a run's policies to its workers: no GPU needed.",
-    fetch: "Download and verify a policy from the run's peers.",
-    verify: "Prove that a published checkpoint is what it claims to be.",
-    evaluate: "Evaluate the newest policies on held-out problems.",
-    trace: "Show what trainer, broadcast and workers did when.",
-    new: "Make a run: keys, model, signed RunSpec, join link.",
-    coordinator: "Serve a run.",
-    trainer: "Train a run's policies and publish them.",
-    validator: "Judge a run's rollouts.",
-    calibrate: "Measure how far honest engines differ.",
-    doctor: "What can this machine do, and what is missing?",
-    config: "Print every setting, its default and its meaning.",
+    "up": "Start everything on this machine and train; or go on.",
+    "join": "Lend this machine to a run.",
+    "seed": "Serve a run's policies to its workers: no GPU needed.",
+    "fetch": "Download and verify a policy from the run's peers.",
+    "verify": "Prove that a published checkpoint is what it claims to be.",
+    "evaluate": "Evaluate the newest policies on held-out problems.",
+    "trace": "Show what trainer, broadcast and workers did when.",
+    "new": "Make a run: keys, model, signed RunSpec, join link.",
+    "coordinator": "Serve a run.",
+    "trainer": "Train a run's policies and publish them.",
+    "validator": "Judge a run's rollouts.",
+    "calibrate": "Measure how far honest engines differ.",
+    "doctor": "What can this machine do, and what is missing?",
+    "config": "Print every setting, its default and its meaning.",
+    "operate": "Ban, forgive and invite workers; let a run drain.",
+    "keys": "Show, rotate and revoke a run's keys.",
+    "ledger": "Export and verify a run's ledger of bundles.",
+    "evidence": "Check what a ban rests on.",
+    "version": "Print the version.",
 }
-"""In one line of a terminal; the commands say more themselves."""
-for module, summary in SUMMARIES.items():
-    name = module.__name__.rpartition(".")[2]
-    app.command(name, short_help=summary)(getattr(module, name))
-app.add_typer(operate.operate, name="operate", short_help="Ban, forgive and invite workers; let a run drain.")
-app.add_typer(keys.keys, name="keys", short_help="Show, rotate and revoke a run's keys.")
-app.add_typer(ledger.ledger, name="ledger", short_help="Export and verify a run's ledger of bundles.")
-app.add_typer(evidence.evidence, name="evidence", short_help="Check what a ban rests on.")
+"""In one line of a terminal; the commands say more themselves. Each is named like its module beside this one, and like what that
+defines: a function, or a Typer with commands of its own."""
 
 
-@app.command()
+class Commands(Mapping[str, "Command"]):
+    """By name, as typer knows them."""
+
+    def __getitem__(self, name: str) -> Command:
+        if name not in SUMMARIES:
+            raise KeyError(name)
+        found = version if name == "version" else getattr(import_module(f"prime_node.cli.{name}"), name)
+        if not isinstance(found, typer.Typer):
+            alone = _typer()
+            alone.command(name)(found)
+            found = alone
+        command = get_command(found)
+        command.short_help = SUMMARIES[name]
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
+
+
+class Overview(TyperGroup):
+    """Shows and finds commands without importing the others."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = Commands()  # type: ignore[assignment]  # nobody adds one
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return list(SUMMARIES)
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
+
+def _typer(**settings: Any) -> typer.Typer:
+    return typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )
+
+
+app = _typer(name="prime-node", cls=Overview)
+
+
+@app.callback()
+def overview() -> None:
+    """Train one model with workers that nobody has to trust."""
+
+
 def version() -> None:
     """Print the version."""
     print(__version__)
@@ -75,5 +106,7 @@ def main() -> None:
     """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
     try:
         app()
-    except (PrimeError, OSError, BaseExceptionGroup) as error:
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 (a bug is raised again)
+        from prime_node.cli.outcome import tell
+
         sys.exit(tell(error))

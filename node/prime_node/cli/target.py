@@ -36,12 +36,15 @@ async def open_source(target: str) -> AsyncIterator[PublicSource]:
         async with wire.public_source(target) as source:
             yield source
         return
-    folder = Path(target)
-    public = RunDir(folder).public
-    if public.is_dir():
-        folder = public
+    yield wire.folder_source(published_folder(target))
+
+
+def published_folder(target: str) -> Path:
+    """Raises LocalError where nothing is published."""
+    public = RunDir(Path(target)).public
+    folder = public if public.is_dir() else Path(target)
     if not (folder / "run.json").is_file():
         raise LocalError(
             f"{target} holds no published checkpoint: no run.json in it. Give a run directory, its public folder or a URL"
         )
-    yield wire.folder_source(folder)
+    return folder

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from prime_node import __version__
-from prime_node.cli.target import is_url, open_source, pinned_by
+from prime_node.cli.target import is_url, open_source, pinned_by, published_folder
 from prime_node.keyfile import load_key
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def verify(
         raise typer.BadParameter("there is nothing to sign without --export", param_hint="--sign")
     if base is not None and export is None:
         raise typer.BadParameter("there is nothing to merge into without --export", param_hint="--base")
+    if not is_url(target):
+        published_folder(target)
     wanted = Wanted(chain, policy, against, tensor, export, sign, base)
     console = None if as_json else Console(highlight=False, soft_wrap=True)
     ready_kernels(Console(stderr=True, highlight=False).print)

@@ -59,7 +59,7 @@ def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
         with path.open("rb") as file:
             yield LedgerFile(file, pinned=pinned)
     except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}") from None
+        raise LocalError(f"{path}: {error.strerror}; give an exported ledger, a run directory or a join link") from None
 
 
 class LedgerFile:

@@ -1,0 +1,47 @@
+"""Commands import what they need and no more: nobody waits for what he did not ask for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_node.cli.main import SUMMARIES, Commands
+
+PROGRAM = """
+import sys
+from prime_node.cli.main import main
+sys.argv = ["prime-node", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("imported:", *sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "needless"),
+    [
+        (("--help",), {"pydantic", "numpy", "rich.console", "asyncio", "prime_protocol.limits"}),
+        (("version",), {"numpy", "rich.console", "asyncio", "prime_protocol.limits"}),
+        (("verify", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+        (("ledger", "verify", "no-such-file"), {"torch", "transformers", "numba", "sqlalchemy"}),
+        (("operate", "drain", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+        (("join", "http://no.digest:8400"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+        (("config",), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless: set[str], tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, cwd=tmp_path)
+    said, _, imported = ran.stdout.rpartition("imported: ")
+    assert said or ran.stderr.startswith("prime-node: "), ran.stderr
+    assert needless.isdisjoint(imported.split())
+
+
+def test_the_overview_knows_every_command_and_no_other() -> None:
+    commands = Commands()
+    assert set(commands) == set(SUMMARIES)
+    assert len(commands) == len(SUMMARIES)
+    assert "status" not in commands
