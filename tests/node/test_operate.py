@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, COORDINATOR, HEARTBEAT, World, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, HEARTBEAT, World, make_run, memory_parts, running
 from tests.node.test_keys_cli import write_key
 from typer.testing import CliRunner
 
@@ -63,9 +63,24 @@ async def test_an_invitation_is_printed_as_one_word_that_joins(tmp_path: Path) -
 async def test_what_is_no_key_id_and_a_folder_without_keys_are_told_plainly(tmp_path: Path) -> None:
     async with running(memory_parts(make_run())) as world:
         place = run_dir_of(world, tmp_path)
-        words = ["operate", "ban", str(place.path), "anna"]
+        words = ["operate", "ban", str(place.path), "x" * 52]
         result = await asyncio.to_thread(CliRunner().invoke, app, words)
         assert result.exit_code == 2
         place.key("coordinator").unlink()
         with pytest.raises(LocalError, match="neither keys"):
             await operate("invite", place.path)
+
+
+async def test_a_worker_is_named_by_the_end_of_its_key_where_that_is_one_key(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.join(BEN)
+        place = run_dir_of(world, tmp_path)
+        assert f"banned {ANNA.key_id}" in await operate("ban", place.path, ANNA.key_id[-8:])
+        assert (await world.client(BEN).heartbeat(HEARTBEAT)).head == 0
+        with pytest.raises(PeerError):
+            await world.client(ANNA).heartbeat(HEARTBEAT)
+        for unclear in ("aaaaaaaa", BEN.key_id[-3:]):
+            with pytest.raises(LocalError, match="must name one"):
+                await operate("ban", place.path, unclear)

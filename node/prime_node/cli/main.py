@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "up": "Start everything on this machine and train; or go on.",
     "join": "Lend this machine to a run.",
+    "status": "How a run goes, or what this machine does for others.",
     "seed": "Serve a run's policies to its workers: no GPU needed.",
     "fetch": "Download and verify a policy from the run's peers.",
     "verify": "Prove that a published checkpoint is what it claims to be.",

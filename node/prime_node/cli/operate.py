@@ -12,6 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.status import run_status
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal
@@ -27,9 +28,15 @@ operate = typer.Typer(
     rich_markup_mode=None,
 )
 DAY_MS = 86_400_000
+ENDING_MIN = 6
+"""Characters of a key id that may stand for it."""
+KEY_ID_MIN = 50
+"""Any key id is longer."""
 
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
-WorkerId = Annotated[str, typer.Argument(help="The worker's key id, as /v1/status and receipts show it.")]
+WorkerId = Annotated[
+    str, typer.Argument(help="The worker's key id, or its last characters, as `prime-node status` shows them.")
+]
 
 
 @operate.command()
@@ -39,15 +46,13 @@ def ban(
     reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
 ) -> None:
     """Ban a key. Its leases end, and what waits for a verdict is refused."""
-    _ask(run, "ban", worker, reason)
-    print(f"banned {worker}")
+    print(f"banned {_ask(run, 'ban', worker, reason)}")
 
 
 @operate.command()
 def unban(run: Run, worker: WorkerId) -> None:
     """Forgive a banned key. It may join again, as a newcomer, without strikes and evidence against it."""
-    _ask(run, "unban", worker)
-    print(f"forgave {worker}")
+    print(f"forgave {_ask(run, 'unban', worker)}")
 
 
 @operate.command()
@@ -77,6 +82,19 @@ def invite(
     print(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
 
 
+def _whole(run: Path, worker: str) -> str:
+    """The one key id that ends so. Raises LocalError where that is not one."""
+    if len(worker) >= KEY_ID_MIN:
+        return worker
+    found = [line.worker for line in run_status(str(run))[0].workers if line.worker.endswith(worker)]
+    if len(worker) < ENDING_MIN or len(found) != 1:
+        raise LocalError(
+            f"{len(found)} keys end in {worker!r}, and {ENDING_MIN} characters or more must name one: "
+            f"`prime-node status {run}` shows their last 8, with --json all of them"
+        )
+    return found[0]
+
+
 def _key(run_dir: RunDir) -> SigningKey:
     for role in ("coordinator", "root"):
         if run_dir.key(role).exists():
@@ -86,14 +104,18 @@ def _key(run_dir: RunDir) -> SigningKey:
     )
 
 
-def _ask(run: Path, action: Literal["ban", "unban", "drain"], worker: str | None = None, reason: str = "") -> None:
+def _ask(
+    run: Path, action: Literal["ban", "unban", "drain"], worker: str | None = None, reason: str = ""
+) -> str | None:
+    """The key id that it was done to."""
     from prime_node.cli import wire
 
     run_dir = RunDir(run)
     run_dir.load_run()
     link, key = run_dir.join_link(), _key(run_dir)
+    whole = None if worker is None else _whole(run, worker)
     try:
-        request = AdminRequest(action=action, worker=worker, reason=reason)
+        request = AdminRequest(action=action, worker=whole, reason=reason)
     except ValidationError as error:
         raise typer.BadParameter(error.errors(include_url=False)[0]["msg"]) from None
 
@@ -105,3 +127,4 @@ def _ask(run: Path, action: Literal["ban", "unban", "drain"], worker: str | None
         asyncio.run(ask())
     except Unreachable as error:
         raise LocalError(f"the coordinator at {link.url} does not answer: {error}") from None
+    return whole

@@ -42,10 +42,6 @@ def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) ->
         return Place(parse_link(run), load_key(key), folder, FolderLock(folder))
     run_dir = RunDir(Path(run))
     run_dir.load_run()
-    if not run_dir.join_link_file.exists():
-        raise LocalError(
-            f"{run_dir.path} has no join link yet; `prime-node coordinator {run_dir.path}` or `up` writes it"
-        )
     place = folder or run_dir.path / role
     return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), place, FolderLock(place))
 

@@ -93,6 +93,11 @@ class RunDir:
         return self.run_spec.exists()
 
     def join_link(self) -> JoinLink:
+        """Raises LocalError where it is not written yet."""
+        if not self.join_link_file.exists():
+            raise LocalError(
+                f"{self.path} has no join link yet; `prime-node coordinator {self.path}` or `up` writes it"
+            )
         return JoinLink.parse(self.join_link_file.read_text(encoding="utf-8"))
 
     def load_run(self) -> PinnedRun:

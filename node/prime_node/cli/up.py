@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import socket
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +25,7 @@ from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, one_line, render
+from prime_node.cli.status import get_status
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
 from prime_node.folder_lock import FolderLock
@@ -223,7 +222,7 @@ class Session:
         """The coordinator's first status."""
         child = self._supervisor.children[COORDINATOR]
         deadline = time.monotonic() + START_S_MAX
-        while (status := await self._get("/v1/status")) is None:
+        while (status := await self._get_status()) is None:
             if self._given_up() is not None or time.monotonic() > deadline:
                 raise LocalError(
                     f"the coordinator did not start; the end of {child.log_file}:\n{last_lines(child.log_file, 15)}"
@@ -235,7 +234,7 @@ class Session:
         from prime_node.cli.gather import progress_of
 
         await asyncio.to_thread(self._supervisor.rotate_logs)
-        self.status = await self._get("/v1/status") or self.status
+        self.status = await self._get_status() or self.status
         self.progress = await asyncio.to_thread(
             progress_of,
             self._run_dir,
@@ -246,9 +245,9 @@ class Session:
             elapsed_s=time.monotonic() - self._began,
         )
 
-    async def _get(self, path: str) -> dict[str, Any] | None:
-        """A JSON object of our own coordinator; None where it does not answer."""
-        return await asyncio.to_thread(_get_json, self._link.url + path)
+    async def _get_status(self) -> dict[str, Any] | None:
+        """Of our own coordinator; None where it does not answer."""
+        return await asyncio.to_thread(get_status, self._link.url)
 
 
 async def _compile_kernels() -> None:
@@ -326,15 +325,6 @@ def _free_port(host: str) -> int:
         listener.bind((host, 0))
         port: int = listener.getsockname()[1]
     return port
-
-
-def _get_json(url: str) -> dict[str, Any] | None:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            value = json.load(answer)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _shipped_demo() -> Path:

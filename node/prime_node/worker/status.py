@@ -1,5 +1,5 @@
 """What a worker is doing, for its owner: one line every few seconds, and status.json for programs
-(`prime-node up`)."""
+(`prime-node up` and `status`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from prime_protocol.errors import LocalError
 from prime_protocol.messages import WorkerState
 
 log = logging.getLogger(__name__)
@@ -82,3 +85,16 @@ def write_status(path: Path, status: Status) -> None:
         partial.replace(path)
     except OSError as error:
         log.warning("status %s: %s", path, error)
+
+
+def read_status(path: Path) -> Status:
+    """What a worker wrote last. Raises LocalError where that is no status."""
+    try:
+        return _STATUS.validate_json(path.read_bytes())
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror}") from None
+    except ValidationError:
+        raise LocalError(f"{path} holds no worker's status; is it another program's file?") from None
+
+
+_STATUS = TypeAdapter(Status)

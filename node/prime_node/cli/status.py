@@ -1,0 +1,219 @@
+"""`prime-node status`: a run as its coordinator tells it, or the workers of this machine as they tell it themselves.
+
+Nothing here is proven: /v1/status is not signed, and what a worker calls itself is its own choice. `verify` and `ledger verify`
+prove. What comes from outside is read up to a bound, parsed once, and shown without what could steer a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import is_url, pinned_by
+from prime_protocol.errors import LocalError
+
+HOME = Path.home() / ".prime-node"
+STATUS_BYTES_MAX = 16 * 2**20
+"""Ten times what a thousand workers take."""
+ANSWER_S_MAX = 5.0
+REFRESH_S = 2.0
+
+
+class Told(BaseModel):
+    """Parsed from outside: what a newer coordinator says besides is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Ban(Told):
+    step: int
+    kind: str = ""
+    reason: str = ""
+    evidence: str | None = None
+
+
+class WorkerLine(Told):
+    """One worker of /v1/status."""
+
+    worker: str
+    """Key id."""
+    name: str = ""
+    engine: str = ""
+    state: str = ""
+    active: bool = False
+    policy_version: int = -1
+    silent_s: float | None = None
+    accepted: int = 0
+    refused: dict[str, int] = Field(default_factory=dict)
+    strikes: int = 0
+    newcomer: bool = False
+    audit_share: float = 1.0
+    tokens_withheld: int = 0
+    open_leases: int = 0
+    banned: Ban | None = None
+    waiting_for: str = ""
+
+
+class StepLine(Told):
+    """Groups of one step, by where they are."""
+
+    step: int
+    open: int = 0
+    leased: int = 0
+    pending: int = 0
+    accepted: int = 0
+    trained: int = 0
+
+
+class Rollouts(Told):
+    accepted: int = 0
+    refused: dict[str, int] = Field(default_factory=dict)
+
+
+class Usable(Told):
+    policy_version: int
+    workers: int
+    median_s: float
+    last_s: float
+
+
+class RunStatus(Told):
+    """/v1/status, as far as it is shown."""
+
+    run: str
+    name: str = ""
+    step: int
+    head: int
+    max_steps: int
+    async_level: int = 0
+    draining: bool = False
+    complete: bool = False
+    waiting_for: tuple[str, ...] = ()
+    rollouts: Rollouts = Rollouts()
+    bytes_published: int = 0
+    peers: int = 0
+    usable: tuple[Usable, ...] = ()
+    steps: tuple[StepLine, ...] = ()
+    num_workers: int = 0
+    workers: tuple[WorkerLine, ...] = ()
+
+
+def status(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="Run directory, join link, URL, or a worker's folder [the runs that this machine works for]."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs; what the coordinator or the worker wrote.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every two seconds, until Ctrl-C.")] = False,
+) -> None:
+    """How a run goes, who works for it, and what it waits for. Without a target: what this machine does for others.
+
+    It is what the coordinator, or the worker, says of itself; `prime-node verify` and `ledger verify` prove things.
+
+    \b
+    Exit codes: 0 shown; 3 nobody answers, or there is nothing to show.
+    """
+    if as_json:
+        print(json.dumps(_raw(target), indent=1))
+        return
+    console = Console(highlight=False)
+    if not watch:
+        console.print(_view(target))
+        return
+    if not sys.stdout.isatty():
+        raise LocalError("--watch needs a terminal; leave it away, or use --json")
+    try:
+        with Live(_view(target), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(REFRESH_S)
+                live.update(_view(target), refresh=True)
+    except KeyboardInterrupt:
+        pass
+
+
+def get_status(url: str) -> dict[str, Any] | None:
+    """What the coordinator at `url` says of its run; None where there is no answer, or none that makes sense."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/status", timeout=ANSWER_S_MAX) as answer:
+            body = answer.read(STATUS_BYTES_MAX + 1)
+            value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
+    """Of a run directory, a join link or a URL: parsed, and as it came. Raises LocalError."""
+    url = _url_of(target)
+    raw = get_status(url)
+    if raw is None:
+        raise LocalError(f"{url} does not tell a status: is the coordinator running, and is the address right?")
+    try:
+        parsed = RunStatus.model_validate(raw)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        raise LocalError(f"{url} tells a status that makes no sense at {where}: is it a coordinator?") from None
+    pinned = pinned_by(target)
+    if pinned is not None and parsed.run != pinned:
+        raise LocalError(f"{url} serves another run than the link names: {parsed.run[:16]}..., not {pinned[:16]}...")
+    return parsed, raw
+
+
+def _url_of(target: str) -> str:
+    if is_url(target):
+        return target.partition("#")[0].rstrip("/")
+    run_dir = RunDir(Path(target))
+    run_dir.load_run()
+    return run_dir.join_link().url
+
+
+def _raw(target: str | None) -> Any:
+    if target is not None and not _is_worker(Path(target)):
+        return run_status(target)[1]
+    from prime_node.worker.status import read_status
+
+    return {str(folder): asdict(read_status(folder / "status.json")) for folder in _worker_folders(target)}
+
+
+def _view(target: str | None) -> RenderableType:
+    from prime_node.cli import status_view
+
+    if target is not None and not _is_worker(Path(target)):
+        return status_view.of_run(run_status(target)[0])
+    from prime_node.worker.status import read_status
+
+    now_ms = time.time_ns() // 1_000_000
+    return status_view.of_workers(
+        [(folder, read_status(folder / "status.json")) for folder in _worker_folders(target)], now_ms
+    )
+
+
+def _is_worker(folder: Path) -> bool:
+    return (folder / "status.json").is_file()
+
+
+def _worker_folders(target: str | None) -> list[Path]:
+    """The newest last. Raises LocalError where there is none."""
+    if target is not None:
+        return [Path(target)]
+    found = [path.parent for path in (HOME / "runs").glob("*/status.json")]
+    if not found:
+        raise LocalError(
+            f"no worker has run here: nothing in {HOME / 'runs'}. Give a run directory, a join link or a worker's folder"
+        )
+    return sorted(found, key=lambda folder: (folder / "status.json").stat().st_mtime)

@@ -1,0 +1,147 @@
+"""How `prime-node status` looks. Pure rendering; every foreign text goes through `printable`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from prime_node.cli.screen import size
+from prime_protocol.errors import printable
+
+if TYPE_CHECKING:
+    from prime_node.cli.status import RunStatus, WorkerLine
+    from prime_node.worker.status import Status
+
+WORKERS_SHOWN_MAX = 50
+"""Of a run; `--json` has them all."""
+SILENT_S_MIN = 30.0
+"""A worker that has not been heard of for less is not called silent."""
+STOPPED_MS = 60_000
+"""A status file of this age is of a worker that does not run, or sleeps."""
+
+
+def of_run(run: RunStatus) -> RenderableType:
+    """Example: `demo   step 42 of 400   policy 42   k = 2   learning`, what it waits for, its steps and its workers."""
+    state = "complete" if run.complete else "draining" if run.draining else "under way"
+    head = Table.grid(padding=(0, 3))
+    head.add_row(
+        Text(printable(run.name), style="bold"),
+        f"step {run.step} of {run.max_steps}",
+        f"policy {run.head}" if run.head >= 0 else "no policy yet",
+        f"k = {run.async_level}",
+        state,
+    )
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("rollouts", _counted(run.rollouts.accepted, run.rollouts.refused))
+    published = f"{size(run.bytes_published)}, {run.peers} peers"
+    if run.usable:
+        last = run.usable[-1]
+        published += (
+            f"; policy {last.policy_version} usable after {last.median_s:.1f} s, "
+            f"{last.last_s:.1f} s for the slowest of {last.workers}"
+        )
+    facts.add_row("published", published)
+    for wait in run.waiting_for:
+        facts.add_row("waits for", Text(printable(wait), style="yellow"))
+    return Group(head, facts, Text(), _steps(run), Text(), _workers(run))
+
+
+def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableType:
+    """The workers of this machine, each in its folder."""
+    lines: list[RenderableType] = []
+    for folder, status in found:
+        age_ms = now_ms - status.at_ms
+        if status.ended:
+            now = f"ended: {status.ended}"
+        elif age_ms > STOPPED_MS:
+            now = f"not running, or asleep: last heard of {_ago(age_ms / 1_000)}"
+        else:
+            now = status.line()
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("now", Text(printable(now)))
+        facts.add_row("rollouts", _counted(status.rollouts_accepted, status.refused))
+        facts.add_row(
+            "accepted", f"{status.tokens_accepted:,} tokens; {status.rollouts_pending:,} rollouts have no verdict yet"
+        )
+        if status.bundles_spooled:
+            facts.add_row("spool", f"{status.bundles_spooled} bundles wait to be uploaded")
+        if status.swarm:
+            facts.add_row("peers", Text(printable(status.swarm)))
+        if status.notice:
+            facts.add_row("notice", Text(printable(status.notice), style="yellow"))
+        lines += [
+            Text(str(folder), style="bold"),
+            Text(f"worker {printable(status.worker)}", style="dim"),
+            facts,
+            Text(),
+        ]
+    return Group(*lines[:-1])
+
+
+def _steps(run: RunStatus) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained"):
+        table.add_column(column, justify="right")
+    for step in run.steps:
+        cells = (step.step, step.open, step.leased, step.pending, step.accepted, step.trained)
+        table.add_row(*map(str, cells))
+    return table
+
+
+def _workers(run: RunStatus) -> Table:
+    shown = run.workers[:WORKERS_SHOWN_MAX]
+    more = len(run.workers) - len(shown)
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", caption=f"and {more:,} more: --json" if more > 0 else None
+    )
+    numbers = ("policy", "leases", "accepted", "refused", "audited")
+    for column in (f"workers: {run.num_workers} take part", "key", "engine", "doing", *numbers, ""):
+        table.add_column(column, justify="right" if column in numbers else "left")
+    for worker in shown:
+        cells = (
+            worker.name, worker.worker[-8:], worker.engine, worker.state if worker.active else "away",
+            str(worker.policy_version) if worker.policy_version >= 0 else "-", str(worker.open_leases),
+            f"{worker.accepted:,}", f"{sum(worker.refused.values()):,}", f"{worker.audit_share:.0%}", _note(worker),
+        )  # fmt: skip
+        style = "red" if worker.banned else "" if worker.active else "dim"
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+    return table
+
+
+def _note(worker: WorkerLine) -> str:
+    """What an operator wants to see at once."""
+    if worker.banned is not None:
+        return f"banned at step {worker.banned.step}: {worker.banned.reason}"
+    notes = []
+    if worker.active and (worker.silent_s or 0.0) > SILENT_S_MIN:
+        notes.append(f"silent for {_ago(worker.silent_s or 0.0)}")
+    if worker.strikes:
+        notes.append(f"{worker.strikes} strikes")
+    if worker.newcomer:
+        notes.append("newcomer")
+    if worker.active and worker.waiting_for:
+        notes.append(worker.waiting_for)
+    return "; ".join(notes)
+
+
+def _counted(accepted: int, refused: Mapping[str, int]) -> str:
+    text = f"{accepted:,} accepted, {sum(refused.values()):,} refused"
+    if refused:
+        text += " (" + ", ".join(f"{printable(reason)} {count:,}" for reason, count in sorted(refused.items())) + ")"
+    return text
+
+
+def _ago(seconds: float) -> str:
+    """90 -> '90 s'; 7200 -> '120 min'."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7_200
+        else f"{seconds / 3_600:.0f} h"
+    )

@@ -1,0 +1,170 @@
+"""`prime-node status`: what operators and contributors look at first."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, make_run, memory_parts, running
+from tests.node.test_operate import operate, run_dir_of
+from typer.testing import CliRunner, Result
+
+from prime_node.cli import status as status_file
+from prime_node.cli.main import app
+from prime_node.worker.status import Status, write_status
+from prime_protocol.errors import LocalError
+from prime_protocol.messages import WorkerState
+
+
+def shown(*arguments: object) -> Result:
+    """The command's output on a wide terminal. Raises what it raises."""
+    words = ["status", *map(str, arguments)]
+    return CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "240"})
+
+
+async def text_of(*arguments: object) -> str:
+    result = await asyncio.to_thread(shown, *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+async def test_a_run_is_shown_by_its_folder_its_link_and_its_url(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.client(ANNA).heartbeat(HEARTBEAT)
+        for target in (run_dir_of(world, tmp_path).path, f"{world.url}/#{world.run.digest}", world.url):
+            text = await text_of(target)
+            assert "step 0 of" in text
+            assert "policy 0" in text
+            assert ANNA.key_id[-8:] in text
+            assert "workers to ask for work" in text
+
+
+async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.join(BEN)
+        place = run_dir_of(world, tmp_path)
+        await operate("ban", place.path, BEN.key_id, "--reason", "noise in the cellar")
+        text = await text_of(place.path)
+        assert "banned at step 0: noise in the cellar" in text
+        raw = json.loads(await text_of(place.path, "--json"))
+        assert [worker["worker"] for worker in raw["workers"] if worker["banned"]] == [BEN.key_id]
+    with pytest.raises(LocalError, match="is the coordinator running"):
+        await text_of(place.path)
+
+
+async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> None:
+    async with running(memory_parts(make_run())) as world:
+        with pytest.raises(LocalError, match="serves another run than the link names"):
+            await text_of(f"{world.url}/#{'0' * 64}")
+
+
+@contextmanager
+def server_that_answers(body: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing is logged."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b"[" * 100_000, b"\xff\xfe", b'{"run": 5}', b'{"workers": 3}'])
+def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
+    with server_that_answers(body) as url, pytest.raises(LocalError, match=r"tells? a status"):
+        shown(url)
+
+
+def test_a_status_beyond_the_bound_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_file, "STATUS_BYTES_MAX", 100)
+    body = json.dumps({"run": "0" * 64, "step": 0, "head": 0, "max_steps": 1, "name": "n" * 100}).encode()
+    with server_that_answers(body) as url, pytest.raises(LocalError, match="does not tell a status"):
+        shown(url)
+
+
+def test_a_hostile_coordinator_steers_no_terminal() -> None:
+    worker = {"worker": "1\x1b[2J", "name": "\x1b]0;owned\x07", "waiting_for": "\x1b[31m", "refused": {"\x1b[5m": 1}}
+    body = json.dumps(
+        {
+            "run": "0" * 64, "step": 0, "head": 0, "max_steps": 1, "name": "\x1b[2J", "waiting_for": ["\u202egnal"],
+            "rollouts": {"accepted": 1, "refused": {"\x1b[5m": 3}}, "workers": [{**worker, "active": True}], "num_workers": 1,
+        }
+    ).encode()  # fmt: skip
+    with server_that_answers(body) as url:
+        result = shown(url)
+        raw = shown(url, "--json")
+    for text in (result.stdout, raw.stdout):
+        assert not set(text) & {"\x1b", "\x07", "\u202e"}
+    assert "?]0;owned?" in result.stdout
+
+
+ONE = Status(
+    worker=ANNA.key_id, state=WorkerState.GENERATING, policy_version=41, head=42, step=42, tokens_per_s=812.0,
+    rollouts_generated=10, rollouts_accepted=1_024, rollouts_pending=8, tokens_accepted=65_536, refused={"stale": 3},
+    bundles_spooled=2, swarm="2 peers", notice="come again",
+)  # fmt: skip
+
+
+def write(folder: Path, status: Status) -> Path:
+    folder.mkdir(parents=True)
+    write_status(folder / "status.json", status)
+    return folder
+
+
+def test_a_contributor_sees_what_this_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_file, "HOME", tmp_path)
+    with pytest.raises(LocalError, match="no worker has run here"):
+        shown()
+    now_ms = time.time_ns() // 1_000_000
+    write(tmp_path / "runs/aaaa", dataclasses.replace(ONE, at_ms=now_ms - 2_000))
+    write(tmp_path / "runs/bbbb", dataclasses.replace(ONE, at_ms=now_ms - 3 * 3_600_000))
+    write(tmp_path / "runs/cccc", dataclasses.replace(ONE, at_ms=now_ms - 3 * 3_600_000, ended="drained"))
+    text = shown().stdout
+    assert "policy 41 of 42 | 812 tokens/s" in text
+    assert "65,536 tokens; 8 rollouts have no verdict yet" in text
+    assert "2 bundles wait to be uploaded" in text
+    assert "last heard of 3 h" in text
+    assert "ended: drained" in text
+    one = shown(tmp_path / "runs/aaaa", "--json")
+    assert json.loads(one.stdout)[str(tmp_path / "runs/aaaa")]["head"] == 42
+
+
+def test_a_file_that_is_no_status_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "worker", ONE)
+    (folder / "status.json").write_text('{"worker": 1}')
+    with pytest.raises(LocalError, match="holds no worker's status"):
+        shown(folder)
+
+
+def test_a_folder_without_a_run_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="no run"):
+        shown(tmp_path)
+
+
+def test_watching_needs_a_terminal(tmp_path: Path) -> None:
+    folder = write(tmp_path / "worker", ONE)
+    with pytest.raises(LocalError, match="needs a terminal"):
+        shown(folder, "--watch")
