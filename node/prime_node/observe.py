@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -58,6 +59,24 @@ class Recorders:
     def close(self) -> None:
         for recorder in self._recorders:
             recorder.close()
+
+
+class Headlines:
+    """Logs rows as lines for whoever watches, the newest one every few seconds."""
+
+    def __init__(self, line_of: Callable[[Mapping[str, Any]], str], *, every_s: float = 5.0) -> None:
+        """`line_of`: empty for a row that is not to be told."""
+        self._line_of, self._every_s = line_of, every_s
+        self._said_s = -math.inf
+
+    def record(self, **fields: Any) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s >= self._every_s and (line := self._line_of(fields)):
+            self._said_s = now_s
+            logging.getLogger(__name__).info("%s", line)
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 class BestEffort:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.cli.coordinator import unreachable
+from prime_node.cli.coordinator import listening_port, unreachable
 from prime_node.cli.new import make_run, new, write_join_link
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
@@ -83,7 +83,8 @@ def test_what_a_role_would_refuse_is_said_before_a_run_is_made(tmp_path: Path) -
     ("url", "assignments", "told"),
     [
         ("http://my.host:8400", [], ["coordinator.host"]),
-        ("http://my.host:8500", ["coordinator.host=0.0.0.0"], ["coordinator.port = 8500"]),
+        ("http://my.host:8500", ["coordinator.host=0.0.0.0"], []),
+        ("http://my.host:8500", ["coordinator.host=0.0.0.0", "coordinator.port=8400"], ["coordinator.port = 8500"]),
         ("https://my.host", [], ["coordinator.host", "coordinator.port = 443"]),
         ("http://my.host:8400", ["coordinator.host=0.0.0.0"], []),
         ("http://127.0.0.1:8400", [], []),
@@ -94,6 +95,20 @@ def test_a_link_that_leads_elsewhere_is_told_to_the_operator(url: str, assignmen
     found = list(unreachable(JoinLink.parse(f"{url}/#{'0' * 64}"), settings))
     assert len(found) == len(told)
     assert all(setting in warning for setting, warning in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("url", "assignments", "port"),
+    [
+        ("http://my.host:8500", [], 8500),
+        ("http://my.host:8500", ["coordinator.port=8401"], 8401),
+        ("http://my.host:8500", ["coordinator.port=0"], 0),
+        ("https://my.host", [], 8400),
+    ],
+)
+def test_a_coordinator_listens_where_the_join_link_leads(url: str, assignments: list[str], port: int) -> None:
+    settings = Options(None, assignments).load(CoordinatorConfig)
+    assert listening_port(JoinLink.parse(f"{url}/#{'0' * 64}"), settings) == port
 
 
 def test_settings_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

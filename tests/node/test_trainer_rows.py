@@ -18,9 +18,9 @@ from tests.node.batch_coordinator import make_run
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import wire_training
 from prime_node.cli.wire_rows import rows_in
-from prime_node.observe import BestEffort, Gauges, read_json_lines
+from prime_node.observe import BestEffort, Gauges, Headlines, read_json_lines
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.rows import speed
+from prime_node.trainer.rows import line_of, speed
 
 
 def test_rows_become_gauges() -> None:
@@ -52,6 +52,21 @@ async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.Lo
         rows.close()
     assert "prime_trainer_step 7.0" in body
     assert [row["loss"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1.5]
+
+
+def test_rows_are_lines_for_whoever_watches_one_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    row = {"step": 3, "reward_mean": 0.5, "lag_mean": 1.25, "step_seconds": 0.4, "trainer/idle_ratio": 0.68}
+    assert line_of({"sft_step": 20, "loss": 1.5}) == "supervised step 20: loss 1.50"
+    assert line_of({"sft_step": 20, "sft_accuracy": 0.25}) == "supervised step 20: sampled accuracy 0.25"
+    assert line_of({"step": 3, "eval_greedy": 0.5}) == ""
+    lines, seldom = Headlines(line_of, every_s=0.0), Headlines(line_of, every_s=1e9)
+    for rows in (lines, seldom):
+        rows.record(**row)
+        rows.record(published=3)
+        rows.record(**row | {"step": 4})
+    said = "reward 0.50, lag 1.2, 0.4 s of which 68 % waiting"
+    assert caplog.messages == [f"step 3: {said}", f"step 4: {said}", f"step 3: {said}"]
 
 
 async def test_rows_are_tensorboard_s_scalars(tmp_path: Path) -> None:

@@ -100,7 +100,10 @@ async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryChec
     )  # fmt: skip
 
 
-async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_once_in_a_row() -> None:
+async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_once_in_a_row(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     stop, scorer = asyncio.Event(), TableScorer()
     queue = await make_queue(stop, [0, 0, 1, 1, 0])
     validator = make_validator(queue, scorer)
@@ -108,6 +111,7 @@ async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_on
     assert all(result.verdict.accepted for result in queue.results.values())
     assert len(queue.results) == 5
     assert scorer.loaded == [0, 1, 0]
+    assert [line for line in caplog.messages if "judged" in line] == ["bundles judged: 1 accepted"], "one a while"
 
 
 async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:

@@ -131,6 +131,21 @@ async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
     assert ending.exit_code == 0
     assert world.coordinator.left
     assert not world.stop.is_set()
+    farewell = world.said[-1]
+    assert farewell.startswith("the run is over, or its operator lets it drain. Of this key: ")
+    accepted = world.status()["rollouts_accepted"]
+    assert f"{accepted:,} rollouts accepted, worth {world.status()['tokens_accepted']:,} tokens" in farewell
+    assert accepted != 0
+
+
+async def test_a_worker_that_waits_for_the_first_policy_says_so(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path, policies=0)
+    task = asyncio.create_task(run(world.worker(), world.stop))
+    await until(lambda: world.said)
+    world.stop.set()
+    assert await task is Ending.STOPPED
+    assert world.said[0].startswith("no policy yet | ")
+    assert world.said[0].endswith(" | waiting: the trainer to publish a policy")
 
 
 async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_period(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PORT = 8400
+"""Where neither the settings nor the join link name one."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,13 +57,19 @@ def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
     """Why the join link leads nowhere, unless something forwards to us."""
     url = urlsplit(link.url)
     port = url.port or {"http": 80, "https": 443}[url.scheme]
+    listening = listening_port(link, settings)
     if settings.host in LOOPBACK and url.hostname not in LOOPBACK:
         yield (
             f"the join link says {url.hostname}, but {settings.host} is reached from this machine alone: "
             'set coordinator.host = "0.0.0.0", unless a proxy forwards to us'
         )
-    if settings.port and port != settings.port:
-        yield f"the join link says port {port}: set coordinator.port = {port}, unless a proxy forwards to {settings.port}"
+    if listening and port != listening:
+        yield f"the join link says port {port}: set coordinator.port = {port}, unless a proxy forwards to {listening}"
+
+
+def listening_port(link: JoinLink, settings: CoordinatorConfig) -> int:
+    """What is set, else what the join link names."""
+    return settings.port if settings.port is not None else urlsplit(link.url).port or PORT
 
 
 async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asyncio.Event) -> int:
@@ -70,6 +78,10 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
 
     lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
     pinned = run_dir.load_run()
+    if not run_dir.join_link_file.exists():
+        write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")
+    link = run_dir.join_link()
+    settings = settings.model_copy(update={"port": listening_port(link, settings)})
     parts = await wire_coordinator.coordinator_parts(
         pinned,
         load_key(run_dir.key("coordinator")),
@@ -78,9 +90,7 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
         public=run_dir.public,
         model=run_dir.model,
     )
-    if not run_dir.join_link_file.exists():
-        write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port}")
-    for warning in unreachable(run_dir.join_link(), settings):
+    for warning in unreachable(link, settings):
         log.warning(warning)
     await serve(parts, stop)
     lock.release()

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -305,7 +306,7 @@ def _choose_address(run_dir: RunDir, run: PinnedRun, settings: UpConfig) -> Join
 
     wanted = [settings.port]
     if run_dir.join_link_file.exists():
-        wanted.insert(0, int(run_dir.join_link().url.rpartition(":")[2]))
+        wanted.insert(0, urlsplit(run_dir.join_link().url).port or 0)
     port = next((port for port in wanted if port and _is_free(settings.host, port)), 0) or _free_port(settings.host)
     return write_join_link(run_dir, run, url=f"http://{settings.host}:{port}")
 

@@ -109,7 +109,11 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
 @contextlib.asynccontextmanager
 async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) -> AsyncIterator[Recorder]:
     """Where the trainer's rows go: metrics.jsonl always, and wherever the settings say. Raises LocalError."""
-    rows = rows_in(folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project)
+    from prime_node.observe import Headlines, Recorders
+    from prime_node.trainer.rows import line_of
+
+    files = rows_in(folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project)
+    rows: Recorder = Recorders(files, Headlines(line_of))
     async with contextlib.AsyncExitStack() as stack:
         if settings.metrics_port is not None:
             try:
@@ -117,7 +121,7 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
             except ImportError as error:
                 raise missing_extra("coordinator", "metrics for Prometheus", error) from None
             from prime_node.adapters.web.aiohttp_server import AiohttpServer
-            from prime_node.observe import Gauges, Recorders
+            from prime_node.observe import Gauges
             from prime_node.trainer.exposition import metrics_route
 
             metrics, server = PrometheusMetrics(), AiohttpServer()

@@ -81,8 +81,8 @@ class CoordinatorConfig(Settings):
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 lets other machines join."""
-    port: int = Field(default=8400, ge=0, le=65_535)
-    """Port to listen on; 0 takes any free one."""
+    port: int | None = Field(default=None, ge=0, le=65_535)
+    """Port to listen on; 0 takes any free one. None takes the join link's, and 8400 where that names none, as behind a proxy."""
     tick_seconds: float = Field(default=0.5, gt=0.0)
     """How often expired leases, silent workers and overdue checks are looked for."""
     check_seconds: float = Field(default=30.0, gt=0.0)

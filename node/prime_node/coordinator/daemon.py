@@ -121,7 +121,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
         announcer: asyncio.Task[None] | None = None
         try:
             routes = make_routes(core, gate)
-            port = await parts.web.start(routes, host=parts.config.host, port=parts.config.port)
+            port = await parts.web.start(routes, host=parts.config.host, port=parts.config.port or 0)
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if parts.config.unlimited:
                 log.warning(

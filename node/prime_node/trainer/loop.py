@@ -30,6 +30,9 @@ from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+SAY_S = 30.0
+"""A longer wait for a batch is told, and how long it is by then."""
+
 
 async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
     """Train until the run's last policy is published (True) or until `stop` is set (False)."""
@@ -105,7 +108,14 @@ async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepB
     failing = asyncio.create_task(trainer.publisher.failed())
     tasks = (taking, stopping, failing)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        waited_s = 0.0
+        while not (await asyncio.wait(tasks, timeout=SAY_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            waited_s += SAY_S
+            log.info(
+                "step %d: waiting for rollouts for %.0f s; /v1/status of the coordinator says for whom",
+                trainer.state.step,
+                waited_s,
+            )
         if failing.done():
             failing.result()
         return taking.result() if taking.done() else None

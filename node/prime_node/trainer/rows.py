@@ -40,6 +40,20 @@ def row_of(
     }
 
 
+def line_of(row: Mapping[str, float]) -> str:
+    """A row for whoever watches; empty where it has nothing for him.
+
+    Example: `step 40: reward 0.62, lag 2.0, 0.4 s of which 68 % waiting`.
+    """
+    if "sft_step" in row:
+        told = f"sampled accuracy {row['sft_accuracy']:.2f}" if "sft_accuracy" in row else f"loss {row['loss']:.2f}"
+        return f"supervised step {row['sft_step']}: {told}"
+    if "reward_mean" in row and "step_seconds" in row:
+        waiting = f"{row['step_seconds']:.1f} s of which {row['trainer/idle_ratio']:.0%} waiting".replace("%", " %")
+        return f"step {row['step']}: reward {row['reward_mean']:.2f}, lag {row['lag_mean']:.1f}, {waiting}"
+    return ""
+
+
 def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: float | None) -> dict[str, float]:
     """Tokens a second, and the model FLOPs' utilisation: 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), of
     what all devices compute at best. Attention's own part is left out, which for short sequences is little.

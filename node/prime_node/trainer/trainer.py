@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.manifest import Provenance
 from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -125,6 +128,7 @@ class Trainer:
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
+        log.info("step %d: held-out %.2f greedy, %.2f sampled", step, marks["eval_greedy"], marks["eval_sampled"])
 
     async def close(self) -> None:
         """End everything that runs beside the loop; a call in the trainer's thread ends first. Idempotent."""

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SAY_S = 10.0
+"""Between two lines on what was judged."""
 LOADS_MAX = 2
 """Tries to make the scorer compute what a policy's weights say, before we give up on it."""
 POLICY_S_MAX = 60.0
@@ -75,6 +77,8 @@ class Validator:
     sampling: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     """References are sampled for one bundle at a time."""
     pace: Pace = field(default_factory=Pace)
+    said_s: float = -math.inf
+    """When the last line was written."""
 
 
 async def run(validator: Validator, stop: asyncio.Event) -> None:
@@ -277,7 +281,9 @@ def _seconds_left(validator: Validator, task: CheckTask) -> float:
 async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -> None:
     validator.verdicts[judgement.verdict.reason or "accepted"] += 1
     if not judgement.verdict.accepted:
-        log.info("bundle %s of %s refused: %s", task.bundle[:12], task.lease.worker, judgement.verdict)
+        verdict = judgement.verdict
+        log.info("bundle %s of %s refused: %s: %s", task.bundle[:12], task.lease.worker, verdict.reason, verdict.detail)
+    _say(validator)
     result = CheckResultRequest(
         bundle=task.bundle,
         verdict=judgement.verdict,
@@ -293,6 +299,14 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
     )
     send = functools.partial(validator.coordinator.check_result, result)
     await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
+
+
+def _say(validator: Validator) -> None:
+    """One line every so often, for whoever watches."""
+    now_s = validator.clock.monotonic_s()
+    if now_s - validator.said_s >= SAY_S:
+        validator.said_s = now_s
+        log.info("bundles judged: %s", ", ".join(f"{n:,} {what}" for what, n in sorted(validator.verdicts.items())))
 
 
 async def _persist(validator: Validator, call: Callable[[], Awaitable[T]], *, what: str) -> T | None:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable
 
 from prime_node.patience import causes_of, unless
-from prime_node.worker.reporting import fetch_receipts, heartbeat, last_receipts, show_status, status_of
+from prime_node.worker.reporting import farewell, fetch_receipts, heartbeat, last_receipts, show_status, status_of
 from prime_node.worker.session import Banned
 from prime_node.worker.status import write_status
 from prime_node.worker.work import fulfil, hand_back, lease_ahead, load_first
@@ -38,6 +38,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> Ending:
     try:
         ending = await _run(worker, stop)
         outcome = ending.value
+        worker.say(farewell(worker, ending))
         return ending
     except BaseExceptionGroup as group:  # the tasks' faults come together; a ban explains the others
         causes = causes_of(group)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.session import Banned
 from prime_node.worker.status import Status, write_status
-from prime_node.worker.worker import Worker
+from prime_node.worker.worker import Ending, Worker
 from prime_protocol.errors import PeerError
 from prime_protocol.messages import HeartbeatRequest, ReceiptList, ReceiptsRequest
 
@@ -62,15 +62,27 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
     )
 
 
+def farewell(worker: Worker, ending: Ending) -> str:
+    """The last line for the owner. Example: `left as asked. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`."""
+    tally = worker.receipts.tally()
+    parts = [f"{tally.accepted:,} rollouts accepted, worth {tally.tokens:,} tokens"]
+    if refused := sum(tally.refused.values()):
+        parts.append(f"{refused:,} refused")
+    if tally.pending:
+        parts.append(f"{tally.pending:,} not judged yet")
+    return f"{ending.told}. Of this key: {'; '.join(parts)}"
+
+
 def status_of(worker: Worker, *, ended: str = "") -> Status:
     session, tally, audits = worker.session, worker.receipts.tally(), worker.run.spec.checks.audits
     latest = worker.follower.latest()
     away_since_s = session.away_since_s
+    head = max(session.head, -1 if latest is None else latest.version)
     return Status(
         worker=worker.key.key_id,
         state=worker.state,
         policy_version=worker.held,
-        head=max(session.head, -1 if latest is None else latest.version),
+        head=head,
         step=session.step,
         tokens_per_s=round(worker.pace.tokens_per_s, 1),
         rollouts_generated=worker.rollouts_generated,
@@ -83,7 +95,7 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         bundles_uploaded=worker.spool.num_uploaded,
         leases_dropped=worker.leases_dropped,
         coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
-        waiting_for=worker.waiting_for,
+        waiting_for=worker.waiting_for or ("the trainer to publish a policy" if head < 0 else ""),
         notice=session.notice,
         swarm=worker.swarm(),
         ended=ended,

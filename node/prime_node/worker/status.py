@@ -58,7 +58,9 @@ class Status:
         """For a terminal. Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | refused 3 (stale 3)
         | spool 0`."""
         parts = [
-            f"policy {self.policy_version} of {self.head}" if self.policy_version >= 0 else "no policy yet",
+            f"policy {self.policy_version if self.policy_version >= 0 else '-'} of {self.head}"
+            if self.head >= 0
+            else "no policy yet",
             f"{self.tokens_per_s:,.0f} tokens/s",
             f"accepted {self.rollouts_accepted:,}",
         ]

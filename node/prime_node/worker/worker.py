@@ -39,9 +39,14 @@ class Ending(StrEnum):
     STOPPED = "stopped"
     """We were asked to stop, and did in order."""
     DRAINED = "drained"
-    """The run is over, or the operator drains it."""
+    """The run is over, or its operator drains it."""
     BANNED = "banned"
     """The coordinator has banned this key."""
+
+    @property
+    def told(self) -> str:
+        """To the owner. A ban is told with its reason, elsewhere."""
+        return "left as asked" if self is Ending.STOPPED else "the run is over, or its operator lets it drain"
 
     @property
     def exit_code(self) -> int:

@@ -78,7 +78,9 @@ class AiohttpServer:
             self._server = await loop.create_server(self._connection, host, port, backlog=1_024, reuse_address=True)
         except OSError as error:
             await self._runner.cleanup()
-            raise LocalError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+            raise LocalError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end what listens there"
+            ) from None
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

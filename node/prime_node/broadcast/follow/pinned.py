@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from prime_node.patience import ask_until_answered
@@ -14,11 +15,15 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
+log = logging.getLogger(__name__)
+
 
 async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock) -> PinnedRun:
     """The RunSpec of that digest, waiting for a source that is away. Raises PeerError for a wrong one."""
     envelope = await ask_until_answered(source.run_spec, what="the run's description", clock=clock)
-    return open_run_spec(envelope, pinned=pinned)
+    run = open_run_spec(envelope, pinned=pinned)
+    log.info("run %s is '%s'; getting ready for it", run.digest[:12], run.spec.name)
+    return run
 
 
 async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
