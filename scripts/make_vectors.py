@@ -26,6 +26,7 @@ from vectors.messages import messages
 from vectors.peers import peers
 from vectors.proofs import choices, proofs
 from vectors.runs import lease_of, runs
+from vectors.seeds import seeds
 from vectors.trust import trust
 from vectors.turns import turns
 from vectors.uncalibrated import excess_flips, ranks
@@ -52,6 +53,7 @@ def main() -> None:
     adapters(folder)
     ranks(folder)
     excess_flips(folder)
+    seeds(folder)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest, digest_of
@@ -19,6 +21,7 @@ from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.seed_chain import OpenSecret
 from prime_protocol.verdict import BundleStatus, Receipt
 
 
@@ -41,6 +44,8 @@ class LedgerHead(WireModel):
     digest: Digest
     """Of the last line; the run's where there is none."""
     at_ms: Count
+    secret: OpenSecret | None = Field(default=None, exclude_if=lambda secret: secret is None)
+    """The newest secret of the run's seed chain whose steps are over. Left out where there is none."""
 
 
 @dataclass(slots=True)
@@ -83,9 +88,9 @@ class LedgerChain:
         self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
         return entry.receipt, digest_of(receipt)
 
-    def head(self, at_ms: int) -> LedgerHead:
+    def head(self, at_ms: int, secret: OpenSecret | None = None) -> LedgerHead:
         """What the coordinator signs."""
-        return LedgerHead(run=self.run, num_entries=self.num_entries, digest=self.digest, at_ms=at_ms)
+        return LedgerHead(run=self.run, num_entries=self.num_entries, digest=self.digest, at_ms=at_ms, secret=secret)
 
 
 def open_ledger_head(envelope: Envelope, run: PinnedRun) -> LedgerHead:

@@ -38,8 +38,8 @@ OPTION_CHARS_MAX = 4_096
 """A string among the options of an environment."""
 RECEIPTS_MAX = 1_024
 """Receipts in one answer; the cursor leads to the next ones."""
-RECEIPT_CHARS_MAX = 8 * 2**10
-"""One receipt's envelope as text."""
+RECEIPT_CHARS_MAX = 192 * 2**10
+"""One receipt's envelope as text; the largest one lists 4,096 slots that do not follow one another."""
 LAMBDAS_MAX = 12
 """Rates that one statistic's evidence is a mixture over."""
 STATISTICS_MAX = 12
@@ -50,10 +50,14 @@ INVITE_CHARS_MAX = 4 * 2**10
 """An invitation as text."""
 SURETY_BUNDLES_MAX = 1_024
 """Bundles of one worker whose tokens are not credited yet."""
-LEDGER_LINE_BYTES_MAX = 8 * 2**10
+LEDGER_LINE_BYTES_MAX = 128 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
 LEDGER_LINES_MAX = 512
 """Lines of the ledger in one answer; the next request goes on behind them."""
+SEED_CHAIN_LENGTH_MAX = 2**16
+"""Secrets in the chain that a run's assigned randomness comes from; whoever checks works all of them out."""
+LEASE_DRAWS_MAX = 1_024
+"""Draws that are tried for the problem of a lease, which does not say its draw."""
 FINGERPRINTS_MAX = 4_096
 """Fingerprints of one bundle."""
 TENSOR_RANK_MAX = 8

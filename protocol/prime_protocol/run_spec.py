@@ -26,6 +26,7 @@ from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
+from prime_protocol.seed_chain import SeedChain
 from prime_protocol.step import Admission
 
 PROTOCOL_VERSION = 1
@@ -204,6 +205,8 @@ class RunSpec(WireModel):
     """The asynchronous mode. Left out where it is the default one."""
     adapters: AdapterSpec | None = Field(default=None, exclude_if=lambda adapters: adapters is None)
     """Policies are adapters of this base and nothing else. Left out where they are whole models."""
+    seed_chain: SeedChain | None = Field(default=None, exclude_if=lambda chain: chain is None)
+    """What the secrets behind problems and seeds are bound by. Left out where they stay secret."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
@@ -230,6 +233,8 @@ class RunSpec(WireModel):
             )
         if any(token >= self.vocab_size for token in self.sampling.stop_token_ids):
             raise ValueError("a stop token is not in the vocabulary")
+        if self.seed_chain is not None and self.seed_chain.length > self.max_steps:
+            raise ValueError("seed_chain has more secrets than the run has steps")
         return self
 
     @model_validator(mode="after")

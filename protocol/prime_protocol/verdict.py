@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
+from prime_protocol.assigned import Assigned
 from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
@@ -150,6 +151,8 @@ class Receipt(WireModel):
     at_ms: Count
     evidence: Weighed | None = Field(default=None, exclude_if=lambda value: value is None)
     """What it added to the evidence against the worker; null where it was not weighed."""
+    assigned: Assigned | None = Field(default=None, exclude_if=lambda value: value is None)
+    """What was assigned; in a bundle's first receipt that accepts it, where the run has a seed chain."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:

@@ -33,11 +33,11 @@ from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.core import receipt_signer
-from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.journal import open_journal, restore_state
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.records import Publication, State
+from prime_node.coordinator.state.records import LeaseRecord, Publication, State
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
@@ -102,9 +102,9 @@ async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_th
     store, run = MemoryStore(), make_run()
     journal = await open_journal(
         store,
-        rules_of(run),
+        await restore_state(store, rules_of(run)),
         clock=SystemClock(),
-        sign_receipt=receipt_signer(run, COORDINATOR),
+        sign_receipt=receipt_signer(run, COORDINATOR, assigner()),
         snapshot_events=100,
     )
     writer = asyncio.create_task(journal.write(lambda bundles: None))
@@ -240,11 +240,12 @@ def test_environments_share_the_slots_by_weight() -> None:
 def test_seeds_depend_on_policy_problem_and_slot() -> None:
     work = assigner()
     problem, other = work.problem(0)[0], work.problem(1)[0]
+    lease = LeaseRecord("lease", "anna", 0, 0, "a" * 64, (0,), (0,), 0, 1)
     seeds = {
-        work.seeds(problem, 0, "a" * 64),
-        work.seeds(problem, 0, "b" * 64),
-        work.seeds(problem, 1, "a" * 64),
-        work.seeds(other, 0, "a" * 64),
+        work.seeds(problem, 0, lease),
+        work.seeds(problem, 0, dataclasses.replace(lease, policy_digest="b" * 64)),
+        work.seeds(problem, 1, lease),
+        work.seeds(other, 0, lease),
     }
     assert len(seeds) == 4
     assert all(0 <= seed < 2**63 for group in seeds for seed in group)

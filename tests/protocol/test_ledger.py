@@ -8,6 +8,7 @@ import pytest
 from tests.node.coordinator_world import ANNA, COORDINATOR, TRAINER, make_run
 
 from prime_protocol import limits
+from prime_protocol.assigned import Assigned
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -119,6 +120,14 @@ def test_the_longest_receipt_fits_into_a_line() -> None:
     assert len(LedgerChain(RUN.digest, 2**52).add(longest)) <= limits.LEDGER_LINE_BYTES_MAX
 
 
+def test_the_longest_list_of_slots_fits_into_a_line_and_a_receipt_s_text() -> None:
+    slots = tuple((2**51 + 2 * place, 1) for place in range(limits.LEASE_ROLLOUTS_MAX))
+    said = Assigned(slots=slots, draws=(10**6,) * len(slots), seeds="0" * 64)
+    longest = Receipt.model_validate_json(receipt(0)).model_copy(update={"assigned": said})
+    assert len(LedgerChain(RUN.digest, 2**52).add(longest.model_dump_json().encode())) <= limits.LEDGER_LINE_BYTES_MAX
+    assert len(seal(longest, PayloadType.RECEIPT, COORDINATOR).to_bytes()) <= limits.RECEIPT_CHARS_MAX
+
+
 def test_a_head_is_believed_by_the_coordinator_s_key_and_for_its_run_alone() -> None:
     head = chain_of(*lines(2)).head(5)
     assert open_ledger_head(seal(head, PayloadType.LEDGER_HEAD, COORDINATOR), RUN) == head
@@ -129,7 +138,7 @@ def test_a_head_is_believed_by_the_coordinator_s_key_and_for_its_run_alone() -> 
             seal(head.model_copy(update={"run": "00" * 32}), PayloadType.LEDGER_HEAD, COORDINATOR),
             ErrorCode.WRONG_RUN,
         ),
-        (seal(b" " * 10_000, PayloadType.LEDGER_HEAD, COORDINATOR), ErrorCode.TOO_LARGE),
+        (seal(b" " * (limits.LEDGER_LINE_BYTES_MAX + 1), PayloadType.LEDGER_HEAD, COORDINATOR), ErrorCode.TOO_LARGE),
     ]:
         with pytest.raises(PeerError) as caught:
             open_ledger_head(envelope, RUN)

@@ -10,11 +10,23 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from prime_protocol import assignment, limits, manifest, messages, parcel, peers, rollout, run_spec, verdict
+from prime_protocol import (
+    assigned,
+    assignment,
+    limits,
+    manifest,
+    messages,
+    parcel,
+    peers,
+    rollout,
+    run_spec,
+    seed_chain,
+    verdict,
+)
 from prime_protocol.envelope import WireModel
 from prime_protocol.limits import Limits
 
-MODULES = (assignment, manifest, messages, parcel, peers, rollout, run_spec, verdict)
+MODULES = (assigned, seed_chain, assignment, manifest, messages, parcel, peers, rollout, run_spec, verdict)
 
 
 def wire_models() -> dict[str, type[BaseModel]]:

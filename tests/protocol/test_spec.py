@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prime_protocol import (
+    assigned,
     assignment,
     calibration,
     case,
@@ -23,6 +24,7 @@ from prime_protocol import (
     peers,
     rollout,
     run_spec,
+    seed_chain,
     timestamp,
     verdict,
 )
@@ -35,6 +37,7 @@ from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
 MODULES = (
+    assigned,
     assignment,
     calibration,
     case,
@@ -48,6 +51,7 @@ MODULES = (
     peers,
     rollout,
     run_spec,
+    seed_chain,
     timestamp,
     verdict,
 )

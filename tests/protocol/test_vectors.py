@@ -14,6 +14,7 @@ import pytest
 
 from prime_protocol import messages, verdict
 from prime_protocol.adapters import AdapterSpec, merged
+from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
@@ -45,6 +46,8 @@ from prime_protocol.proof import build_proofs
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, check_turn_rows, decompress, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+from prime_protocol.seed_chain import OpenSecret, SeedChain, chain_from, committed
+from prime_protocol.seed_chain import opened as chain_opened
 from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.turns import episodes_behind, turn_seed
@@ -128,6 +131,30 @@ def ledger(case: Case, folder: Path) -> Any:
     chain = LedgerChain(run.digest)
     receipts = [chain.follow(line.encode())[1] for line in case["lines"]]
     return {"num_entries": chain.num_entries, "digest": chain.digest, "receipts": receipts}
+
+
+def seed_chain(case: Case, folder: Path) -> Any:
+    chain, told = SeedChain.model_validate(case["chain"]), OpenSecret.model_validate(case["told"])
+    if "last" in case:
+        assert committed(chain_from(bytes.fromhex(case["last"]), chain.length)) == chain
+    return [secret.hex() for secret in chain_opened(chain, told)]
+
+
+def assigned(case: Case, folder: Path) -> Any:
+    envelope, secret = open_envelope(case["run_spec"].encode()), bytes.fromhex(case["secret"])
+    run, receipt = (
+        open_run_spec(envelope, pinned=envelope.digest),
+        parse_json(json.dumps(case["receipt"]).encode(), verdict.Receipt),
+    )
+    rule, said = SeedRule(run.digest, run.spec), receipt.assigned
+    assert said is not None
+    told = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
+    rule.check_receipt(said, secret, **told)
+    problems = [(slot, rule.problem(secret, slot, draw)) for slot, draw in said.places()]
+    return [
+        [slot, one.environment, one.index, list(rule.seeds(secret, receipt.policy_version, one, slot))]
+        for slot, one in problems
+    ]
 
 
 def join_link(case: Case, folder: Path) -> Any:
@@ -297,6 +324,8 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "pieces": pieces,
     "public_key": public_key,
     "run_spec": run_spec,
+    "assigned": assigned,
+    "seed_chain": seed_chain,
     "seed": seed,
     "state_root": root_of_rows,
     "excess_flips": lambda case, folder: [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_protocol import limits
+from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease
 from prime_protocol.case import BanStatement, check_case
 from prime_protocol.digest import digest_of
@@ -18,8 +19,10 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.key_ring import Role
+from prime_protocol.ledger import open_ledger_head
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.seed_chain import opened as chain_opened
 from prime_protocol.verdict import BanKind, Receipt, RejectReason, Verdict
 
 if TYPE_CHECKING:
@@ -73,6 +76,13 @@ def verify(
             "transformers validator made it.",
         ),
     ] = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="Exported ledger, join link or URL: are the deciding bundle's problems and seeds those of the run's seed chain?",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Check again what a ban rests on. Signatures, receipts, sums, and the deciding bundle if it lies beside the file.
@@ -81,24 +91,28 @@ def verify(
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.
 
     \b
-    --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, and bundle: what was found about it.
+    --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
+    seeds: what --ledger says of them.
     """
-    opened, said, fault = None, "", ""
+    opened, said, seeds, fault = None, "", "", ""
     try:
         opened = _read(case, pinned=run)
         check_case(opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec)
         said = _about_the_bundle(opened, case.parent, model)
+        seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
     except PeerError as error:
         fault = error.detail
     if as_json:
         about = opened.statement.model_dump(mode="json") if opened else {}
         shown = {name: about.get(name) for name in ("run", "worker", "kind", "reason", "num_receipts")}
-        print(json.dumps({"ok": not fault, **shown, "fault": fault, "bundle": said}))
+        print(json.dumps({"ok": not fault, **shown, "fault": fault, "bundle": said, "seeds": seeds}))
     elif opened is not None:
         statement = opened.statement
         print(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
         print(f"worker {statement.worker}, banned at step {statement.step}: {statement.kind}, {statement.reason}")
         print(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
+        if seeds:
+            print(f"     {seeds}")
     if not as_json:
         print(
             f"FAIL {fault}"
@@ -169,6 +183,23 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
             "transformers alone; without --model all the rest is checked"
         )
     return asyncio.run(_judged_again(found, case, model, judge_class))
+
+
+async def _about_the_seeds(case: _Case, ledger: str) -> str:
+    """Step (6) of SPEC.md, section 22. Raises PeerError where the lease is not what the seed chain gives."""
+    from prime_node.cli.ledger import open_ledger
+
+    lease, chain = case.lease, case.run.spec.seed_chain
+    if chain is None or lease is None or lease.is_evaluation:
+        return "no seed chain speaks of its seeds"
+    async with open_ledger(ledger, case.run.digest) as source:
+        told = open_ledger_head(await source.source.ledger_head(), source.run).secret
+    number = chain.number(lease.step)
+    secrets = [] if told is None else chain_opened(chain, told)
+    if number >= len(secrets):
+        return f"the secret of step {lease.step} is not open by this ledger; look again when the step is over"
+    SeedRule(case.run.digest, case.run.spec).check_lease(lease, secrets[number])
+    return "its problems and seeds are what the seed chain gives"
 
 
 async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_class: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +58,7 @@ def export(
     from prime_node.broadcast.audit.ledger_file import export_ledger
 
     async def write() -> int:
-        async with _open(target, run) as opened:
+        async with open_ledger(target, run) as opened:
             return await export_ledger(opened.source, opened.run, out)
 
     print(f"{asyncio.run(write()):,} entries in {out}")
@@ -92,13 +92,14 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Verify a ledger. Is the chain whole and signed, does it hold one's own receipts, who did what?
+    """Verify a ledger. Is the chain whole and signed, does it hold one's own receipts, who did what, and by whose choice?
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.
 
     \b
-    --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, faults, and
+    --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, seeds: {num_checked, num_waiting,
+    num_evaluations, num_passed_over}, faults, and
     workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
     """
     from prime_node.broadcast.audit.ledger_audit import audit_ledger
@@ -108,7 +109,7 @@ def verify(
     mine = [] if receipts is None else _receipts(receipts)
 
     async def read() -> tuple[LedgerReport, _Opened]:
-        async with _open(target, run) as opened:
+        async with open_ledger(target, run) as opened:
             return await audit_ledger(opened.source, opened.run, known=kept, receipts=mine), opened
 
     report, opened = asyncio.run(read())
@@ -122,8 +123,8 @@ def verify(
 
 
 @contextlib.asynccontextmanager
-async def _open(target: str, run: str | None) -> AsyncIterator[_Opened]:
-    """Raises LocalError and PeerError."""
+async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
+    """A ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and PeerError."""
     from prime_node.broadcast.audit.ledger_file import open_ledger_file
     from prime_node.cli import wire, wire_coordinator
     from prime_node.cli.key_request import known_of
@@ -178,6 +179,7 @@ def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
         "digest": report.head.digest,
         "at_ms": report.head.at_ms,
         "num_receipts": report.num_receipts,
+        "seeds": asdict(report.seeds),
         "faults": report.faults,
         "workers": {
             worker: {"rollouts": account.rollouts, "tokens": account.tokens, "refused": dict(account.refused)}
@@ -206,4 +208,10 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
         return
     if report.num_receipts:
         console.print(f"ok   all {report.num_receipts:,} settled receipts are in it")
+    if opened.run.spec.seed_chain is not None:
+        seeds = report.seeds
+        console.print(
+            f"ok   {seeds.num_checked:,} accepted bundles were assigned what the seed chain gives; {seeds.num_waiting:,} are of "
+            f"steps that are not over, {seeds.num_evaluations:,} of evaluations; {seeds.num_passed_over:,} problems passed over"
+        )
     console.print(f"ok   the chain ends as the coordinator signed on {date_of(report.head.at_ms)}", markup=False)

@@ -14,7 +14,7 @@ from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import read_calibration, shipped_calibration
 from prime_node.files import write_durably
-from prime_node.keyfile import create_key
+from prime_node.keyfile import create_key, keep_secret
 from prime_protocol.calibration import Calibration
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE, JoinLink, PinnedRun
@@ -44,6 +44,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     Raises LocalError where the folder already holds a run.
     """
     from prime_node.cli import wire, wire_adapters
+    from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 
     if run_dir.exists:
@@ -56,6 +57,9 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         if leftover.exists():
             shutil.rmtree(leftover)
     keys = {role: create_key(run_dir.key(role)) for role in ROLES}
+    secret = run_dir.assignment_secret
+    secret.unlink(missing_ok=True)
+    keep_secret(secret, secret_of(keys["coordinator"]))
     model = wire.make_model_files(settings.model, run_dir.model)
     run = build_run_spec(
         settings,

@@ -58,6 +58,11 @@ class RunDir:
         return self.path / "coordinator"
 
     @property
+    def assignment_secret(self) -> Path:
+        """What problems and seeds follow from. It outlives the coordinator's keys."""
+        return self.coordinator / "assignment.secret"
+
+    @property
     def public(self) -> Path:
         """What the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
         return self.coordinator / "public"

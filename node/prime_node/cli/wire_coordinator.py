@@ -73,14 +73,23 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
         from prime_node.adapters.storage.sqlite_store import open_sqlite
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store", error) from None
+    from prime_node.coordinator.assignments import newest_open, secret_of, secrets_of
+    from prime_node.coordinator.journal import restore_state
     from prime_node.coordinator.ledger import StoredLedger
+    from prime_node.coordinator.state.rules import rules_of
+    from prime_node.keyfile import keep_secret
 
     path = folder / "state.sqlite"
     if not path.exists():
         raise LocalError(f"{folder} holds no state.sqlite: the coordinator has not run yet")
     store = await open_sqlite(path)
     try:
-        yield StoredLedger(store, run.digest, key, wire.clock().now_ms)
+        told = None
+        if run.spec.seed_chain is not None:
+            secrets = secrets_of(run, keep_secret(folder / "assignment.secret", secret_of(key)))
+            _, state = await restore_state(store, rules_of(run))
+            told = newest_open(run, secrets, state.steps_over)
+        yield StoredLedger(store, run.digest, key, wire.clock().now_ms, told)
     finally:
         await store.close()
 

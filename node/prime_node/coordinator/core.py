@@ -135,7 +135,7 @@ class Core:
             )
 
 
-def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], Envelope]:
+def receipt_signer(run: PinnedRun, key: SigningKey, assigner: Assigner) -> Callable[[Settled, int], Envelope]:
     """How a settled bundle becomes a receipt."""
 
     def sign(settled: Settled, at_ms: int) -> Envelope:
@@ -154,6 +154,7 @@ def receipt_signer(run: PinnedRun, key: SigningKey) -> Callable[[Settled, int], 
             detail=settled.detail,
             at_ms=at_ms,
             evidence=settled.weighed,
+            assigned=assigner.assigned(lease) if settled.newly_accepted else None,
         )
         return seal(receipt, PayloadType.RECEIPT, key)
 

@@ -30,7 +30,7 @@ from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.evaluating import Evaluations
-from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.journal import open_journal, restore_state
 from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
@@ -67,7 +67,7 @@ class Parts:
     run: PinnedRun
     key: SigningKey
     secret: bytes
-    """Of the assignments (assignments.py): it stays when the key is replaced."""
+    """Of the assignments (assignments.py): it stays when the key is replaced, and the run's seed chain follows from it."""
     config: CoordinatorConfig
     clock: Clock
     store: Store
@@ -153,19 +153,20 @@ async def open_core(parts: Parts) -> Core:
     config, run = parts.config, parts.run
     parts.metrics.declare(*METRICS, *report.METRICS)
     await restore_keys(run, parts.published, parts.key)
-    journal = await open_journal(
-        parts.store,
-        rules_of(run),
-        clock=parts.clock,
-        sign_receipt=receipt_signer(run, parts.key),
-        snapshot_events=config.snapshot_events,
-    )
+    restored = await restore_state(parts.store, rules_of(run))
     assigner = Assigner(
         run,
         secret=parts.secret,
         environments=parts.environments,
         tokenizer=parts.tokenizer,
-        draws=journal.state.curriculum.draws,
+        draws=restored[1].curriculum.draws,
+    )
+    journal = await open_journal(
+        parts.store,
+        restored,
+        clock=parts.clock,
+        sign_receipt=receipt_signer(run, parts.key, assigner),
+        snapshot_events=config.snapshot_events,
     )
     core = Core(
         run=run,

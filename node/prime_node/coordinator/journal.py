@@ -156,23 +156,32 @@ class Journal:
             forget(forgotten)
 
 
-async def open_journal(
-    store: Store,
-    rules: Rules,
-    *,
-    clock: Clock,
-    sign_receipt: Callable[[Settled, int], Envelope],
-    snapshot_events: int,
-) -> Journal:
-    """Snapshot, then every event after it. Raises LocalError where the store belongs to another run or release."""
+async def restore_state(store: Store, rules: Rules) -> tuple[int, State]:
+    """The number of the last event and the state after it: a snapshot, then every event since.
+
+    Raises LocalError where the store belongs to another run or release.
+    """
     try:
         number, state = await _load(store, rules)
     except ValidationError as error:
         raise LocalError(f"the coordinator's store was written by another release: {error}") from None
     if state.rules != rules:
         raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
+    return number, state
+
+
+async def open_journal(
+    store: Store,
+    restored: tuple[int, State],
+    *,
+    clock: Clock,
+    sign_receipt: Callable[[Settled, int], Envelope],
+    snapshot_events: int,
+) -> Journal:
+    """Goes on from what `restore_state` gave."""
+    number, state = restored
     invariants.check(state)
-    chain = await load_chain(store, rules.run)
+    chain = await load_chain(store, state.rules.run)
     await begin_ledger(store, chain)
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
     return Journal(

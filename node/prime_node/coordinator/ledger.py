@@ -11,6 +11,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.ledger import LedgerChain
+from prime_protocol.seed_chain import OpenSecret
 from prime_protocol.verdict import BundleStatus
 
 
@@ -48,10 +49,12 @@ class StoredLedger:
     run: str
     key: SigningKey
     now_ms: Callable[[], int]
+    secret: OpenSecret | None = None
+    """The newest one of the seed chain that is open."""
 
     async def ledger_head(self) -> Envelope:
         chain = await load_chain(self.store, self.run)
-        return seal(chain.head(self.now_ms()), PayloadType.LEDGER_HEAD, self.key)
+        return seal(chain.head(self.now_ms(), self.secret), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:
         return [line.encode() for line in await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)]

@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from prime_node.config import Settings, SettingsConfigDict
+from prime_node.coordinator.assignments import chain_of, secret_of
+from prime_protocol import limits
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration
@@ -24,6 +26,7 @@ from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.schedule import Schedule, lag_of
+from prime_protocol.seed_chain import committed
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 ROLES = ("root", "coordinator", "trainer", "validator")
@@ -191,6 +194,9 @@ def build_run_spec(
             checks=checks,
             schedule=config.schedule,
             adapters=adapters,
+            seed_chain=committed(
+                chain_of(secret_of(keys["coordinator"]), min(config.max_steps, limits.SEED_CHAIN_LENGTH_MAX))
+            ),
         )
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]

@@ -3,18 +3,23 @@
 receipts.jsonl holds the envelopes as they came, one a line, so that a contributor can prove what he did; the
 tally is made from them. The cursor is written after the receipts that it stands for, so a crash fetches some
 twice and loses none; the last receipt of a bundle counts.
+
+Where a receipt says that something else was assigned than the lease did, both are kept in contradiction-LEASE.jsonl: the
+coordinator signed them, and one of them hides what it did (SPEC.md, section 9).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.assigned import assigned_in
+from prime_protocol.assignment import Lease
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import KeyId
 from prime_protocol.key_ring import Role
@@ -37,6 +42,10 @@ class Tally:
     refused: dict[str, int]
 
 
+LEASES_KEPT = 64
+"""Signed leases that wait for the receipt of their bundle, the newest ones."""
+
+
 class ReceiptBook:
     """Blocking; a few kilobytes each time."""
 
@@ -48,6 +57,7 @@ class ReceiptBook:
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
         self._latest: dict[str, Receipt] = {}
+        self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
         self._settles_all: set[str] = set()
         """Bundles that were accepted twice: the second receipt credits all that was withheld (SPEC.md, section 11)."""
         try:
@@ -65,6 +75,12 @@ class ReceiptBook:
             except PeerError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
 
+    def note_lease(self, lease: Lease, envelope: Envelope) -> None:
+        """A lease that was taken: its receipt is compared with it."""
+        self._leases[lease.lease_id] = (lease, envelope)
+        if len(self._leases) > LEASES_KEPT:
+            self._leases.popitem(last=False)
+
     def add(self, answer: ReceiptList) -> None:
         """Verify and keep. Raises PeerError where a receipt is not the coordinator's word to us,
         LocalError for the disk."""
@@ -72,6 +88,8 @@ class ReceiptBook:
         verify = self._run.keys.verify
         receipts = [self._parsed(verify(one, PayloadType.RECEIPT, Role.COORDINATOR)) for one in envelopes]
         try:
+            for receipt, envelope in zip(receipts, envelopes, strict=True):
+                self._compare(receipt, envelope)
             self._append(envelope.to_bytes() for envelope in envelopes)
             partial = self._cursor_file.with_suffix(".partial")
             partial.write_text(str(answer.next), encoding="ascii")
@@ -105,6 +123,18 @@ class ReceiptBook:
             elif receipt.reason is not None and receipt.reason.is_dishonest:
                 held = 0
         return held
+
+    def _compare(self, receipt: Receipt, signed: Envelope) -> None:
+        known, said = self._leases.get(receipt.lease_id), receipt.assigned
+        if known is None or said is None or assigned_in(known[0].groups, said.draws) == said:
+            return
+        file = self._file.with_name(f"contradiction-{receipt.lease_id[:16]}.jsonl")
+        file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
+        log.error(
+            "the coordinator leased us other problems or seeds than its receipt and the ledger say; both are kept in %s: "
+            "show them to others of the run",
+            file,
+        )
 
     def _parsed(self, payload: bytes) -> Receipt:
         receipt = parse_json(payload, Receipt)

@@ -89,6 +89,7 @@ async def _next_lease(worker: Worker) -> Lease:
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
                 worker.in_hand.add(lease.lease_id)
+                worker.receipts.note_lease(lease, reply)
                 worker.waiting_for = ""
                 return lease
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)

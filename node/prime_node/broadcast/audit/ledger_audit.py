@@ -4,8 +4,11 @@
     (2) the head that a coordinator of the run signed names the last line
     (3) earlier heads name lines of this ledger
     (4) every settled receipt of one's own up to the head is a line
+    (5) where the RunSpec has a seed chain, the head's secret is the chain's and as new as it must be, and every bundle
+        accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
-Where (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it.
+Where (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. Where (5)
+fails, the head alone convicts it, with the lines that it stands for.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import PeerError
@@ -47,6 +51,8 @@ class LedgerReport:
     """Settled receipts of one's own that were looked for."""
     faults: list[str] = field(default_factory=list)
     """What does not hold, for a person; empty where all does."""
+    seeds: SeedReport = field(default_factory=SeedReport)
+    """What (5) found."""
     evidence: list[Envelope] = field(default_factory=list)
     """Statements by the coordinator that cannot all be true."""
 
@@ -60,7 +66,7 @@ async def audit_ledger(
     report = LedgerReport(open_ledger_head(signed, run))
     heads = [(open_ledger_head(one, run), one) for one in (signed, *known)]
     mine = _settled(receipts, run)
-    reader = _Reader(report, heads, missing=dict(mine))
+    reader = _Reader(run, report, heads, missing=dict(mine))
     try:
         await reader.read(source)
     except PeerError as error:
@@ -82,6 +88,7 @@ def _settled(receipts: Sequence[Envelope], run: PinnedRun) -> dict[str, tuple[Re
 class _Reader:
     def __init__(
         self,
+        run: PinnedRun,
         report: LedgerReport,
         heads: list[tuple[LedgerHead, Envelope]],
         *,
@@ -90,6 +97,7 @@ class _Reader:
         self._report = report
         self._heads = heads
         self._missing = missing
+        self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
         self._accepted: dict[str, Receipt] = {}  # bundle -> what counts as accepted now
 
@@ -112,10 +120,13 @@ class _Reader:
                 self._compare()
 
     def finish(self) -> None:
-        """What only the end shows: kept heads that are longer than the ledger, and receipts that are not in it."""
+        """What only the end shows: kept heads that are longer than the ledger, receipts that are not in it, and (5)."""
         head, signed = self._heads[0]
         if self._report.faults:
             return
+        if faults := self._seeds.faults():
+            self._report.faults += faults
+            self._report.evidence.append(signed)
         for known, envelope in self._heads[1:]:
             if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
                 self._report.faults.append(
@@ -140,6 +151,8 @@ class _Reader:
     def _count(self, receipt: Receipt) -> None:
         account = self._report.accounts.setdefault(receipt.worker, Account())
         before = self._accepted.pop(receipt.bundle, None)
+        if receipt.status is BundleStatus.ACCEPTED:
+            self._seeds.look(receipt, is_first=before is None)
         if before is not None:  # a later line of a bundle replaces the one before
             account.rollouts -= before.num_rollouts
             account.tokens -= before.num_tokens

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from prime_node.coordinator.api.publishing import read_manifest
 from prime_node.coordinator.api.requests import Gate
+from prime_node.coordinator.assignments import newest_open
 from prime_node.coordinator.core import Core
 from prime_node.ports.documents import Documents
 from prime_protocol import limits
@@ -134,7 +135,7 @@ async def ledger_head(core: Core) -> Envelope:
         last, envelope = core.ledger_head
         if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
             return envelope
-    head = chain.head(now_ms)
+    head = chain.head(now_ms, newest_open(core.run, core.assigner.secrets, core.state.steps_over))
     core.ledger_head = (head, seal(head, PayloadType.LEDGER_HEAD, core.key))
     return core.ledger_head[1]
 

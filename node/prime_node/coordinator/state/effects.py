@@ -50,6 +50,8 @@ class Settled:
     detail: str = ""
     weighed: Weighed | None = None
     """What it added to the evidence against its worker."""
+    newly_accepted: bool = False
+    """Its verdict has come just now, so its slots' problems are still those of its lease."""
 
 
 @carrier(frozen=True, slots=True)

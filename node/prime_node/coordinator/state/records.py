@@ -291,6 +291,11 @@ class State:
         """
         return self.head >= self.rules.closing_head and all(step.fixed for step in self.steps.values())
 
+    @property
+    def steps_over(self) -> int:
+        """All groups of the steps below this one were given to the trainer, so none of them is ever leased again."""
+        return next((number for number, step in self.steps.items() if not step.fixed), self.last_step + 1)
+
     def is_ready(self, step: int) -> bool:
         """All slots of a step of the window are accepted."""
         return step in self.steps and len(self.steps[step].accepted) == self.rules.groups_per_step

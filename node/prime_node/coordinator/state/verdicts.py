@@ -125,7 +125,14 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
     state.accepted += pending.num_rollouts
     num_tokens, detail = audits.credit(state, worker, pending, event.num_tokens, weighed)
     settled = Settled(
-        event.bundle, lease, pending.num_rollouts, num_tokens, BundleStatus.ACCEPTED, detail=detail, weighed=weighed
+        event.bundle,
+        lease,
+        pending.num_rollouts,
+        num_tokens,
+        BundleStatus.ACCEPTED,
+        detail=detail,
+        weighed=weighed,
+        newly_accepted=True,
     )
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *slots.room(state)]

@@ -1,0 +1,100 @@
+"""Were the problems and seeds of a ledger's bundles those that the run's seed chain demands? Step (5) of ledger_audit.py.
+
+What can be seen: that each accepted bundle was assigned what its step's secret gives, by the receipts' own words. A receipt that
+says something else than its lease is found by its worker (worker/receipts.py) and by whoever holds the bundle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_protocol.assigned import SeedRule
+from prime_protocol.errors import PeerError
+from prime_protocol.ledger import LedgerHead
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.seed_chain import opened
+from prime_protocol.verdict import Receipt
+
+
+@dataclass(slots=True)
+class SeedReport:
+    """Bundles of a run with a seed chain, by what could be said of their seeds."""
+
+    num_checked: int = 0
+    """Accepted bundles whose step's secret is open."""
+    num_waiting: int = 0
+    """Accepted bundles whose step is not over by the head."""
+    num_evaluations: int = 0
+    """Bundles of held-out problems, whose seeds come from no chain."""
+    num_passed_over: int = 0
+    """Problems that checked slots passed over: prompts too long, and the curriculum's choice."""
+
+
+class SeedAudit:
+    """Looks at one line after another. In a run without a chain it has nothing to say."""
+
+    def __init__(self, run: PinnedRun, head: LedgerHead, report: SeedReport) -> None:
+        self._run, self._head, self._report = run, head, report
+        self._rule = SeedRule(run.digest, run.spec)
+        self._secrets: list[bytes] = []
+        self._newest_policy = 0
+        self._fault = ""
+        self._num_wrong, self._first_wrong = 0, ""
+        chain = run.spec.seed_chain
+        if chain is not None and head.secret is not None:
+            try:
+                self._secrets = opened(chain, head.secret)
+            except PeerError as error:
+                self._fault = error.detail
+
+    def look(self, receipt: Receipt, *, is_first: bool) -> None:
+        """One line that accepts a bundle. `is_first`: no line before accepts it."""
+        chain, said = self._run.spec.seed_chain, receipt.assigned
+        if chain is None:
+            return
+        self._newest_policy = max(self._newest_policy, receipt.policy_version)
+        number = chain.number(receipt.step)
+        try:
+            if said is None:
+                if is_first:
+                    self._wrong(receipt, "its receipt does not say what was assigned")
+            elif not any(self._rule.is_trained(slot) for slot, _ in said.slots):
+                self._report.num_evaluations += 1
+            elif number >= len(self._secrets):
+                self._report.num_waiting += 1
+            else:
+                self._rule.check_receipt(
+                    said,
+                    self._secrets[number],
+                    step=receipt.step,
+                    policy_version=receipt.policy_version,
+                    num_rollouts=receipt.num_rollouts,
+                )
+                self._report.num_checked += 1
+                self._report.num_passed_over += sum(said.draws)
+        except PeerError as error:
+            self._wrong(receipt, error.detail)
+
+    def faults(self) -> list[str]:
+        """What does not hold, for a person."""
+        found = [self._fault] if self._fault else []
+        chain, spec = self._run.spec.seed_chain, self._run.spec
+        if chain is None:
+            return found
+        # In order, a policy is published when all groups of the steps before it are with the trainer.
+        wanted = (
+            chain.newest_open(self._newest_policy, max_steps=spec.max_steps) if spec.admission.is_in_order else None
+        )
+        if wanted is not None and not self._fault and wanted >= len(self._secrets):
+            found.append(
+                f"steps before {self._newest_policy} are over, and the head does not tell the secret of number {wanted}"
+            )
+        if self._num_wrong:
+            found.append(
+                f"{self._num_wrong} accepted bundles were not assigned what the seed chain gives: {self._first_wrong}"
+            )
+        return found
+
+    def _wrong(self, receipt: Receipt, why: str) -> None:
+        self._num_wrong += 1
+        self._first_wrong = self._first_wrong or f"bundle {receipt.bundle[:12]} of step {receipt.step}, {why}"

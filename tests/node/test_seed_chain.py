@@ -1,0 +1,245 @@
+"""Who assigned what can be worked out again by anybody: a coordinator that picks seeds, or hides its secrets, is caught."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+from tests.node.test_cases import case_in, check, judged
+from tests.node.test_ledger import Shown, command, payloads, receipts_of, rewritten
+
+from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
+from prime_node.broadcast.audit.ledger_file import export_ledger
+from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
+from prime_node.coordinator.daemon import Parts
+from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.assignment import Problem
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.ledger import LedgerHead
+from prime_protocol.messages import ReceiptList
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.seed_chain import OpenSecret, committed, opened
+from prime_protocol.verdict import Receipt, RejectReason
+
+
+def chained(**changes: object) -> PinnedRun:
+    """A run as `prime-node new` makes it: the coordinator is bound to the secrets of its steps."""
+    return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20)), **changes)
+
+
+@asynccontextmanager
+async def two_steps_over(parts: Parts) -> AsyncIterator[World]:
+    """Steps 0 and 1 are trained, by Anna's bundles; one of step 2 is accepted."""
+    async with running(parts) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for step in (0, 1):
+            await world.fill(step)
+            await world.publish()
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        yield world
+
+
+async def shown_by(world: World) -> Shown:
+    client = world.client(ANNA)
+    return Shown(await client.ledger(0), await client.ledger_head())
+
+
+def said_in(line: bytes) -> Receipt:
+    return parse_json(payloads([line])[0], Receipt)
+
+
+async def audited(world: World, receipts: list[Receipt], secret: OpenSecret | None) -> LedgerReport:
+    """What is found where the coordinator signs these receipts and tells that secret."""
+    other = rewritten(world.run, [receipt.model_dump_json().encode() for receipt in receipts])
+    head = parse_json(other.head.payload, LedgerHead).model_copy(update={"secret": secret})
+    return await audit_ledger(Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR)), world.run)
+
+
+async def test_anybody_can_work_out_again_what_was_assigned_once_a_step_is_over(tmp_path: Path) -> None:
+    exported = tmp_path / "ledger.jsonl"
+    async with two_steps_over(memory_parts(chained())) as world:
+        head = parse_json((await world.client(ANNA).ledger_head()).payload, LedgerHead)
+        await export_ledger(world.client(ANNA), world.run, exported)
+    assert head.secret is not None
+    assert head.secret.number == 1, "of step 2, which is under way, nothing is told"
+    result = await asyncio.to_thread(command, "verify", str(exported), "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["faults"]) == (0, [])
+    assert told["seeds"] == {"num_checked": 2, "num_waiting": 1, "num_evaluations": 0, "num_passed_over": 0}
+    shown = await asyncio.to_thread(command, "verify", str(exported))
+    assert (
+        "2 accepted bundles were assigned what the seed chain gives; 1 are of steps that are not over" in shown.stdout
+    )
+
+
+async def test_nothing_is_told_before_the_first_step_is_over_nor_where_the_run_has_no_chain() -> None:
+    for run in (chained(), make_run()):
+        async with running(memory_parts(run)) as world:
+            await world.join(ANNA)
+            await world.publish()
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            await world.judge()
+            shown = await shown_by(world)
+            assert parse_json(shown.head.payload, LedgerHead).secret is None
+            assert (said_in(shown.lines[0]).assigned is None) is (run.spec.seed_chain is None)
+            assert (await audit_ledger(shown, run)).faults == []
+
+
+class Favours(Assigner):
+    """A coordinator that gives Anna the seeds of its choice, and is honest in all that it signs."""
+
+    def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
+        found = super().seeds(problem, slot, record)
+        return (found[0] ^ 1, *found[1:]) if slot == 5 else found
+
+
+async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_node.coordinator.daemon.Assigner", Favours)
+    async with two_steps_over(memory_parts(chained())) as world:
+        shown = await shown_by(world)
+    report = await audit_ledger(shown, world.run)
+    (fault,) = report.faults
+    assert fault.startswith("1 accepted bundles were not assigned what the seed chain gives")
+    assert "of step 1, other problems or seeds than its step's secret gives" in fault
+    assert report.evidence == [shown.head]
+
+
+async def test_a_receipt_that_hides_a_swapped_seed_is_kept_beside_the_lease_by_its_worker(tmp_path: Path) -> None:
+    async with running(memory_parts(chained())) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        await world.judge()
+        receipt = (await receipts_of(world))[-1]
+        group = lease.groups[0]
+        swapped = lease.model_copy(update={"groups": (group.model_copy(update={"seeds": (7, *group.seeds[1:])}),)})
+        for leased, is_kept in ((lease, False), (swapped, True)):
+            book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
+            signed = seal(leased, PayloadType.LEASE, COORDINATOR)
+            book.note_lease(leased, signed)
+            book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1))
+            kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
+            assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+
+
+async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen() -> None:
+    async with two_steps_over(memory_parts(chained())) as world:
+        shown = await shown_by(world)
+    good = [said_in(line) for line in shown.lines]
+    secret = parse_json(shown.head.payload, LedgerHead).secret
+    assert secret is not None
+    assert (await audited(world, good, secret)).faults == []
+    said = good[0].assigned
+    assert said is not None
+    first, count = said.slots[0]
+    for changed, why in (
+        ({"seeds": "0" * 64}, "other problems or seeds"),
+        ({"slots": ((first + 1, count),)}, "slots of another step than 0"),
+        ({"slots": ((first, count + 1),)}, "slots of another step than 0"),
+        ({"draws": (1,) * count}, "other problems or seeds"),
+    ):
+        lying = good[0].model_copy(update={"assigned": said.model_copy(update=changed)})
+        assert why in (await audited(world, [lying, *good[1:]], secret)).faults[0]
+    silent = good[0].model_copy(update={"assigned": None})
+    assert "does not say what was assigned" in (await audited(world, [silent, *good[1:]], secret)).faults[0]
+    other_policy = good[-1].model_copy(update={"policy_version": 1, "step": 1})
+    assert "slots of another step" in (await audited(world, [*good[:-1], other_policy], secret)).faults[0]
+    foreign = secret.model_copy(update={"secret": "0" * 64})
+    assert "does not lead to the RunSpec's chain" in (await audited(world, good, foreign)).faults[0]
+    for told in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
+        assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
+
+
+def chain(length: int) -> list[bytes]:
+    return chain_of(secret_of(COORDINATOR), length)
+
+
+async def test_a_coordinator_goes_on_with_its_chain_after_a_restart_and_not_with_another(tmp_path: Path) -> None:
+    run = chained()
+    async with two_steps_over(await folder_parts(run, tmp_path)) as world:
+        before, head = await shown_by(world), world.head
+        batch = world.batch
+    async with running(await folder_parts(run, tmp_path)) as world:
+        world.head, world.batch = head, batch
+        await world.join(ANNA)
+        assert (await shown_by(world)).lines == before.lines
+        await world.fill(2)
+        await world.publish()
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        shown = await shown_by(world)
+    report = await audit_ledger(shown, run)
+    assert (report.faults, report.seeds.num_checked, report.seeds.num_waiting) == ([], 4, 1)
+    with pytest.raises(LocalError, match=r"restore .* assignment\.secret"):
+        async with running(dataclasses.replace(memory_parts(run), secret=bytes(32))):
+            pass
+
+
+async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_path: Path) -> None:
+    exported = tmp_path / "ledger.jsonl"
+    async with running(await folder_parts(chained(), tmp_path)) as world:
+        await world.join(ANNA, BEN)
+        await world.publish()
+        for _ in range(2):
+            await judged(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+        await export_ledger(world.client(BEN), world.run, exported)
+        early = await asyncio.to_thread(check, file, "--ledger", str(exported))
+        await world.fill(0, BEN)
+        await world.publish()
+        await export_ledger(world.client(BEN), world.run, exported)
+    assert early[0] == 0
+    assert "the secret of step 0 is not open by this ledger" in str(early[1]["seeds"])
+    code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
+    assert (code, said["seeds"]) == (0, "its problems and seeds are what the seed chain gives")
+    lines = [open_envelope(line) for line in file.read_bytes().splitlines()]
+    file.write_bytes(b"".join(swapped(line).to_bytes() + b"\n" for line in lines))
+    for parcel in file.parent.glob("*.parcel"):
+        parcel.unlink()
+    code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
+    assert code == 1
+    assert "was leased other seeds than its step's secret gives" in str(said["fault"])
+
+
+def swapped(line: Envelope) -> Envelope:
+    """A lease with another seed, signed by the coordinator; anything else as it is."""
+    if line.payload_type != PayloadType.LEASE:
+        return line
+    fields = json.loads(line.payload)
+    fields["groups"][0]["seeds"][0] ^= 1
+    return seal(json.dumps(fields).encode(), PayloadType.LEASE, COORDINATOR)
+
+
+def test_a_secret_gives_those_of_the_steps_before_and_the_last_one_waits_for_the_run_s_end() -> None:
+    run = chained()
+    assert run.spec.seed_chain is not None
+    secrets = chain(20)
+    for steps_over, number in ((0, None), (1, 0), (2, 1), (19, 18), (20, 18), (99, 18), (100, 19)):
+        assert run.spec.seed_chain.newest_open(steps_over, max_steps=100) == number
+        if number is not None:
+            told = OpenSecret(number=number, secret=secrets[number].hex())
+            assert opened(run.spec.seed_chain, told) == secrets[: number + 1]
+    assert run.spec.seed_chain.number(57) == 19, (
+        "steps beyond the chain share its last secret, told when the run is over"
+    )
