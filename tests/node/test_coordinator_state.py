@@ -201,7 +201,7 @@ def test_a_worker_that_joins_again_starts_without_leases_but_keeps_its_record(ru
     run.granted("anna", 0)
     run.join("anna")
     anna = run.state.workers["anna"]
-    assert anna.leases == []
+    assert anna.leases == ()
     assert anna.accepted == 6
     assert run.state.num_active == 2
 

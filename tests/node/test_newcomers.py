@@ -235,7 +235,7 @@ def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
     invariants.check(run.state)
     run.accept(run.upload(taken_over))
     hoarder = run.state.workers["hoarder"]
-    assert (hoarder.leases, hoarder.wasted, hoarder.abandoned) == ([], 1, 1)
+    assert (hoarder.leases, hoarder.wasted, hoarder.abandoned) == ((), 1, 1)
     assert run.state.is_ready(0)
     invariants.check(run.state)
 

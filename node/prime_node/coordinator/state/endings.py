@@ -27,9 +27,9 @@ def refuse(
     state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
 ) -> list[Effect]:
     """A bundle that waits gets its verdict."""
-    step = state.step_of(pending.lease)
-    forgotten = stop_waiting(state, pending, step)
-    newcomers.recount(state, state.workers[pending.lease.worker])
+    step, worker = state.step_of(pending.lease), state.workers[pending.lease.worker]
+    forgotten = stop_waiting(state, worker, pending, step)
+    newcomers.recount(state, worker)
     settled = refused(state, pending.lease, pending.num_rollouts, reason, detail)
     settled.weighed = weighed
     return [settled, *forgotten, *slots.let_go(state, step, pending.lease)]
@@ -45,9 +45,8 @@ def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectR
     return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
 
 
-def stop_waiting(state: State, pending: PendingBundle, step: Step | None) -> list[Effect]:
-    """A bundle for a lease of `step` waits no longer. The caller counts its worker again."""
-    worker = state.workers[pending.lease.worker]
+def stop_waiting(state: State, worker: Worker, pending: PendingBundle, step: Step | None) -> list[Effect]:
+    """A worker's bundle for a lease of `step` waits no longer. The caller counts its worker again."""
     del state.bundles[pending.bundle]
     del worker.pending[pending.lease.lease_id]
     _remember_ended(worker, pending.lease)
@@ -74,11 +73,18 @@ def note_wasted(state: State, worker: Worker, at_ms: int) -> None:
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
 
 
+def close(worker: Worker, lease: LeaseRecord) -> None:
+    """A lease is no longer among a worker's open ones."""
+    worker.leases = (
+        tuple([other for other in worker.leases if other != lease.lease_id]) if len(worker.leases) > 1 else ()
+    )
+
+
 def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
     """An open lease is open no longer. Its slots are the caller's."""
     del state.leases[lease.lease_id]
     worker = state.workers[lease.worker]
-    worker.leases.remove(lease.lease_id)
+    close(worker, lease)
     newcomers.recount(state, worker)
     lease.end = end
     _remember_ended(worker, lease)
@@ -91,8 +97,8 @@ def leases_remembered(state: State) -> int:
     Of a lease that is forgotten a late bundle is not taken, and neither a second bundle nor a copy that is found out costs its
     worker anything. So this is also how many leases a cheat has to waste, with ever longer pauses, to get away with either.
     """
-    least = max(LEASES_REMEMBERED_MIN, 2 * state.rules.bundles_pending_per_worker_max)
-    return min(LEASES_REMEMBERED_MAX, max(least, LEASES_REMEMBERED_TOTAL // len(state.workers)))
+    fitting, in_hand = LEASES_REMEMBERED_TOTAL // len(state.workers), state.rules.bundles_pending_per_worker_max
+    return min(LEASES_REMEMBERED_MAX, max(fitting, LEASES_REMEMBERED_MIN, 2 * in_hand))
 
 
 def forget_ended(worker: Worker, kept: int) -> None:
@@ -107,7 +113,7 @@ def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
 
 
 def lapse_leases(state: State, worker: Worker, at_ms: int) -> list[Effect]:
-    return [effect for lease in list(worker.leases) for effect in give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
+    return [effect for lease in worker.leases for effect in give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
 
 
 def deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:

@@ -162,7 +162,7 @@ class Worker:
     """Rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
     """Rollouts by reason."""
-    leases: list[str] = field(default_factory=list)
+    leases: tuple[str, ...] = ()
     """Ids of its open leases."""
     pending: dict[str, str] = field(default_factory=dict)
     """Lease id -> its bundle that waits for a verdict."""

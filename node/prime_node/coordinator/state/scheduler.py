@@ -103,7 +103,9 @@ def choose_slots(
             reason = "newcomers of your network hold as many leases as one newcomer may; more once bundles are accepted"
             return Refusal(reason, is_worth_waiting=True)
         count_max = min(count_max, budget.groups)
-    found = _find_held_out(state, worker, policy_version=policy_version, count_max=count_max)
+    found = None
+    if state.evaluations:
+        found = _find_held_out(state, worker, policy_version=policy_version, count_max=count_max)
     if found is None:
         found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
     if found is None:
@@ -129,15 +131,16 @@ def _find_held_out(state: State, worker: Worker, *, policy_version: int, count_m
 
 def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
     admission = state.rules.admission
-    if state.head - policy_version > admission.lag_leased:  # fresher work is always to be had by fetching
+    if policy_version < state.head - admission.lag_leased:  # fresher work is always to be had by fetching
         return None
     slots_end, share = admission.slots_end(policy_version), fair_share(state)
-    is_slow = _is_slow(state, worker)
+    is_slow = state.rules.slow_factor is not None and _is_slow(state, worker, state.rules.slow_factor)
     last: Grant | None = None
     for number, step in state.steps.items():
         if not step.open or step.open[-1] >= slots_end:
             continue
-        room = min(share - slots_held(state, worker, number), count_max)
+        held = slots_held(state, worker, number) if worker.leases else 0
+        room = min(share - held, count_max)
         if room <= 0:
             continue
         fitting = _fitting(state, worker, number) if is_slow else room
@@ -150,14 +153,8 @@ def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: 
     return last
 
 
-def _is_slow(state: State, worker: Worker) -> bool:
-    factor = state.rules.slow_factor
-    return (
-        factor is not None
-        and state.num_active > 1
-        and state.step_ms > 0
-        and _speed_ms(worker) > factor * state.rollout_ms > 0
-    )
+def _is_slow(state: State, worker: Worker, factor: float) -> bool:
+    return state.num_active > 1 and state.step_ms > 0 and _speed_ms(worker) > factor * state.rollout_ms > 0
 
 
 def _speed_ms(worker: Worker) -> float:

@@ -15,6 +15,19 @@ from prime_node.coordinator.state.effects import LEASE_NEWS, Effect
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Step
 
+_FIRST_OF_ONE = (0,)
+"""Nearly every lease of one slot is its first: they share this."""
+
+
+def attempt(step: Step, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Slots are leased once more. Returns how often each had been before."""
+    before = []
+    for slot in slots:
+        number = step.attempts.get(slot, 0)
+        step.attempts[slot] = number + 1
+        before.append(number)
+    return _FIRST_OF_ONE if before == [0] else tuple(before)
+
 
 def hold(step: Step, lease: LeaseRecord) -> None:
     """A lease holds its slots, which are open or held by others."""
@@ -31,16 +44,14 @@ def let_go(state: State, step: Step | None, lease: LeaseRecord) -> list[Effect]:
         return []
     reopened = False
     for slot in lease.slots:
-        others = tuple([holder for holder in step.held[slot] if holder != lease.lease_id])
-        if others:
-            step.held[slot] = others
-        else:
-            del step.held[slot]
-            if slot not in step.accepted and (
-                not isinstance(step, Evaluation) or evaluations.is_asked_again(step, slot)
-            ):
-                insort(step.open, slot, key=neg)
-                reopened = True
+        holders = step.held[slot]
+        if len(holders) > 1:
+            step.held[slot] = tuple([holder for holder in holders if holder != lease.lease_id])
+            continue
+        del step.held[slot]
+        if slot not in step.accepted and (not isinstance(step, Evaluation) or evaluations.is_asked_again(step, slot)):
+            insort(step.open, slot, key=neg)
+            reopened = True
     ended = evaluations.settle(state, lease.step) if isinstance(step, Evaluation) else []
     return [LEASE_NEWS, *ended] if reopened else ended
 

@@ -88,25 +88,22 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
     step = (state.evaluations if state.is_evaluation(event.slots) else state.steps)[event.step]
     assert worker.active
     assert worker.banned is None
-    attempts = tuple([step.attempts.get(slot, 0) for slot in event.slots])
-    for slot, attempt in zip(event.slots, attempts, strict=True):
-        step.attempts[slot] = attempt + 1
     lease = LeaseRecord(
-        lease_id=event.lease_id,
-        worker=event.worker,
-        step=event.step,
-        policy_version=event.policy_version,
-        policy_digest=event.policy_digest,
-        slots=event.slots,
-        attempts=attempts,
-        issued_at_ms=at_ms,
-        expires_at_ms=event.expires_at_ms,
+        event.lease_id,
+        event.worker,
+        event.step,
+        event.policy_version,
+        event.policy_digest,
+        event.slots,
+        slots.attempt(step, event.slots),
+        at_ms,
+        event.expires_at_ms,
     )
     state.leases[event.lease_id] = lease
     if event.draws:
         state.curriculum.drawn(event.slots, event.draws)
     slots.hold(step, lease)
-    worker.leases.append(event.lease_id)
+    worker.leases += (event.lease_id,)
     endings.forget_ended(worker, event.remembered)
     newcomers.recount(state, worker)
     state.num_leases += 1
@@ -135,7 +132,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     worker.pending[lease.lease_id] = event.bundle
     if lease.end is None:
         del state.leases[lease.lease_id]
-        worker.leases.remove(lease.lease_id)
+        endings.close(worker, lease)
     else:  # lapsed, but nobody took over
         del worker.ended[lease.lease_id]
         slots.hold(step, lease)

@@ -21,9 +21,10 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
     pending = state.bundles[event.bundle]
     worker = state.workers[pending.lease.worker]
-    unverifiable = event.reason is not None and event.reason is RejectReason.UNVERIFIABLE
-    state.unverifiable = state.unverifiable + 1 if unverifiable else 0
-    state.unverifiable_detail = event.detail if unverifiable else ""
+    if event.reason is RejectReason.UNVERIFIABLE:
+        state.unverifiable, state.unverifiable_detail = state.unverifiable + 1, event.detail
+    elif state.unverifiable:
+        state.unverifiable, state.unverifiable_detail = 0, ""
     weighed = suspicion.weigh(state.rules, worker, event.evidence)
     reason, detail = event.reason, event.detail
     marks = event.fingerprints
@@ -33,8 +34,9 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
         reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
     if reason is None:
         later = copies.found_later(state, pending, marks) if marks else []
-        copies.remember(state, pending, marks)
-        effects = _accept(state, pending, event, weighed)
+        if marks:
+            copies.remember(state, pending, marks)
+        effects = _accept(state, worker, pending, event, weighed)
         for one in later:
             effects += _accepted_copy(state, one, event.replaced, at_ms)
         return effects
@@ -110,16 +112,17 @@ def _refuse_after_all(
     return [effect for effect in effects if not _is_kept(state, effect)]
 
 
-def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None) -> list[Effect]:
+def _accept(
+    state: State, worker: Worker, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None
+) -> list[Effect]:
     lease = pending.lease
     assert len(event.rewards) == state.rules.rollouts_per_group * len(lease.slots) == pending.num_rollouts
     step = state.step_of(lease)
-    effects = endings.stop_waiting(state, pending, step)
+    effects = endings.stop_waiting(state, worker, pending, step)
     if step is not None:
         _fill(state, step, lease, event)
         effects += slots.let_go(state, step, lease)
         effects += _end_overtaken(state, step, lease)
-    worker = state.workers[lease.worker]
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
@@ -141,10 +144,10 @@ def _accept(state: State, pending: PendingBundle, event: ev.VerdictGiven, weighe
 
 
 def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) -> None:
-    size, versions, unscored = state.rules.rollouts_per_group, event.versions, event.unscored
+    size, unscored = state.rules.rollouts_per_group, event.unscored
     for index, slot in enumerate(lease.slots):
         first = index * size
-        oldest_version, end_version = versions[index] if versions else (None, None)
+        oldest_version, end_version = event.versions[index] if event.versions else (None, None)
         group = AcceptedGroup(
             lease.worker,
             lease.policy_version,
@@ -153,8 +156,8 @@ def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) 
             event.rewards[first : first + size],
             oldest_version,
             end_version,
-            order=state.num_accepted_groups,
-            unscored=tuple(place - first for place in unscored if first <= place < first + size) if unscored else (),
+            state.num_accepted_groups,
+            tuple(place - first for place in unscored if first <= place < first + size) if unscored else (),
         )
         slots.fill(state, step, slot, group)
 
