@@ -330,9 +330,7 @@ def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
     if len(envelope.payload) > limits.RUN_SPEC_BYTES_MAX:  # (1)
         raise LimitExceeded("RUN_SPEC_BYTES_MAX", len(envelope.payload), limits.RUN_SPEC_BYTES_MAX)
     if envelope.digest != pinned:  # (2)
-        raise PeerError(
-            ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest[:12]}, the join link names {pinned[:12]}"
-        )
+        raise PeerError(ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest}, the join link names {pinned}")
     fields = load_json(envelope.payload)
     version = fields.get("protocol_version") if isinstance(fields, dict) else None
     if version != PROTOCOL_VERSION:  # (3)

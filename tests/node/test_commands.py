@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from prime_node.cli.main import SUMMARIES, Commands
+from prime_node.cli.main import SUMMARIES, Commands, app
+from prime_node.folder_lock import FolderLock
+from prime_protocol.errors import LocalError
 
 PROGRAM = """
 import sys
@@ -40,8 +43,17 @@ def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless
     assert needless.isdisjoint(imported.split())
 
 
+def test_a_second_worker_in_one_folder_is_told_at_once(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    with pytest.raises(LocalError, match="works in it already"):
+        CliRunner().invoke(
+            app, ["join", f"http://127.0.0.1:1/#{'0' * 64}", "--folder", str(tmp_path)], catch_exceptions=False
+        )
+    lock.release()
+
+
 def test_the_overview_knows_every_command_and_no_other() -> None:
     commands = Commands()
     assert set(commands) == set(SUMMARIES)
     assert len(commands) == len(SUMMARIES)
-    assert "status" not in commands
+    assert "no-such-command" not in commands

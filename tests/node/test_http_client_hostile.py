@@ -126,6 +126,22 @@ async def test_a_body_that_stops_in_the_middle_is_unreachable(server: Server, cl
         await client.blob("0" * 64)
 
 
+async def test_a_server_that_is_killed_while_it_answers_is_said_to_have_cut_it_off(
+    server: Server, client: HttpClient
+) -> None:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Length": "1000"})
+        await answer.prepare(request)
+        await answer.write(b"x" * 10)
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    server.answer = cut
+    with pytest.raises(Unreachable, match="cut off in the middle of an answer"):
+        await client.blob("0" * 64)
+
+
 async def test_a_body_that_drips_for_ever_is_given_up(server: Server, client: HttpClient) -> None:
     async def drip(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()

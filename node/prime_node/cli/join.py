@@ -59,6 +59,7 @@ def join(
     """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly."""
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.folder_lock import FolderLock
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
 
@@ -74,6 +75,7 @@ def join(
     place = folder or HOME / "runs" / parsed.run[:16]
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
+    FolderLock(place).release()  # another worker there is told at once; this one locks it for good when it is set up
     ready_kernels()
     raise typer.Exit(
         run_role(

@@ -94,6 +94,8 @@ def verify(
 ) -> None:
     """Verify a ledger. Is the chain whole and signed, does it hold one's own receipts, who did what, and by whose choice?
 
+    Workers are shown by the end of their keys, as by `status`; --json has them whole.
+
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.
 
@@ -194,10 +196,10 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "rollouts", "tokens", "refused"):
-        table.add_column(column, justify="left" if column in ("worker", "refused") else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in ("worker", "refused") else "right")
     for worker, account in sorted(report.accounts.items(), key=lambda item: -item[1].tokens):
         refused = ", ".join(f"{count:,} {reason}" for reason, count in account.refused.items())
-        table.add_row(worker, f"{account.rollouts:,}", f"{account.tokens:,}", refused)
+        table.add_row(worker[-8:], f"{account.rollouts:,}", f"{account.tokens:,}", refused)
     console.print(table)
     pinned = "" if opened.pinned else " (not pinned: give --run)"
     console.print(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", markup=False)

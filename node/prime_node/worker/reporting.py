@@ -62,6 +62,12 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
     )
 
 
+def _first_wait(worker: Worker, head: int) -> str:
+    if not worker.session.joined:
+        return "the coordinator to let us in"
+    return "the trainer to publish a policy" if head < 0 else ""
+
+
 def farewell(worker: Worker, ending: Ending) -> str:
     """The last line for the owner. Example: `left as asked. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`."""
     tally = worker.receipts.tally()
@@ -95,7 +101,7 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         bundles_uploaded=worker.spool.num_uploaded,
         leases_dropped=worker.leases_dropped,
         coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
-        waiting_for=worker.waiting_for or ("the trainer to publish a policy" if head < 0 else ""),
+        waiting_for=worker.waiting_for or _first_wait(worker, head),
         notice=session.notice,
         swarm=worker.swarm(),
         ended=ended,

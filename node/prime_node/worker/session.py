@@ -55,6 +55,11 @@ class Session:
         self._joins = 0
         self._joining = asyncio.Lock()
 
+    @property
+    def joined(self) -> bool:
+        """Whether the coordinator has ever answered."""
+        return self._joins > 0
+
     def server_now_ms(self) -> int:
         """The coordinator's clock, by the difference that was measured when joining."""
         return self._clock.now_ms() + self._clock_behind_ms

@@ -179,4 +179,6 @@ def reason_of(error: Exception) -> str:
         return os.strerror(cause.errno)
     if isinstance(cause, socket.gaierror) and cause.strerror:
         return cause.strerror
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "cut off in the middle of an answer"
     return str(error)[:200] or type(error).__name__
