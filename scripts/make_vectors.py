@@ -29,7 +29,7 @@ from vectors.runs import lease_of, runs
 from vectors.seeds import seeds
 from vectors.trust import trust
 from vectors.turns import turns
-from vectors.uncalibrated import excess_flips, ranks
+from vectors.uncalibrated import compared, excess_flips, ranks
 
 
 def main() -> None:
@@ -52,6 +52,7 @@ def main() -> None:
     invites(folder, run)
     adapters(folder)
     ranks(folder)
+    compared(folder)
     excess_flips(folder)
     seeds(folder)
 

@@ -23,7 +23,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, sums_of
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
-from prime_protocol.reward_ranks import REWARD_RANKS
+from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
 
 NEED_NONE = frozenset({EXCESS_FLIPS, *REWARD_RANKS})
 """Statistics that hold for any engine."""
@@ -103,7 +103,8 @@ def evidence_of(
 
 
 def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> None:
-    """The sums are possible ones under the run's moments for its two engines: no token adds more than the cap.
+    """The sums are possible ones under the run's moments for its two engines: no token adds more than the cap, and the ranks are
+    those of the compared rewards, where they are told.
 
     Raises PeerError(MALFORMED).
     """
@@ -115,3 +116,17 @@ def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> 
         for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
             if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
                 raise PeerError(ErrorCode.MALFORMED, f"{name} of a bundle is more than its tokens can say")
+    if evidence.compared:
+        _require_ranks(evidence)
+
+
+def _require_ranks(evidence: BundleEvidence) -> None:
+    told = {name: sums for name, sums in evidence.sums.items() if name in REWARD_RANKS}
+    found = rank_sums([(one.mine, one.trusted) for one in evidence.compared])
+    if told.keys() == found.keys() and all(
+        sums.num_tokens == found[name].num_tokens
+        and all(abs(a - b) <= NATS_ERROR_MAX for a, b in zip(sums.log_e, found[name].log_e, strict=True))
+        for name, sums in told.items()
+    ):
+        return
+    raise PeerError(ErrorCode.MALFORMED, "the reward ranks are not those of the compared rewards")

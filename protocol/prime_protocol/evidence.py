@@ -40,7 +40,7 @@ from pydantic import Field, model_validator
 
 from prime_protocol.assignment import Count, Name
 from prime_protocol.envelope import WireModel
-from prime_protocol.limits import COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
+from prime_protocol.limits import COMPARED_REWARDS_MAX, COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
 
 LOG_WEALTH_MAX = 1e6
 """Nats. Beyond every threshold, and far from where sums of floats lose a nat."""
@@ -87,6 +87,15 @@ class Sums(WireModel):
     """Nats, log e(lambda) for each lambda of the calibration."""
 
 
+class ComparedRewards(WireModel):
+    """Of one group, but for what an environment could not give. Example: ComparedRewards(mine=(1.0, 0.0), trusted=(0.0,))."""
+
+    mine: tuple[Finite, ...] = Field(max_length=COMPARED_REWARDS_MAX)
+    """The worker's."""
+    trusted: tuple[Finite, ...] = Field(max_length=COMPARED_REWARDS_MAX)
+    """Those of the validator's own completions."""
+
+
 class BundleEvidence(WireModel):
     """What a bundle says against its worker, by a validator's forward pass."""
 
@@ -96,6 +105,16 @@ class BundleEvidence(WireModel):
     """Class of the engine that judged."""
     sums: dict[Name, Sums] = Field(max_length=STATISTICS_MAX)
     """By statistic. Empty: the run's calibration does not know these two classes together."""
+    compared: tuple[ComparedRewards, ...] = Field(
+        default=(), max_length=COMPARED_REWARDS_MAX, exclude_if=lambda groups: not groups
+    )
+    """What the reward ranks are made of, by group; left out where there are too many rewards to tell, or none."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        if sum(len(one.mine) + len(one.trusted) for one in self.compared) > COMPARED_REWARDS_MAX:
+            raise ValueError(f"at most {COMPARED_REWARDS_MAX} compared rewards are told")
+        return self
 
 
 class Weighed(BundleEvidence):

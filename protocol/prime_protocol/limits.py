@@ -38,19 +38,21 @@ OPTION_CHARS_MAX = 4_096
 """A string among the options of an environment."""
 RECEIPTS_MAX = 1_024
 """Receipts in one answer; the cursor leads to the next ones."""
-RECEIPT_CHARS_MAX = 192 * 2**10
-"""One receipt's envelope as text; the largest one lists 4,096 slots that do not follow one another."""
+RECEIPT_CHARS_MAX = 256 * 2**10
+"""One receipt's envelope as text; the largest one lists 4,096 slots that do not follow one another, and compared rewards."""
 LAMBDAS_MAX = 12
 """Rates that one statistic's evidence is a mixture over."""
 STATISTICS_MAX = 12
 """Statistics of one bundle that evidence is made of."""
+COMPARED_REWARDS_MAX = 1_024
+"""Rewards that a receipt tells of one bundle's comparison, the worker's and the validator's together."""
 CALIBRATION_PAIRS_MAX = 64
 """Pairs of engines in one calibration."""
 INVITE_CHARS_MAX = 4 * 2**10
 """An invitation as text."""
 SURETY_BUNDLES_MAX = 1_024
 """Bundles of one worker whose tokens are not credited yet."""
-LEDGER_LINE_BYTES_MAX = 128 * 2**10
+LEDGER_LINE_BYTES_MAX = 160 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
 LEDGER_LINES_MAX = 512
 """Lines of the ledger in one answer; the next request goes on behind them."""

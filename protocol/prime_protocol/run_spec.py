@@ -125,6 +125,8 @@ class CheckPolicy(WireModel):
     reference_share: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda value: value == 0.0)
     """Of their groups so large a share, chosen after the upload, is sampled by the validator as well, to compare the rewards
     (reward_ranks.py): nothing else sees who samples several times and uploads the best. Costs as much generation."""
+    references_told: bool = Field(default=False, exclude_if=lambda told: not told)
+    """Whether a receipt tells the rewards that were compared, so that anybody can repeat it."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
     """Whether tokens that are not the seeds' choice add up against what the claimed logprobs explain (excess_flips.py)."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from prime_protocol.errors import ErrorCode
+from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.reward_ranks import rank_sums
-from vectors.folder import Folder
+from vectors.folder import Folder, fields
 
 Groups = list[tuple[list[float], list[float]]]
 
@@ -25,6 +27,28 @@ def ranks(folder: Folder) -> None:
         [
             {"name": name, "groups": groups, "expect": {key: sums.log_e for key, sums in rank_sums(groups).items()}}
             for name, groups in cases.items()
+        ],
+    )
+
+
+def compared(folder: Folder) -> None:
+    """Evidence that tells the rewards behind its ranks."""
+    groups = (ComparedRewards(mine=(1.0, 0.5), trusted=(0.0, 0.5)), ComparedRewards(mine=(0.0,), trusted=(0.25,)))
+    sums = rank_sums([(one.mine, one.trusted) for one in groups])
+    said = fields(BundleEvidence(worker="a", validator="b", sums=sums, compared=groups))
+    folder.cases(
+        "compared",
+        [
+            {"name": "two groups", "evidence": said, "expect": len(groups)},
+            {"name": "not told", "evidence": {key: said[key] for key in ("worker", "validator", "sums")}, "expect": 0},
+            *(
+                {"name": name, "evidence": said | changed, "error": ErrorCode.MALFORMED}
+                for name, changed in [
+                    ("a group less", {"compared": said["compared"][:1]}),
+                    ("another reward", {"compared": [said["compared"][0], {"mine": [0.5], "trusted": [0.25]}]}),
+                    ("no sums", {"sums": {}}),
+                ]
+            ),
         ],
     )
 

@@ -13,16 +13,19 @@ from tests.node.worker_world import make_run
 from prime_node.cli.evidence import compared
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import EnvironmentGone
+from prime_node.validator.judge import with_ranks
 from prime_node.validator.loop import run as run_validator
 from prime_node.validator.references import choose_groups
+from prime_node.validator.scoring import Scored
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
-from prime_protocol.evidence import BundleEvidence
+from prime_protocol.evidence import BundleEvidence, ComparedRewards
+from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.messages import CheckResultRequest
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
 from prime_protocol.rollout import rollouts_for
-from prime_protocol.run_spec import CheckPolicy, RunSpec
+from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
 
 COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
 RUN = make_run(rollouts_per_group=16, checks=COMPARED)
@@ -43,12 +46,12 @@ async def sampled(num: int, lease: Lease, *, created_at_ms: int = 0) -> bytes:
 
 
 async def judged(
-    parcel: bytes, lease: Lease, environment: type[LengthEnvironment] = LengthEnvironment
+    parcel: bytes, lease: Lease, environment: type[LengthEnvironment] = LengthEnvironment, run: PinnedRun = RUN
 ) -> CheckResultRequest:
     stop = asyncio.Event()
     queue = MemoryCheckQueue([(lease, parcel)], stop)
     validator = make_validator(queue, TableScorer(), environment=environment)
-    validator.run, validator.secret = RUN, bytes(32)
+    validator.run, validator.secret = run, bytes(32)
     await run_validator(validator, stop)
     return queue.results[digest_of(parcel)]
 
@@ -66,9 +69,24 @@ async def test_unseeded_rewards_are_compared_and_the_best_of_several_rank_high()
     assert max(best.evidence.sums["rewards_below"].log_e) < 0
 
 
-def test_who_checks_a_case_again_is_told_that_ranks_cannot_be_repeated() -> None:
+def test_who_checks_a_case_again_is_told_whether_ranks_can_be_repeated() -> None:
     claimed = BundleEvidence(worker="a", validator="b", sums=rank_sums([([1.0] * 8, [0.0] * 8)]))
     assert "does not repeat" in compared(claimed, None)
+    told = (ComparedRewards(mine=(1.0,) * 8, trusted=(0.0,) * 8),)
+    assert "as the rewards in its receipt do" in compared(claimed.model_copy(update={"compared": told}), None)
+
+
+async def test_what_was_compared_is_told_where_the_run_says_so_and_gives_the_same_sums() -> None:
+    lease, checks = make_lease(), COMPARED.model_copy(update={"references_told": True})
+    result = await judged(await sampled(1, lease), lease, run=make_run(rollouts_per_group=16, checks=checks))
+    assert result.evidence is not None
+    assert len(result.evidence.compared) == len(lease.groups)
+    assert rank_sums([(one.mine, one.trusted) for one in result.evidence.compared]) == result.evidence.sums
+    scored = Scored((1.0,) * lease.num_rollouts, (), "", enough=True, spread_mean=None)
+    empty, beyond = result.evidence.model_copy(update={"sums": {}, "compared": ()}), {0: (0.0,) * COMPARED_REWARDS_MAX}
+    summed = await with_ranks(empty, lease, scored, beyond, spec=RUN.spec.model_copy(update={"checks": checks}))
+    assert set(summed.sums) == set(REWARD_RANKS)
+    assert summed.compared == (), "what is too much to tell is summed all the same"
 
 
 async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import PeerError
-from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
+from prime_protocol.evidence import BundleEvidence, ComparedRewards, Sums, folded, log_evidence
+from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.reward_ranks import MOMENTS, RATES, REWARD_RANKS, rank_sums
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 
@@ -52,6 +54,30 @@ def test_a_bundles_groups_multiply_and_large_ones_stay_finite_and_possible() -> 
         BundleEvidence(worker="a", validator="b", sums={"rewards_above": best}),
         CheckPolicy(unseeded=True, reference_share=0.5).moments_of(worker="a", validator="b"),
     )
+
+
+def test_told_rewards_that_do_not_give_the_sums_are_refused() -> None:
+    groups = (ComparedRewards(mine=(1.0, 0.5), trusted=(0.0, 0.5)), ComparedRewards(mine=(0.0,), trusted=(0.25,)))
+    sums = rank_sums([(one.mine, one.trusted) for one in groups])
+    honest = BundleEvidence(worker="a", validator="b", sums=sums, compared=groups)
+    known = CheckPolicy(unseeded=True, reference_share=0.5).moments_of(worker="a", validator="b")
+    require_possible(honest, known)
+    louder = sums["rewards_above"].model_copy(
+        update={"log_e": tuple(log_e + 0.01 for log_e in sums["rewards_above"].log_e)}
+    )
+    changes: list[dict[str, object]] = [
+        {"compared": (groups[0], groups[1].model_copy(update={"mine": (0.5,)}))},
+        {"compared": groups[:1]},
+        {"sums": {**sums, "rewards_above": louder}},
+        {"sums": {"rewards_above": sums["rewards_above"]}},
+        {"sums": {}},
+    ]
+    for changed in changes:
+        with pytest.raises(PeerError, match="not those of the compared rewards"):
+            require_possible(honest.model_copy(update=changed), known)
+    one_more = ComparedRewards(mine=(0.0,) * COMPARED_REWARDS_MAX, trusted=(1.0,))
+    with pytest.raises(ValidationError, match="compared rewards are told"):
+        BundleEvidence(worker="a", validator="b", sums=sums, compared=(one_more,))
 
 
 def test_more_than_ranks_can_say_and_ranks_where_the_run_compares_none_are_refused() -> None:

@@ -16,6 +16,7 @@ from prime_protocol import messages, verdict
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.calibration import require_possible
 from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
@@ -30,6 +31,7 @@ from prime_protocol.envelope import (
     pre_authentication_encoding,
 )
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.invite import open_invite
@@ -43,7 +45,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
-from prime_protocol.reward_ranks import rank_sums
+from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS, rank_sums
 from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, check_turn_rows, decompress, parse_body
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, chain_from, committed
@@ -155,6 +157,12 @@ def assigned(case: Case, folder: Path) -> Any:
         [slot, one.environment, one.index, list(rule.seeds(secret, receipt.policy_version, one, slot))]
         for slot, one in problems
     ]
+
+
+def compared(case: Case, folder: Path) -> Any:
+    evidence = parse_json(json.dumps(case["evidence"]).encode(), BundleEvidence)
+    require_possible(evidence, dict.fromkeys(REWARD_RANKS, MOMENTS))
+    return len(evidence.compared)
 
 
 def join_link(case: Case, folder: Path) -> Any:
@@ -325,6 +333,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "public_key": public_key,
     "run_spec": run_spec,
     "assigned": assigned,
+    "compared": compared,
     "seed_chain": seed_chain,
     "seed": seed,
     "state_root": root_of_rows,

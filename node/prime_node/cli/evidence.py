@@ -240,6 +240,8 @@ def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
     if not nats:
         return "its receipt adds nothing"
     loudest = max(nats, key=lambda name: nats[name])
+    if loudest in REWARD_RANKS and claimed.compared:  # check_case has repeated it
+        return f"{loudest} adds {nats[loudest]:.1f} nats, as the rewards in its receipt do"
     if loudest in REWARD_RANKS:
         return f"{loudest} adds {nats[loudest]:.1f} nats, by the validator's own samples, which a forward pass does not repeat"
     if loudest not in mine or mine[loudest] < nats[loudest] - abs(nats[loudest]) / 2:

@@ -24,12 +24,13 @@ from prime_protocol.calibration import evidence_of, speaks_for
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
-from prime_protocol.evidence import BundleEvidence
+from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import EXCESS_FLIPS, flip_sums
+from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.parcel import open_parcel
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
@@ -197,7 +198,7 @@ async def reward_bundle(
     if (references := so_far.references) is not None:
         trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
         assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"
-        so_far = replace(so_far, evidence=await with_ranks(so_far.evidence, lease, scored, trusted))
+        so_far = replace(so_far, evidence=await with_ranks(so_far.evidence, lease, scored, trusted, spec=spec))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
@@ -215,9 +216,9 @@ async def reward_bundle(
 
 
 async def with_ranks(
-    evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]]
+    evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]], *, spec: RunSpec
 ) -> BundleEvidence:
-    """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group."""
+    """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group; and these rewards."""
     left_out, first = set(scored.unscored), 0
     mine: list[list[float]] = []
     for group in lease.groups:
@@ -226,7 +227,13 @@ async def with_ranks(
         first += len(group.seeds)
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
     sums = await asyncio.to_thread(rank_sums, pairs)  # seconds where groups are thousands
-    return evidence.model_copy(update={"sums": {**evidence.sums, **sums}})
+    is_told = (
+        spec.checks.references_told and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
+    )
+    told = (
+        [ComparedRewards(mine=tuple(mine), trusted=tuple(other)) for mine, other in pairs] if is_told and sums else ()
+    )
+    return evidence.model_copy(update={"sums": {**evidence.sums, **sums}, "compared": tuple(told)})
 
 
 def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:

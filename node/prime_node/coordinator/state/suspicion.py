@@ -31,6 +31,7 @@ def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed
         worker=found.worker,
         validator=found.validator,
         sums=found.sums,
+        compared=found.compared,
         number=worker.num_weighed,
         log_evidence=log_evidence(worker.evidence),
     )
