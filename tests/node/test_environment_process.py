@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import subprocess
@@ -24,6 +25,7 @@ from prime_node.adapters.environments.process import (
 )
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
+from prime_node.cli.environment_process import LEFT_BEHIND_MAX
 from prime_node.cli.wire_environments import build_environments, start_environments, with_files_at_hand
 from prime_node.ports.environment import EnvironmentGone, EnvironmentSilent, TurnEnvironment, TurnProblem
 from prime_protocol.digest import digest_of
@@ -226,7 +228,7 @@ async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec
 
 
 HANGS = """
-import asyncio, concurrent.futures, time
+import asyncio, concurrent.futures, contextlib, time
 from prime_node.cli import environment_process
 
 class World:
@@ -237,7 +239,16 @@ class World:
             await asyncio.Event().wait()
         if index == 1:
             time.sleep(1_000)
-        if index >= 3:
+        if index == 5:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await asyncio.to_thread(time.sleep, 1_000)
+            return 1.0
+        if index == 6:
+            await asyncio.to_thread(time.sleep, 1_000)
+        if index == 7:
+            return float(await asyncio.to_thread(sum, [1]))
+        if index in (3, 4):
             if not hasattr(self, "threads"):
                 self.threads = concurrent.futures.ThreadPoolExecutor(2)
                 asyncio.get_running_loop().set_default_executor(self.threads)
@@ -291,6 +302,44 @@ async def test_threads_that_hang_keep_no_honest_episode_waiting(hanging: Environ
     assert all(isinstance(each, EnvironmentSilent) for each in silent), "more of them than threads"
     hanging.silence_s_max = 60.0
     assert await world.play(4, (1,), yes) == 1.0
+
+
+async def test_many_graders_that_hang_at_once_lose_no_honest_episode_of_their_process(
+    hanging: EnvironmentProcess,
+) -> None:
+    world = ProcessTurnEnvironment(hanging, "world")
+    hanging.silence_s_max = 2.0
+    hung = [world.play(6, (1,), yes) for _ in range(40)]
+    *silent, honest = await asyncio.gather(*hung, world.play(7, (1,), yes), return_exceptions=True)
+    assert all(isinstance(each, EnvironmentSilent) for each in silent)
+    assert honest == 1.0
+
+
+async def test_graders_that_leave_their_threads_behind_wear_a_process_out(hanging: EnvironmentProcess) -> None:
+    world, first = ProcessTurnEnvironment(hanging, "world"), hanging.pid
+    hanging.silence_s_max = 60.0
+    for _ in range(LEFT_BEHIND_MAX):
+        assert await world.play(5, (1,), yes) == 1.0
+        assert hanging.pid == first
+    await world.play(5, (1,), yes)
+    assert hanging.pid != first
+    assert await world.play(7, (1,), yes) == 1.0
+
+
+def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    hello = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path), "hidden": []}
+    played = {"method": "play", "environment": "world", "prompt": [1]}
+    for message in (hello, {"id": 1, "index": 6, **played}, {"id": 2, "index": 5, **played}):
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+    process.stdin.close()
+    try:
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 async def test_an_episode_that_blocks_ends_its_process(hanging: EnvironmentProcess) -> None:

@@ -4,7 +4,8 @@ The invariant: before any environment's code is loaded, this process can open no
 never heard of a key. It answers lines of JSON (adapters/environments/process.py) and ends with its host.
 
 Who waits for whom: requests come one by one from stdin; scores are computed at once, episodes are tasks beside them, and an
-episode waits for the answers that it asked its host for.
+episode waits for the answers that it asked its host for. What blocks in an episode's threads keeps no other one waiting: there
+are more threads than episodes, and a process that has lost many of them says so, with the reward, and is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,11 @@ from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
 
 LINE_BYTES_MAX = 2**26
+THREADS_MAX = 1_024
+"""Made as they are needed. Python's own bound is a few more than there are processors: so many graders that hang would keep
+every other episode of the process from ever being graded."""
+LEFT_BEHIND_MAX = 64
+"""Calls that still block a thread while no episode can wait for them: a grader that gives up on its thread leaves one behind."""
 
 
 class Host:
@@ -60,11 +67,25 @@ class Host:
             )
 
 
+class Threads(ThreadPoolExecutor):
+    """Knows which calls are not done."""
+
+    def __init__(self) -> None:
+        super().__init__(THREADS_MAX, "episode")
+        self.open: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future = super().submit(call, *args, **named)
+        self.open.add(future)
+        future.add_done_callback(self.open.discard)
+        return future
+
+
 class Service:
     """Does what the host asks for."""
 
-    def __init__(self, host: Host, environments: Mapping[str, Environment]) -> None:
-        self._host, self._environments = host, environments
+    def __init__(self, host: Host, environments: Mapping[str, Environment], threads: Threads) -> None:
+        self._host, self._environments, self._threads = host, environments, threads
         self._held_out: dict[tuple[str, int], list[HeldOutProblem]] = {}
         """By environment and number of problems."""
         self._episodes: dict[int, asyncio.Task[None]] = {}
@@ -122,14 +143,16 @@ class Service:
                 world = self._environments[environment]
                 assert isinstance(world, TurnEnvironment)
                 reward = await world.play(its["index"], tuple(prompt), ask)
-            self._host.tell(id=id, result=reward)
+            is_worn = len(self._threads.open) - len(self._episodes) >= LEFT_BEHIND_MAX
+            self._host.tell(id=id, result=reward, **({"worn": True} if is_worn else {}))
         except Exception as error:  # noqa: BLE001 (the same)
             self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
 
 
 async def serve(host: Host) -> None:
     """Until the host closes the pipe."""
-    loop = asyncio.get_running_loop()
+    loop, threads = asyncio.get_running_loop(), Threads()
+    loop.set_default_executor(threads)
     lines = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
     hello = json.loads(await lines.readline())
@@ -144,7 +167,7 @@ async def serve(host: Host) -> None:
                     await stack.enter_async_context(environment)
             turns = [name for name, each in environments.items() if isinstance(each, TurnEnvironment)]
             host.tell(id=hello["id"], result={"confined": is_confined, "turns": turns})
-            service = Service(host, environments)
+            service = Service(host, environments, threads)
             while line := await lines.readline():
                 service.handle(json.loads(line))
     except PrimeError as error:
@@ -156,7 +179,9 @@ def main() -> None:
     # What an environment prints is no answer of ours: it goes to the host's log.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    asyncio.run(serve(Host(out)))
+    with asyncio.Runner() as runner:
+        runner.run(serve(Host(out)))
+        os._exit(0)  # without its host it must end, whatever hangs in its threads
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Environments in a process of their own: their code sees neither keys nor the run's folder, and cannot take its host down.
 
 Who waits for whom: one thread writes to the child, so that nobody waits for a child that does not read, and one reads its
-answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an episode
-is awaited, and what it asks the model for is answered on the loop that awaits it. An episode that is silent for too long fails
-alone, if its child still answers, and retires its child: what hangs there, a thread perhaps, cannot be ended without it. The
-child's other episodes go on, each held to the same bound, and the last to end ends it. A child that is retired, dies, or does
-not answer in time is replaced at the next question; whoever waits for one that is ended gets EnvironmentFailed.
+answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an
+episode is awaited, and what it asks the model for is answered on the loop that awaits it. An episode that is silent for too
+long fails alone, if its child still answers, and retires its child: what hangs there, a thread perhaps, cannot be ended without
+it. So does an episode at whose end many threads are left behind. The child's other episodes go on, each held to the same bound,
+and the last to end ends it. A child that is retired, dies, or does not answer in time is replaced at the next question; whoever
+waits for one that is ended gets EnvironmentFailed.
 
-Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
-{"id", "result"} or {"id", "error"}, and {"ask", "id", "prompt"} for what an episode wants to be sampled.
+Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child: {"id",
+"result"} or {"id", "error"}, with "worn" where it wants to be replaced, and {"ask", "id", "prompt"} for what an episode wants
+to be sampled.
 """
 
 from __future__ import annotations
@@ -128,6 +130,8 @@ class EnvironmentProcess:
             raise
         finally:
             child.asks.pop(number, None)
+            if child.is_worn:
+                self._retired.add(child)
             if child in self._retired and not child.asks:
                 loop.run_in_executor(None, self._end_retired, child)  # nobody waits for it
 
@@ -185,6 +189,8 @@ class _Child:
         )
         self.pid = self._process.pid
         self.is_gone = False
+        self.is_worn = False
+        """Its environments leave threads behind: it does what it has, and nothing new."""
         self._ending = threading.Lock()
         atexit.register(self.end)
         self._threads = [
@@ -247,6 +253,7 @@ class _Child:
             if "ask" in message:
                 self._pass_on(message)
                 continue
+            self.is_worn |= "worn" in message
             answer = self._waiting.pop(message["id"], None)
             if answer is None or not answer.set_running_or_notify_cancel():
                 continue
