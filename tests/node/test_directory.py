@@ -6,7 +6,8 @@ import asyncio
 import random
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, ROOT, TRAINER, make_run
+from tests.node.worker_world import next_ring
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, Directory
@@ -20,14 +21,18 @@ RUN = make_run()
 
 
 class Finder:
-    """Implements ports.swarm.PeerFinder: names the peers that it is told to."""
+    """Implements ports.swarm.PeerFinder: names the peers that it is told to, and numbers its tickets."""
+
+    num_tickets = 0
 
     def __init__(self) -> None:
         self.peers: tuple[PeerRecord, ...] = (PeerRecord(peer=TRAINER.key_id, urls=("http://192.0.2.1:4000",)),)
 
     async def find_peers(self, request: PeersRequest) -> PeersReply:
         listed = PeerList(run=RUN.digest, issued_at_ms=1, peers=self.peers)
-        return PeersReply(peers=seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode(), ticket="t")
+        self.num_tickets += 1
+        text = seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode()
+        return PeersReply(peers=text, ticket=f"ticket {self.num_tickets}")
 
 
 class Pauses(SystemClock):
@@ -102,3 +107,27 @@ async def test_the_members_that_are_remembered_are_bounded() -> None:
     for number in range(limits.PEER_RECORDS_MAX + 10):
         directory.met(SigningKey(number.to_bytes(32, "big")).key_id)
     assert len(directory._met) <= limits.PEER_RECORDS_MAX
+
+
+async def test_a_ticket_from_before_the_keys_were_replaced_is_not_shown_and_a_new_one_comes_at_once() -> None:
+    clock, run = Pauses(), make_run()
+    directory = Directory(run, ANNA, Finder(), clock=clock, rng=random.Random(1))
+    asking = asyncio.create_task(directory.run(list, lambda: None))
+    async with asyncio.timeout(5):
+        await clock.until_long()
+        shown = directory.authorization(BEN.key_id)
+        assert shown is not None
+        assert directory.authorization(BEN.key_id) == shown
+        run.keys.add(next_ring(run.keys, ROOT))
+        assert directory.authorization(BEN.key_id) is None
+        assert await clock.asked.get() <= 1.2 * ASK_S_MIN
+        clock.over.set()
+        await clock.asked.get()
+    renewed = directory.authorization(BEN.key_id)
+    assert renewed is not None
+    assert _ticket_in(renewed) != _ticket_in(shown)
+    asking.cancel()
+
+
+def _ticket_in(header: str) -> str:
+    return header.removeprefix("Prime ").split(".")[0]

@@ -144,6 +144,15 @@ def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
     assert widest == PickerRules().in_flight_max
 
 
+def test_a_new_source_is_asked_for_two_pieces_and_for_one_where_there_are_many() -> None:
+    few, many = picker(400), picker(400)
+    for number in range(13):
+        for of in (few, many) if number < PickerRules().sources_few else (many,):
+            of.add(str(number), has=span(0, 400))
+    assert len(picks(few, "0")) == 2
+    assert len(picks(many, "0")) == 1
+
+
 # The end game
 
 

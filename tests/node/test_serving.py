@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, make_run
+from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, COORDINATOR, ROOT, TRAINER, make_run
+from tests.node.worker_world import next_ring
 
 from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
@@ -23,8 +24,9 @@ from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import PeerError
-from prime_protocol.peers import PeerRecord
+from prime_protocol.peers import PeerRecord, PeerTicket, authorization
 
 RUN, CLOCK = make_run(), SystemClock()
 BLOB = np.random.default_rng(1).bytes(3 * READ_BYTES_MAX + 5)
@@ -119,3 +121,17 @@ async def test_over_libp2p_an_answer_is_held_whole_and_so_bounded(
     assert serving.service.uplink._choker.serving == 0
     await ben.close()
     await anna.close()
+
+
+async def test_a_ticket_of_replaced_keys_no_longer_counts(tmp_path: Path) -> None:
+    run = make_run()
+    service = PeerService(
+        run, ANNA, Holdings(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), CLOCK, lambda version: None
+    )
+    ticket = PeerTicket(run=run.digest, peer=BEN.key_id, expires_at_ms=CLOCK.now_ms() + 60_000)
+    text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
+    request = asked(authorization=authorization(text, ANNA.key_id, run.digest, BEN, now_ms=CLOCK.now_ms()))
+    assert service.member(request) == BEN.key_id
+    run.keys.add(next_ring(run.keys, ROOT, coordinator=(TRAINER,)))
+    with pytest.raises(PeerError):
+        service.member(request)

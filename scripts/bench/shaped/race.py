@@ -38,7 +38,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     writes_later: bool = False
-    """`out.bin` comes with a marker `written` of its own, after `done`."""
+    """`out.bin` is written once the race is over, with a marker `written` of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,7 @@ class _Race:
         self._watch(time.monotonic(), before[0][0])
         cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
         after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        (self._work / "over").touch()
         self._wait_until_written()
         for process in self._processes.values():
             process.stop()
@@ -224,6 +225,7 @@ class _Race:
             "out": str(folder / "out.bin"),
             "shared": str(self._work / "shared"),
             "go": str(self._work / "go"),
+            "over": str(self._work / "over"),
             "origin": self._network.hosts[0].address,
             "receivers": [other.address for other in self._network.hosts[1:]],
             "is_nat": host.link.is_nat,
@@ -247,7 +249,7 @@ class _Race:
                 time.sleep(0.01)
 
     def _wait_until_written(self) -> None:
-        """The product writes its file for the comparison after it is done: that is not part of the race."""
+        """The product writes its file for the comparison when all are done: the copy must not take others' processor time."""
         end_s = time.monotonic() + 30
         for index in self._outcome.done_s if self._system.writes_later else ():
             while not (self._folder(index) / "written").exists() and time.monotonic() < end_s:

@@ -32,7 +32,7 @@ ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
 """Between two questions to the coordinator: often while there is news, then ever less, and soon again when a member of the run is
 met who is on no list of ours. Offers are remembered for longer."""
 TICKET_KEPT_S = 120.0
-"""Tickets last a day, unless the coordinator's key is replaced: then peers turn us away for so long at most."""
+"""Tickets last a day. One that came before the run's keys were replaced is shown no more, and a new one asked for at once."""
 
 
 class Directory:
@@ -68,6 +68,8 @@ class Directory:
         self._rng = rng
         self._ticket: str | None = None
         self._ticket_at_s = 0.0
+        self._ticket_ring = 0
+        """The key ring that held when it came."""
         self._tokens: dict[KeyId, tuple[int, str]] = {}
         self._list_at_ms = -1
         self._met: set[KeyId] = set()
@@ -139,12 +141,16 @@ class Directory:
     def _keep_ticket(self, ticket: str) -> None:
         """A new one costs every peer three signatures to check."""
         now_s = self._clock.monotonic_s()
-        if self._ticket is None or now_s - self._ticket_at_s > TICKET_KEPT_S:
-            self._ticket, self._ticket_at_s = ticket, now_s
+        is_old = self._ticket_ring != self._run.keys.version or now_s - self._ticket_at_s > TICKET_KEPT_S
+        if self._ticket is None or is_old:
+            self._ticket, self._ticket_at_s, self._ticket_ring = ticket, now_s, self._run.keys.version
             self._tokens.clear()
 
     def authorization(self, peer: KeyId) -> str | None:
-        """The header that shows our ticket to `peer`; None while we have no ticket."""
+        """The header that shows our ticket to `peer`; None while we have none: strangers are served, wrong tickets not."""
+        if self._ticket is not None and self._ticket_ring != self._run.keys.version:
+            self._ticket = None
+            self._woken.set()
         if self._ticket is None:
             return None
         now_ms = self._clock.now_ms()

@@ -1,10 +1,9 @@
 """One encoding on its way to this machine, from all sources at once.
 
 Who waits for whom: `run` asks every source that has room for the piece that the picker names, and waits until one has come, a
-source has changed, or TICK_S have passed (work is stolen from a source that has fallen silent). A piece is fetched, verified and
-stored by a task of its own, announced to the peers, and only then decoded: others need not wait for our decoder. It has threads
-of its own, so that storing and finishing parts need not wait either. Pieces in memory are bounded; what waits for the decoder
-counts.
+source has changed, or TICK_S have passed (work is stolen from a source that has fallen silent). A piece is fetched by a task of
+its own. One job in a decoder's thread then verifies and stores it, says so, and decodes it: peers hear of a piece before it is
+decoded, and it crosses between threads once. Pieces in memory are bounded; what waits for the decoder counts.
 
 Invariant: nothing is stored, announced or decoded before each of its chunks had its digest. Whose piece was wrong is known
 exactly, since a piece comes from one source and is hashed alone.
@@ -16,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -73,6 +73,9 @@ class Download:
             self._of_part[piece.part] |= 1 << number
         self._stored: set[int] = set()
         """Parts with room on the disk."""
+        self._decoding = threading.Lock()
+        self._decoded: PieceSet = 0
+        """Pieces that a thread has taken up; of those that come twice the second is not decoded. Under the lock."""
         self._absent: dict[str, PieceSet] = {}
         """What a source that should have everything says that it has not."""
         self._tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
@@ -218,7 +221,11 @@ class Download:
         try:
             async with asyncio.timeout(limits.PEER_ANSWER_S_MAX):
                 data = await named.source.blob(entry.digest, start=piece.start, end=piece.end)
-            await asyncio.to_thread(self._store, piece, data)
+            task = asyncio.current_task()
+            assert task is not None
+            self._asked.discard(task)
+            stored, decoded = self._take(number, data)
+            await stored
         except TimeoutError:
             self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
             return
@@ -229,16 +236,13 @@ class Download:
             return
         finally:
             named.fetching -= 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._asked.discard(task)
         self.received[named.name] = self.received.get(named.name, 0) + len(data)
-        if self._picker.have >> number & 1:
-            return  # another source was faster
-        self._arrived(named, number, len(data))
-        if self._picker.have & self._of_part[piece.part] == self._of_part[piece.part] and piece.part in self._stored:
-            await asyncio.to_thread(self.parts.finish, entry)
-        await self._in_decoder(self._decode, piece, data)
+        if not self._picker.have >> number & 1:  # else another source was faster
+            self._arrived(named, number, len(data))
+            of_part = self._of_part[piece.part]
+            if self._picker.have & of_part == of_part and piece.part in self._stored:
+                await asyncio.to_thread(self.parts.finish, entry)
+        await decoded
 
     def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
         now_s = self.clock.monotonic_s()
@@ -292,6 +296,31 @@ class Download:
 
     async def _in_decoder(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(DECODERS, call, *arguments)
+
+    def _take(self, number: int, data: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+        """(verified and stored, decoded) by one job in a thread. The second is to be waited for where the first went well."""
+        loop = asyncio.get_running_loop()
+        stored: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if stored.cancelled():
+                return
+            stored.set_result(None) if error is None else stored.set_exception(error)
+
+        def job() -> None:
+            try:
+                self._store(self._pieces[number], data)
+            except Exception as error:  # noqa: BLE001 - carried over to the task
+                loop.call_soon_threadsafe(settle, error)
+                return
+            loop.call_soon_threadsafe(settle, None)
+            with self._decoding:
+                if self._decoded >> number & 1:
+                    return
+                self._decoded |= 1 << number
+            self._decode(self._pieces[number], data)
+
+        return stored, loop.run_in_executor(DECODERS, job)
 
     def _check(self, piece: Piece, data: bytes | memoryview) -> None:
         check_piece(piece, data, self.index)

@@ -2,7 +2,8 @@
 
 One picker serves one download. The rules, in the order in which they apply to a source that has room for a request:
 
-    (1) as many requests are open as keep the source busy: twice its rate times its shortest answer (as BBR sizes its window)
+    (1) as many requests are open as keep the source busy: up to twice its rate times its shortest answer (as BBR sizes its
+        window), less where there are many sources, which keep the downlink busy between them
     (2) rarest first among the pieces that it has and nobody was asked for; of equally rare ones those of one's own share of the
         file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
     (3) a fallback source gives what no peer has; a slow source gives what no other has
@@ -31,7 +32,10 @@ class PickerRules:
     open_max: int = 64
     """Pieces open at all sources together."""
     window_gain: float = 2.0
-    """Bytes in flight, as a share of a source's rate times its shortest answer."""
+    """Bytes in flight at most, as a share of a source's rate times its shortest answer."""
+    sources_few: int = 7
+    """With so many sources or fewer, each is asked for that much, a new one for two pieces. The more there are, the more their
+    answers only queue on our downlink, where they keep slots of theirs and pieces that others would bring sooner."""
     slow_piece_s: float = 1.0
     """A source that needs longer for a piece has one open request."""
     slow_share: float = 0.05
@@ -222,11 +226,13 @@ class Picker:
             source.rate_bytes_s += weight * (size / passed_s - source.rate_bytes_s)
 
     def _window(self, source: _Source) -> int:
+        num_sources = len(self._sources)
         if source.rate_bytes_s is None:
-            return 2
+            return 2 if num_sources <= self._rules.sources_few else 1
         if self._piece_bytes / source.rate_bytes_s > self._rules.slow_piece_s:
             return 1
-        in_flight_bytes = self._rules.window_gain * source.rate_bytes_s * source.answer_s_min
+        gain = 1 + (self._rules.window_gain - 1) * min(1.0, self._rules.sources_few / num_sources)
+        in_flight_bytes = gain * source.rate_bytes_s * source.answer_s_min
         return max(2, min(self._rules.in_flight_max, math.ceil(in_flight_bytes / self._piece_bytes)))
 
     def _rate(self, source: _Source) -> float:

@@ -60,8 +60,8 @@ class PeerService:
     """Hears of members of the run who ask for our news."""
     folder: Path | None = None
     """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
-    _members: dict[str, str] = field(default_factory=dict)
-    """Authorizations that were checked."""
+    _members: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Authorizations that were checked, and the key ring that held then."""
     _listeners: dict[str, int] = field(default_factory=dict)
     _is_closing: bool = False
 
@@ -91,12 +91,13 @@ class PeerService:
             return None
         if len(header) > 2 * limits.PEER_TICKET_BYTES_MAX:
             raise LimitExceeded("authorization chars", len(header), 2 * limits.PEER_TICKET_BYTES_MAX)
-        known = self._members.get(header)
+        held = (self.run.keys.version, header)
+        known = self._members.get(held)
         if known is None:
             known = check_authorization(header, self.key.key_id, self.run, now_ms=self.clock.now_ms())
             if len(self._members) >= limits.PEER_TOKENS_MAX:
                 self._members.clear()
-            self._members[header] = known
+            self._members[held] = known
         return known
 
     # For everybody

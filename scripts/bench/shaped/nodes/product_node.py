@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import uvloop
-from marks import description, mark, until_go
+from marks import description, mark, until_go, wait_until_over
 from tests.node.coordinator_world import CONFIG_JSON, COORDINATOR, TRAINER, folder_parts, make_run
 
 from prime_node.adapters.system_clock import SystemClock
@@ -184,7 +184,8 @@ async def linked(peer: Peer, count: int) -> None:
 
 
 def write_out(node: SimpleNamespace, parts: PartStore) -> None:
-    """What is on the disk, for the race to compare."""
+    """What is on the disk, for the race to compare when it is over."""
+    wait_until_over(node)
     policy = open_manifest(open_envelope((Path(node.file).parent / "manifest").read_bytes()), RUN)
     with Path(node.out).open("wb") as out:
         for part in policy.manifest.encodings[0].parts:
