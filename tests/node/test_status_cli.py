@@ -57,7 +57,7 @@ async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
         place = run_dir_of(world, tmp_path)
         await operate("ban", place.path, BEN.key_id, "--reason", "noise in the cellar")
         text = await text_of(place.path)
-        assert "banned at step 0: noise in the cellar" in text
+        assert "was banned at step 0: noise in the cellar" in text
         raw = json.loads(await text_of(place.path, "--json"))
         assert [worker["worker"] for worker in raw["workers"] if worker["banned"]] == [BEN.key_id]
     with pytest.raises(LocalError, match="is the coordinator running"):

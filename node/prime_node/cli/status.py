@@ -49,7 +49,6 @@ class WorkerLine(Told):
     worker: str
     """Key id."""
     name: str = ""
-    engine: str = ""
     state: str = ""
     active: bool = False
     policy_version: int = -1

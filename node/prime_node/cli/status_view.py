@@ -48,7 +48,8 @@ def of_run(run: RunStatus) -> RenderableType:
     facts.add_row("published", published)
     for wait in run.waiting_for:
         facts.add_row("waits for", Text(printable(wait), style="yellow"))
-    return Group(head, facts, Text(), _steps(run), Text(), _workers(run))
+    part = Text(f"{run.num_workers:,} workers take part")
+    return Group(head, facts, Text(), _steps(run), Text(), part, _workers(run))
 
 
 def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableType:
@@ -93,39 +94,42 @@ def _steps(run: RunStatus) -> Table:
     return table
 
 
-def _workers(run: RunStatus) -> Table:
+def _workers(run: RunStatus) -> RenderableType:
+    """A line each, and under the table what there is to say of some."""
     shown = run.workers[:WORKERS_SHOWN_MAX]
-    more = len(run.workers) - len(shown)
-    table = Table(
-        box=None, pad_edge=False, header_style="dim", caption=f"and {more:,} more: --json" if more > 0 else None
-    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
     numbers = ("policy", "leases", "accepted", "refused", "audited")
-    for column in (f"workers: {run.num_workers} take part", "key", "engine", "doing", *numbers, ""):
-        table.add_column(column, justify="right" if column in numbers else "left")
+    for column in ("worker", "key", "doing", *numbers):
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    notes = []
     for worker in shown:
         cells = (
-            worker.name, worker.worker[-8:], worker.engine, worker.state if worker.active else "away",
+            worker.name, worker.worker[-8:], worker.state if worker.active else "away",
             str(worker.policy_version) if worker.policy_version >= 0 else "-", str(worker.open_leases),
-            f"{worker.accepted:,}", f"{sum(worker.refused.values()):,}", f"{worker.audit_share:.0%}", _note(worker),
+            f"{worker.accepted:,}", f"{sum(worker.refused.values()):,}", f"{worker.audit_share:.0%}",
         )  # fmt: skip
         style = "red" if worker.banned else "" if worker.active else "dim"
         table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
-    return table
+        if note := _note(worker):
+            notes.append(Text(printable(f"{worker.name} ({worker.worker[-8:]}) {note}"), style=style))
+    if len(run.workers) > len(shown):
+        notes.append(Text(f"and {len(run.workers) - len(shown):,} workers more: --json has them", style="dim"))
+    return Group(table, *notes)
 
 
 def _note(worker: WorkerLine) -> str:
-    """What an operator wants to see at once."""
+    """What an operator wants to see at once. Empty where there is nothing."""
     if worker.banned is not None:
-        return f"banned at step {worker.banned.step}: {worker.banned.reason}"
+        return f"was banned at step {worker.banned.step}: {worker.banned.reason}"
     notes = []
     if worker.active and (worker.silent_s or 0.0) > SILENT_S_MIN:
-        notes.append(f"silent for {_ago(worker.silent_s or 0.0)}")
+        notes.append(f"has been silent for {_ago(worker.silent_s or 0.0)}")
     if worker.strikes:
-        notes.append(f"{worker.strikes} strikes")
+        notes.append(f"has {worker.strikes} strikes")
     if worker.newcomer:
-        notes.append("newcomer")
+        notes.append("is a newcomer")
     if worker.active and worker.waiting_for:
-        notes.append(worker.waiting_for)
+        notes.append(f"waits for: {worker.waiting_for}")
     return "; ".join(notes)
 
 
