@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,10 +40,18 @@ async def publisher(coordinator: BatchCoordinator) -> AsyncIterator[Publisher]:
     await made.close()
 
 
-def make(coordinator: BatchCoordinator, *, pending_max: int = 2, told: Told | None = None) -> Publisher:
+def make(
+    coordinator: BatchCoordinator, *, pending_max: int = 2, told: Told | None = None, folder: Path | None = None
+) -> Publisher:
     on_published = (lambda published: None) if told is None else told.append
     return Publisher(
-        coordinator, coordinator.run, TRAINER, clock=JumpClock(), pending_max=pending_max, on_published=on_published
+        coordinator,
+        coordinator.run,
+        TRAINER,
+        clock=JumpClock(),
+        pending_max=pending_max,
+        on_published=on_published,
+        folder=folder,
     )
 
 
@@ -208,8 +217,10 @@ def bases_of(coordinator: BatchCoordinator, version: int) -> set[int | None]:
     return {encoding.base_version for encoding in coordinator.manifests[version].manifest.encodings}
 
 
-async def publish(coordinator: BatchCoordinator, versions: range, *, told: Told | None = None) -> None:
-    publisher = make(coordinator, told=told)
+async def publish(
+    coordinator: BatchCoordinator, versions: range, *, told: Told | None = None, folder: Path | None = None
+) -> None:
+    publisher = make(coordinator, told=told, folder=folder)
     await publisher.start()
     for version in versions:
         await publisher.submit(version, sparse(version), provenance(version))

@@ -361,7 +361,7 @@ def trainer_parts(
             pending_max=spec.async_level,
             rules=settings.publish.rules(),
             on_published=record_published(metrics),
-            spool_folder=folder,
+            folder=folder,
             copy_of=backend.copy_of,
         ),
         evaluator=evaluator_of(run, settings, engine, read, worlds),

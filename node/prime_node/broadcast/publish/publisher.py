@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.publish.announced import Announced
 from prime_node.broadcast.publish.disk_room import DiskRoom
 from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder
 from prime_node.broadcast.publish.part_spool import PartSpool
@@ -103,11 +104,12 @@ class Publisher:
         cosigners: Sequence[SigningKey] = (),
         rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
-        spool_folder: Path | None = None,
+        folder: Path | None = None,
         copy_of: Callable[[Weights], PolicyCopy] = WholeCopy,
     ) -> None:
         """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop;
-        `spool_folder` is as PartSpool says; `copy_of` is the train backend's, for policy 0 after a restart.
+        `folder` holds what is on its way and what was announced last (None: a temporary one, and nothing is remembered);
+        `copy_of` is the train backend's, for policy 0 after a restart.
         """
         self._coordinator = coordinator
         self._run = run
@@ -116,7 +118,8 @@ class Publisher:
         self._pending_max = pending_max
         self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
-        self._spool_folder = spool_folder
+        self._spool_folder = folder
+        self._announced = None if folder is None else Announced(folder)
         self._copy_of = copy_of
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
@@ -131,13 +134,15 @@ class Publisher:
         return -1 if self._head is None else self._head.manifest.policy_version
 
     async def start(self) -> None:
-        """Learn from the coordinator where the chain ends, verified. Raises PeerError."""
+        """Learn from the coordinator where the chain ends, verified. Raises PeerError, and LocalError where it lost policies."""
         envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
         if envelope is not None:
             self._head = open_manifest(envelope, self._run)
             check_manifest(self._head.manifest, self._run)
-            if self._encoder.rules.root_every:
-                await self._take_up_first()
+        if self._announced is not None:
+            await asyncio.to_thread(self._announced.check, self._head)
+        if self._head is not None and self._encoder.rules.root_every:
+            await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
     async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
@@ -210,6 +215,8 @@ class Publisher:
             signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
             await self._upload(signed, encoded, spool)
         self._head = signed
+        if self._announced is not None:
+            await asyncio.to_thread(self._announced.note, signed)
         self._encoder.published(signed.manifest, submission.copy, head=version)
         self._on_published(
             Published(

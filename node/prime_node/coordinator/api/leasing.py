@@ -152,6 +152,8 @@ def _policy_fault(core: Core, request: LeaseRequest) -> Refusal | None:
     publication = state.published.get(version)
     if publication is None:
         reason = "no policy is published yet" if state.head < 0 else f"fetch policy {state.head}"
+        if version > state.head >= 0:
+            reason = f"policy {version} is not known here, the newest is {state.head}: tell the operator if this lasts"
         return Refusal(reason, is_worth_waiting=False)
     if publication.digest != request.policy_digest:
         raise PeerError(

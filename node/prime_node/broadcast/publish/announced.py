@@ -1,0 +1,59 @@
+"""What this trainer has announced last, on its own disk.
+
+A coordinator that was restored from an older copy knows less than the workers do. A trainer that followed it would sign a second
+policy of a number that is taken: a fork, which every worker that saw the first refuses, and evidence against the trainer's own
+key. So the trainer compares, and stops before anything is signed or deleted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from prime_node.files import write_durably
+from prime_protocol.errors import LocalError
+from prime_protocol.manifest import SignedManifest
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    policy_version: int
+    manifest: str
+    """Digest."""
+
+
+class Announced:
+    """A file of one line, `announced.json` in the trainer's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "announced.json"
+
+    def note(self, signed: SignedManifest) -> None:
+        """The coordinator has taken it. Durable when it returns."""
+        manifest = signed.manifest
+        record = _Record(run=manifest.run, policy_version=manifest.policy_version, manifest=signed.digest)
+        write_durably(self._file, record.model_dump_json().encode())
+
+    def check(self, head: SignedManifest | None) -> None:
+        """Raises LocalError where the coordinator's head is not the one announced, or a later one."""
+        try:
+            record = _Record.model_validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return
+        except ValidationError:
+            raise LocalError(
+                f"{self._file} is damaged: restore it from a copy, or delete it if the coordinator was not restored"
+            ) from None
+        version = -1 if head is None else head.manifest.policy_version
+        is_known = head is not None and (version > record.policy_version or head.digest == record.manifest)
+        if is_known and head is not None and head.manifest.run == record.run:
+            return
+        raise LocalError(
+            f"the coordinator's newest policy is {version}, but this trainer has announced policy {record.policy_version} of run"
+            f" {record.run[:12]} ({self._file}). Was the coordinator restored from an older copy, or is this another"
+            f" run's folder? Going on would sign a second policy {version + 1}, which workers refuse as a fork."
+            " Nothing was changed: docs/operating.md says how to go on"
+        )
