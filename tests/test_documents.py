@@ -9,9 +9,11 @@ import pytest
 
 from prime_node.cli.config import all_settings
 from prime_node.cli.main import Commands
+from prime_node.coordinator.api import status
+from prime_node.coordinator.measure import report
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "docs/operating.md")
 COMMANDS = dict(Commands())
 
 
@@ -70,6 +72,18 @@ def test_settings_that_the_readme_shows_exist() -> None:
     assert shown
     known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
     assert {(section.lower(), field.lower()) for section, field in shown} <= known
+
+
+def test_settings_and_metrics_of_the_operators_book_exist() -> None:
+    text = text_of("docs/operating.md")
+    settings = set(re.findall(r"\b(run|coordinator|trainer|validator|worker)\.([a-z_]+)\b(?![/.])", text))
+    known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
+    assert settings
+    assert settings <= known | {("run", "json")}, settings - known
+    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_[a-z_]+", text)}
+    assert metrics
+    declared = {metric.name for metric in (*status.METRICS, *report.METRICS)}
+    assert metrics <= declared, metrics - declared
 
 
 def test_security_names_every_attack_and_only_tests_that_exist() -> None:

@@ -141,8 +141,10 @@ class Publisher:
             check_manifest(self._head.manifest, self._run)
         if self._announced is not None:
             await asyncio.to_thread(self._announced.check, self._head)
-        if self._head is not None and self._encoder.rules.root_every:
-            await self._take_up_first()
+        if self._head is not None:
+            await self._note(self._head)
+            if self._encoder.rules.root_every:
+                await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
     async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
@@ -215,8 +217,7 @@ class Publisher:
             signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
             await self._upload(signed, encoded, spool)
         self._head = signed
-        if self._announced is not None:
-            await asyncio.to_thread(self._announced.note, signed)
+        await self._note(signed)
         self._encoder.published(signed.manifest, submission.copy, head=version)
         self._on_published(
             Published(
@@ -228,6 +229,10 @@ class Publisher:
                 encoded_s - began_s,
             )
         )
+
+    async def _note(self, announced: SignedManifest) -> None:
+        if self._announced is not None:
+            await asyncio.to_thread(self._announced.note, announced)
 
     async def _upload(self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool) -> None:
         """Every blob, one after the other from the spool, then the manifest."""
