@@ -7,13 +7,12 @@ every resulting tensor with the manifest, so that a wrong base or a faulty decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
 from prime_protocol.chunk_index import ChunkIndex, pack_index
-from prime_protocol.codec import decode_chunk, encode_tensors
+from prime_protocol.codec import Target, decode_chunks, encode_tensors
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
@@ -22,7 +21,7 @@ from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, s
 PART_BYTES = 16 * 2**20
 """A part is closed once it holds this much: few enough requests, small enough to resume."""
 RUN_CHUNKS = 8
-"""Neighbouring chunks that a thread of a pool decodes at a time."""
+"""Neighbouring chunks that a thread decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +141,10 @@ class CheckpointDecoder:
             root = base_root if base is None or base_root else root_of(base, pool=pool)
             self._base = _checked_base(manifest, encoding.base, base, root)
         self._weights = {entry.name: allocate(entry.dtype, entry.shape) for entry in manifest.tensors}
+        self._targets = [
+            Target(tensor.data, None if self._base is None else self._base[name].data, dtype=tensor.dtype)
+            for name, tensor in self._weights.items()
+        ]
         self._missing = set(range(len(index)))
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
@@ -151,32 +154,35 @@ class CheckpointDecoder:
             raise PeerError(
                 ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}"
             )
-        view, chunks = memoryview(data), self._index.of_part(index)
-        if self._pool is None:
-            self._feed_run(view, chunks)
-            return
-        runs = (chunks[start : start + RUN_CHUNKS] for start in range(0, len(chunks), RUN_CHUNKS))
-        for _ in self._pool.map(partial(self._feed_run, view), runs):
+        runs = self._runs(self._index.of_part(index), data)
+        for _ in map(self._feed_run, runs) if self._pool is None else self._pool.map(self._feed_run, runs):
             pass
 
-    def _feed_run(self, view: memoryview, numbers: range) -> None:
-        for number in numbers:
-            chunk = self._index[number]
-            self.feed_chunk(number, view[chunk.offset : chunk.offset + chunk.size])
+    def feed_chunks(self, numbers: range, data: bytes | memoryview) -> None:
+        """Decode neighbouring chunks of one part from the bytes of all of them. Twice is harmless. Raises PeerError."""
+        for run in self._runs(numbers, data):
+            self._feed_run(run)
 
-    def feed_chunk(self, number: int, data: bytes | memoryview) -> None:
-        """Check one chunk's digest, then decode it. Feeding it twice is harmless. Raises PeerError."""
-        chunk = self._index[number]
-        if digest_of(data) != chunk.digest:
-            raise PeerError(
-                ErrorCode.DIGEST_MISMATCH,
-                f"manifest {self._manifest.policy_version}: digest mismatch in chunk {number}; fetch it from another source",
-            )
-        entry = self._manifest.tensors[chunk.tensor]
-        base = None if self._base is None else self._base[entry.name].data
-        out = self._weights[entry.name].data
-        decode_chunk(data, out, base, dtype=entry.dtype, start=chunk.start, count=chunk.count)
-        self._missing.discard(number)
+    def _runs(self, numbers: range, data: bytes | memoryview) -> Iterator[tuple[range, list[memoryview]]]:
+        chunks = self._index.cut(numbers, data)
+        for start in range(0, len(chunks), RUN_CHUNKS):
+            run = slice(start, start + RUN_CHUNKS)
+            yield numbers[run], chunks[run]
+
+    def _feed_run(self, run: tuple[range, list[memoryview]]) -> None:
+        """Check each chunk's digest, then decode them all."""
+        numbers, chunks = run
+        for number, data in zip(numbers, chunks, strict=True):
+            if digest_of(data) != self._index.digest(number):
+                raise PeerError(
+                    ErrorCode.DIGEST_MISMATCH,
+                    f"manifest {self._manifest.policy_version}: digest mismatch in chunk {number}; fetch it from another source",
+                )
+        decode_chunks(
+            (data, start, count, self._targets[tensor])
+            for data, (tensor, start, count) in zip(chunks, self._index.places(numbers), strict=True)
+        )
+        self._missing.difference_update(numbers)
 
     def finish(self) -> dict[str, WeightTensor]:
         """The weights, after every tensor's digest was compared with the manifest. Raises PeerError."""

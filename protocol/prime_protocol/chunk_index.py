@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -67,11 +68,28 @@ class ChunkIndex:
             part=int(self.parts[number]),
             offset=int(self.offsets[number]),
             size=int(row["size"]),
-            digest=row["digest"].tobytes().hex(),
+            digest=self.digest(number),
             tensor=int(self.tensors[number]),
             start=int(self.starts[number]),
             count=int(row["count"]),
         )
+
+    def digest(self, number: int) -> str:
+        """Of a chunk's bytes."""
+        digest: bytes = self.rows["digest"][number].tobytes()
+        return digest.hex()
+
+    def places(self, numbers: range) -> list[tuple[int, int, int]]:
+        """(tensor, first element, elements) of neighbouring chunks."""
+        these = slice(numbers.start, numbers.stop)
+        columns = self.tensors[these], self.starts[these], self.rows["count"][these]
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def cut(self, numbers: range, data: bytes | memoryview) -> list[memoryview]:
+        """Neighbouring chunks of one part, out of the bytes of all of them."""
+        view, ends = memoryview(data), [0, *accumulate(self.rows["size"][numbers.start : numbers.stop].tolist())]
+        assert ends[-1] == len(view)
+        return [view[start:end] for start, end in pairwise(ends)]
 
     def of_part(self, part: int) -> range:
         """Numbers of the chunks that fill one part."""

@@ -7,8 +7,8 @@ An encoding is named by its index's digest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.digest import digest_of
@@ -37,6 +37,10 @@ class Piece:
     def size(self) -> int:
         return self.end - self.start
 
+    @property
+    def chunks(self) -> range:
+        return range(self.first_chunk, self.last_chunk)
+
 
 def cut_pieces(encoding: Encoding, index: ChunkIndex) -> tuple[Piece, ...]:
     """The pieces of an encoding whose index was opened for it: in each part, chunks until the wished size is reached."""
@@ -52,36 +56,15 @@ def check_piece(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> No
     """Every chunk of a piece has its digest. Raises PeerError(MALFORMED) for another length, else PeerError(DIGEST_MISMATCH)."""
     if len(data) != piece.size:
         raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes of a piece of {piece.size}")
-    for number, chunk in chunks_of(piece, data, index):
-        if digest_of(chunk) != index.rows["digest"][number].tobytes().hex():
+    for number, chunk in zip(piece.chunks, index.cut(piece.chunks, data), strict=True):
+        if digest_of(chunk) != index.digest(number):
             raise PeerError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} has other bytes than its digest says")
-
-
-def chunks_of(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> list[tuple[int, memoryview]]:
-    """The numbers and bytes of a piece's chunks."""
-    view = memoryview(data)
-    ends = _ends(index, range(piece.first_chunk, piece.last_chunk), piece.start)
-    starts = [piece.start, *ends[:-1]]
-    return [
-        (piece.first_chunk + place, view[start - piece.start : end - piece.start])
-        for place, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
 
 
 def _pieces_of(part: int, chunks: range, index: ChunkIndex, wished: int) -> list[Piece]:
     made, first, start = [], chunks.start, 0
-    for chunk, end in zip(chunks, _ends(index, chunks, 0), strict=True):
+    for chunk, end in zip(chunks, accumulate(index.rows["size"][chunks.start : chunks.stop].tolist()), strict=True):
         if end - start >= wished or chunk == chunks.stop - 1:
             made.append(Piece(part, start, end, first, chunk + 1))
             first, start = chunk + 1, end
     return made
-
-
-def _ends(index: ChunkIndex, chunks: range, begin: int) -> Sequence[int]:
-    """Where each of these chunks of one part ends; the first one begins at `begin`."""
-    sizes = index.rows["size"][chunks.start : chunks.stop].tolist()
-    ends, at = [], begin
-    for size in sizes:
-        at += size
-        ends.append(at)
-    return ends

@@ -10,9 +10,9 @@ of the base, and into other memory beside the base, as a worker does, which keep
 timing, each codec's result is compared with the new weights bit by bit. All tensors of a checkpoint lie in one allocation, so
 that these small ones are in huge pages as those of a real model are.
 
-What this machine has to give is measured in the same rounds: the time to read each cache line of the base once, and what two
-processes that share nothing gain over one. `--json` prints the checks alone, for other tools. The exit code is 1 if a check
-missed its bar (stretch aims aside).
+What this machine has to give is measured in the same rounds: the time to read each cache line of the base once, and what a second
+thread gains whoever copies memory, hashes, or counts in registers, and two processes that share nothing. `--json` prints the checks
+alone, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from bounds import delta_bounds, full_bound
 from checkpoints import RATES, load, synthetic_pair
 from codec_scaling import copy_of, read_once, repeated, scaling
 
-from prime_protocol.codec import api, decode_chunk, encode_tensors, mode_of, warm_up
+from prime_protocol.checkpoint import RUN_CHUNKS
+from prime_protocol.codec import Target, api, decode_chunks, encode_tensors, mode_of, warm_up
 
 DENSE_RATE = 1e-4
 QUICK_RATES = (1e-6, 3e-6, 1e-4)
@@ -84,15 +85,15 @@ def ours(name: str, *, full: bool = False, portable: bool = False) -> Codec:
             return [(tensor, chunk) for tensor, chunk in encode_tensors(tensors, pool=pool)]
 
     def decode(blobs: list[Any], base: Weights, out: Weights, pool: Executor | None) -> None:
-        old = [None if full else tensor.reshape(-1) for tensor in base.values()]
         flat = [tensor.reshape(-1) for tensor in out.values()]
+        old = flat if out is base else [tensor.reshape(-1) for tensor in base.values()]
+        targets = [Target(new, None if full else before, dtype="bf16") for new, before in zip(flat, old, strict=True)]
 
         def apply(batch: list[Any]) -> None:
-            for tensor, chunk in batch:
-                decode_chunk(chunk.data, flat[tensor], old[tensor], dtype="bf16", start=chunk.start, count=chunk.count)
+            decode_chunks((chunk.data, chunk.start, chunk.count, targets[tensor]) for tensor, chunk in batch)
 
         with without_kernels(portable):
-            run(pool, apply, [blobs[i : i + 16] for i in range(0, len(blobs), 16)])
+            run(pool, apply, [blobs[i : i + RUN_CHUNKS] for i in range(0, len(blobs), RUN_CHUNKS)])
 
     return Codec(name, encode, decode)
 
@@ -187,13 +188,12 @@ def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: in
             out.check(f"{name}: encode / {other}", mine.encode / single[other].encode, ">=", 1.0)
         out.check(f"{name}: decode in place / memcpy (stretch)", mine.decode / single["memcpy"].decode, ">=", 0.4)
         gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds)
-        out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.items()))
-        for direction in ("encode", "decode"):
-            out.check(f"{name}: two threads, {direction}", gains[direction], ">=", 1.6)
-            share = gains[direction] / gains[f"{direction} in processes"]
-            out.check(f"{name}: two threads, {direction}, share of what two processes gain (stretch)", share, ">=", 0.9)
-            raw = gains[direction] / max(gains["memcpy"], gains["memcpy in processes"])
-            out.check(f"{name}: two threads, {direction}, share of what copying memory gains (stretch)", raw, ">=", 0.9)
+        out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.of.items()))
+        out.line(
+            f"({gains.counted} of {gains.tried} rounds count; in those, others took at most {gains.others:.2f} of a processor)"
+        )
+        for direction in ("encode", "decode", "decode in place"):
+            out.check(f"{name}: two threads, {direction}", gains.of[direction], ">=", 1.6)
     elif rate == DENSE_RATE:
         out.check(f"{name}: decode / xor+zstd-1", mine.decode / single["xor+zstd-1"].decode, ">=", 1.0)
         out.check(f"{name}: encode / xor+zstd-1", mine.encode / single["xor+zstd-1"].encode, ">=", 1.0)

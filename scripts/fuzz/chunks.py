@@ -32,7 +32,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_chunk, write_head
+from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_head
 
 COUNT = 1100
 GUARD = 64
@@ -97,9 +97,8 @@ def seeds() -> list[tuple[bytes, str]]:
             where = rng.random(COUNT) < density
             new[where] += rng.integers(-spread, spread + 1, int(where.sum())).astype(base.dtype)
             found += [(chunk.data, dtype) for chunk in encode_tensor(new, base, dtype=dtype)]
-            body = classes.encode_classes(new, base, element) if element.has_classes else None
-            if body is not None:
-                found.append((write_chunk(Mode.CLASS, element, COUNT, body), dtype))
+            made = classes.encode_classes([(new, base)], element) if element.has_classes else []
+            found += [(chunk, dtype) for chunk in made if chunk is not None]
     return found
 
 

@@ -10,7 +10,7 @@ from prime_protocol.chunk_index import ChunkIndex, open_index, pack_index
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry
-from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, check_piece, chunks_of, cut_pieces
+from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, check_piece, cut_pieces
 
 
 def encoding_of(parts: list[list[bytes]]) -> tuple[Encoding, ChunkIndex]:
@@ -67,7 +67,7 @@ def test_the_chunks_of_a_piece_are_its_bytes() -> None:
     for piece in cut_pieces(encoding, index):
         data = blobs[piece.part][piece.start : piece.end]
         check_piece(piece, data, index)
-        found |= {number: bytes(chunk) for number, chunk in chunks_of(piece, data, index)}
+        found |= dict(zip(piece.chunks, map(bytes, index.cut(piece.chunks, data)), strict=True))
     assert found == dict(enumerate(chunks))
 
 

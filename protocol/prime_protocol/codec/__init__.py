@@ -14,7 +14,7 @@ only when a tensor is large enough to profit; without numba everything works, sl
 
 from __future__ import annotations
 
-from prime_protocol.codec.api import EncodedChunk, decode_chunk, encode_tensor, encode_tensors
+from prime_protocol.codec.api import EncodedChunk, Target, decode_chunk, decode_chunks, encode_tensor, encode_tensors
 from prime_protocol.codec.compiling import warm_up
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import CHUNK_ELEMENTS, DTYPES, Mode, mode_of
@@ -25,7 +25,9 @@ __all__ = [
     "CodecError",
     "EncodedChunk",
     "Mode",
+    "Target",
     "decode_chunk",
+    "decode_chunks",
     "encode_tensor",
     "encode_tensors",
     "mode_of",

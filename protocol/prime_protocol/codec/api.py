@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from types import ModuleType
 
 import numpy as np
@@ -26,6 +26,7 @@ from prime_protocol.codec.layout import (
     Array,
     ElementType,
     Mode,
+    address,
     bit_patterns,
     read_head,
     write_chunk,
@@ -58,6 +59,22 @@ class EncodedChunk:
     count: int
 
 
+class Target:
+    """A flat, contiguous tensor that chunks are decoded into, and the one that they were encoded against, if any.
+
+    `out` may be `base` itself, to update weights in place; applying a delta twice is then wrong, so keep a record per chunk.
+    """
+
+    def __init__(self, out: Array, base: Array | None, *, dtype: str) -> None:
+        assert out.flags.writeable
+        assert base is None or base.size == out.size
+        self.element = TYPES[dtype]
+        self.out = bit_patterns(out, self.element)
+        self.base = self.out if base is out else None if base is None else bit_patterns(base, self.element)
+        self.out_at = address(self.out)
+        self.base_at = 0 if self.base is None else address(self.base)
+
+
 def encode_tensor(new: Array, base: Array | None, *, dtype: str) -> Iterator[EncodedChunk]:
     """Chunks of a flat, contiguous tensor in order; none where it is empty. `base` None makes an anchor."""
     return (chunk for _, chunk in encode_tensors([(new, base, dtype)]))
@@ -73,13 +90,12 @@ def encode_tensors(
     through, larger than memory.
     """
     ranges = _ranges(tensors)
-    if pool is None:
-        for one in ranges:
-            yield _encoded(one)
-        return
     waiting: deque[Future[list[tuple[int, EncodedChunk]]]] = deque()
     while several := list(islice(ranges, CHUNKS_PER_TASK)):
-        waiting.append(pool.submit(lambda ranges: [_encoded(one) for one in ranges], several))
+        if pool is None:
+            yield from _encoded(several)
+            continue
+        waiting.append(pool.submit(_encoded, several))
         if len(waiting) > TASKS_AHEAD:
             yield from waiting.popleft().result()
     while waiting:
@@ -97,10 +113,6 @@ class _Range:
     element: ElementType
 
 
-def _encoded(one: _Range) -> tuple[int, EncodedChunk]:
-    return one.tensor, EncodedChunk(encode_chunk(one.new, one.base, one.element), one.start, one.new.size)
-
-
 def _ranges(tensors: Iterable[tuple[Array, Array | None, str]]) -> Iterator[_Range]:
     for number, (new, base, dtype) in enumerate(tensors):
         element = TYPES[dtype]
@@ -113,71 +125,118 @@ def _ranges(tensors: Iterable[tuple[Array, Array | None, str]]) -> Iterator[_Ran
             yield _Range(number, start, new_bits[part], None if base_bits is None else base_bits[part], element)
 
 
+def _encoded(ranges: list[_Range]) -> list[tuple[int, EncodedChunk]]:
+    made: list[tuple[int, EncodedChunk]] = []
+    for element, group in groupby(ranges, lambda one: one.element):
+        several = list(group)
+        chunks = encode_chunks([(one.new, one.base) for one in several], element)
+        made += [
+            (one.tensor, EncodedChunk(data, one.start, one.new.size)) for one, data in zip(several, chunks, strict=True)
+        ]
+    return made
+
+
 def decode_chunk(
     data: bytes | memoryview, out: Array, base: Array | None, *, dtype: str, start: int, count: int
 ) -> None:
-    """Write elements start .. start + count of `out`. Raises CodecError, and nothing else, on any bytes.
+    """`decode_chunks` for one chunk of `Target(out, base)`."""
+    decode_chunks([(data, start, count, Target(out, base, dtype=dtype))])
 
-    `out` may be `base` itself, to update weights in place; applying a delta twice is then wrong, so keep a record per
-    chunk. After a CodecError the range is undefined: a chunk that does not fit its base is noticed while it is applied.
+
+def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]]) -> None:
+    """Write elements start .. start + count of each chunk, given as (data, start, count, target).
+
+    Raises CodecError, and nothing else, on any bytes. All chunks that the kernels decode are one call, which holds no GIL. After
+    a CodecError all these ranges are undefined: a chunk that does not fit its base is noticed while it is applied.
     """
-    element = TYPES[dtype]
-    assert 0 <= start <= start + count <= out.size
-    assert base is None or base.size == out.size
-    target = bit_patterns(out, element)[start : start + count]
-    mode = read_head(data, element, count)
-    kernels = load_kernels() if element.has_classes and count >= KERNEL_ELEMENTS else None
+    by_kernels = []
+    for data, start, count, target in chunks:
+        assert 0 <= start <= start + count <= target.out.size
+        element = target.element
+        mode = read_head(data, element, count)
+        if mode is not Mode.FULL and target.base is None:
+            raise CodecError(f"mode {mode.name} needs a base")
+        kernels = _kernels_for(element, count)
+        if kernels and mode is Mode.CLASS and element.itemsize == 2:
+            at = start * element.itemsize
+            by_kernels.append((data, target.base_at + at, target.out_at + at, count, element.exponent_shift))
+        else:
+            _decode_alone(mode, data, target, slice(start, start + count), kernels)
+    if by_kernels and (kernels := load_kernels()):
+        kernels.decode_words(by_kernels)
+
+
+def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: slice, kernels: Kernels | None) -> None:
+    element, out = target.element, target.out[part]
     if mode is Mode.FULL:
         if kernels and element.itemsize == 2:
-            kernels.decode_full(data, target)
+            kernels.decode_full(data, out)
         else:
-            target[:] = portable.decode_full(data, count, element)
+            out[:] = portable.decode_full(data, out.size, element)
         return
-    if base is None:
-        raise CodecError(f"mode {mode.name} needs a base")
-    source = target if base is out else bit_patterns(base, element)[start : start + count]
+    assert target.base is not None
+    source = target.base[part]
     if mode is Mode.SKIP:
         if len(data) != HEAD_BYTES:
             raise CodecError("a skipped chunk has no body")
-        target[:] = source
+        if target.base is not target.out:
+            out[:] = source
     elif mode is Mode.GAP:
-        target[:] = portable.decode_gap(data, source, element)
+        out[:] = portable.decode_gap(data, source, element)
     elif mode is Mode.DENSE:
-        target[:] = portable.decode_dense(data, source, element)
+        out[:] = portable.decode_dense(data, source, element)
     elif not element.has_classes:
         raise CodecError(f"mode CLASS is for floats of one or two bytes, not for {element.name}")
     elif kernels:
-        kernels.decode_classes(data, target, source, element)
+        kernels.decode_classes(data, out, source, element)
     else:
-        target[:] = class_portable.decode_classes(data, source, element)
+        out[:] = class_portable.decode_classes(data, source, element)
 
 
-def encode_chunk(new: Array, base: Array | None, element: ElementType) -> bytes:
-    """One chunk in the mode that costs least."""
-    kernels = load_kernels() if element.has_classes and new.size >= KERNEL_ELEMENTS else None
+def encode_chunks(pairs: Sequence[tuple[Array, Array | None]], element: ElementType) -> list[bytes]:
+    """Each (new, base or None) as one chunk, in the mode that costs least. All for the kernels are one call, without the GIL."""
+    numbers = [
+        number for number, (new, base) in enumerate(pairs) if base is not None and _kernels_for(element, new.size)
+    ]
+    kernels = load_kernels() if numbers else None
+    classed = kernels.encode_classes([pairs[number] for number in numbers], element) if kernels else []
+    found = dict(zip(numbers, classed, strict=True))
+    return [
+        _least(found[number], new, element) if number in found else _encode_alone(new, base, element)
+        for number, (new, base) in enumerate(pairs)
+    ]
+
+
+def _least(chunk: bytes | None, new: Array, element: ElementType) -> bytes:
+    """A CLASS chunk, or what is less: nothing where it is None, as nothing changed."""
+    if chunk is None:
+        return write_chunk(Mode.SKIP, element, new.size, [])
+    if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
+        return chunk
+    return min(chunk, _encode_full(new, element), key=len)
+
+
+def _encode_alone(new: Array, base: Array | None, element: ElementType) -> bytes:
     if base is None:
-        return _encode_full(new, element, kernels)
-    if kernels:
-        body = kernels.encode_classes(new, base, element)
-        if body is None:
-            return write_chunk(Mode.SKIP, element, new.size, [])
-        chunk = write_chunk(Mode.CLASS, element, new.size, body)
-        if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
-            return chunk
-        return min(chunk, _encode_full(new, element, kernels), key=len)
+        return _encode_full(new, element)
     changed = np.flatnonzero(new != base)
     if not changed.size:
         return write_chunk(Mode.SKIP, element, new.size, [])
     if changed.size <= GAP_DENSITY_MAX * new.size:
         return write_chunk(Mode.GAP, element, new.size, portable.encode_gap(new, base, element, changed))
     dense = write_chunk(Mode.DENSE, element, new.size, portable.encode_dense(new, base, element))
-    return min(dense, _encode_full(new, element, kernels), key=len)
+    return min(dense, _encode_full(new, element), key=len)
 
 
-def _encode_full(new: Array, element: ElementType, kernels: Kernels | None) -> bytes:
+def _encode_full(new: Array, element: ElementType) -> bytes:
+    kernels = _kernels_for(element, new.size)
     wordwise = kernels is not None and element.itemsize == 2
     body = kernels.encode_full(new) if kernels and wordwise else portable.encode_full(new, element)
     return write_chunk(Mode.FULL, element, new.size, body)
+
+
+def _kernels_for(element: ElementType, count: int) -> Kernels | None:
+    return load_kernels() if element.has_classes and count >= KERNEL_ELEMENTS else None
 
 
 def load_kernels() -> Kernels | None:

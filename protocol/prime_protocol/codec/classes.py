@@ -8,6 +8,7 @@ where they are equally likely, and positions cost about as much as a perfect cod
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,9 +17,12 @@ from prime_protocol.codec.kernels import decode, encode, full, huffman, streams
 from prime_protocol.codec.kernels.base import CODER, COUNT, PLAN_COLUMNS
 from prime_protocol.codec.kernels.patch import BLOCKS_MAX, STARTS
 from prime_protocol.codec.kernels.vector import GROUP, HAS_WIDE
-from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, Body, ElementType
+from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, Array, Body, ElementType, address
 from prime_protocol.codec.planes import PlaneKind, join_plane, read_plane, require_end, split_plane, write_plane
 from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, narrow, widen
+
+ENCODED_BYTES = 1 << 18
+"""Room for the chunks that one call encodes before the last one."""
 
 
 class Buffers:
@@ -32,7 +36,7 @@ class Buffers:
         self.steps = np.zeros(CHUNK_ELEMENTS, np.int16)
         self.quotients = np.zeros(3 * CHUNK_ELEMENTS, np.int32)
         self.places = np.zeros(CHUNK_ELEMENTS, np.int32)
-        self.octets = np.zeros(2 * CHUNK_ELEMENTS + 4096, np.uint8)
+        self.octets = np.zeros(encode.OCTETS_MAX + ENCODED_BYTES, np.uint8)
         self.escapes = np.zeros(CHUNK_ELEMENTS, np.uint16)
         self.low, self.high = np.zeros(CHUNK_ELEMENTS, np.uint8), np.zeros(CHUNK_ELEMENTS, np.uint8)
         self.pairs = np.zeros(1 << 16, np.uint32)
@@ -52,52 +56,77 @@ def _buffers() -> Buffers:
     return found
 
 
-def encode_classes(new: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE) -> Body | None:
-    """The body of a CLASS chunk, or None where nothing changed. It lies in this thread's buffers: join it before the next."""
+def encode_classes(
+    pairs: Sequence[tuple[Array, Array]], element: ElementType, *, wide: bool = HAS_WIDE
+) -> list[bytes | None]:
+    """The CLASS chunks of some (new, base), each at most one chunk long; None where nothing changed."""
     b, shift = _buffers(), element.exponent_shift
-    new, base = _readonly(widen(new)), _readonly(widen(base))
-    top, boundaries, num_classes, num_escapes, size = encode.encode_classes(
-        new, base, shift, wide, b.lowest, b.fill, b.scattered, b.escapes, b.plan, b.positions, b.steps,
-        b.quotients, b.octets,
-    )  # fmt: skip
-    if size == 0:
-        return None
-    body: Body = [bytes((top,)), int(boundaries).to_bytes(2, "little"), b.octets[:size].data]
+    words = [(widen(new), widen(base)) for new, base in pairs]
+    table = np.array([(address(base), address(new), new.size, shift, element.code, 0) for new, base in words], np.int64)
+    ends, found = np.zeros(len(words), np.int64), np.zeros(2, np.int64)
+    chunks: list[bytes | None] = []
+    while len(chunks) < len(words):
+        done = encode.encode_classes(
+            table, len(chunks), wide, b.lowest, b.fill, b.scattered, b.escapes, b.plan, b.positions, b.steps,
+            b.quotients, b.octets, ends, found,
+        )  # fmt: skip
+        begin = 0
+        for end in ends[len(chunks) : done].tolist():
+            chunks.append(b.octets[begin:end].tobytes() if end > begin else None)
+            begin = end
+        if found[0]:
+            head = chunks.pop()
+            assert head is not None
+            chunks.append(b"".join((head, *_planes_and_escapes(*found.tolist()))))
+    return chunks
+
+
+def _planes_and_escapes(num_classes: int, num_escapes: int) -> Iterator[bytes | memoryview]:
+    """What ends a chunk with planes."""
+    b = _buffers()
     for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
-        body += write_plane(b.scattered[number, : b.fill[number]].view(np.uint8))
-    body.append(b.escapes[:num_escapes].astype("<u2").tobytes())
-    return body
+        yield from write_plane(b.scattered[number, : b.fill[number]].view(np.uint8))
+    yield b.escapes[:num_escapes].astype("<u2").tobytes()
+
+
+Words = tuple[bytes | memoryview, int, int, int, int]
+"""A chunk whose head was checked; where its words lie in the base and in the new tensor, how many they are, and where a word's
+exponent begins."""
+
+
+def decode_words(chunks: Sequence[Words], *, wide: bool = HAS_WIDE) -> None:
+    """Apply CLASS chunks to two-byte floats. New words may lie where the old ones do; of each chunk all streams are checked
+    before its first write. Raises CodecError for one of them; then others may be done or not.
+    """
+    b, found, done = _buffers(), np.zeros(4, np.int64), 0
+    table = np.array([(*where, *_body(data)) for data, *where in chunks], np.int64)
+    while done < len(chunks):
+        done = decode.decode_classes(
+            table, done, found[0] == decode.HAS_PLANES, b.octets, wide, b.lowest, b.fill, b.plan, b.positions, b.steps,
+            b.quotients, b.places, b.clean, b.escapes, b.words, b.starts, found,
+        )  # fmt: skip
+        status, num_classes, end, num_escapes = found.tolist()
+        if status < 0:
+            raise CodecError(streams.REASONS[-status])
+        if status == decode.HAS_PLANES:
+            _read_planes(memoryview(chunks[done][0]), HEAD_BYTES + end, num_classes, num_escapes)
+
+
+def _body(data: bytes | memoryview) -> tuple[int, int]:
+    """Address and size of what comes behind the head."""
+    if not BODY_AT <= len(data) <= encode.OCTETS_MAX - streams.PADDING:
+        raise CodecError(f"{len(data)} bytes are no CLASS chunk")
+    return address(np.frombuffer(data, np.uint8)) + HEAD_BYTES, len(data) - HEAD_BYTES
 
 
 def decode_classes(
     data: bytes | memoryview, out: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE
 ) -> None:
-    """Apply a CLASS chunk. `out` may be `base`; all streams are checked before the first write."""
-    if element.itemsize == 1:
-        words = np.empty(out.size, np.uint16)
-        _decode_words(data, words, widen(base), element.exponent_shift, wide)
-        out[:] = narrow(words, element)
-    else:
-        _decode_words(data, out, base, element.exponent_shift, wide)
-
-
-def _decode_words(data: bytes | memoryview, out: Array, base: Array, shift: int, wide: bool) -> None:
-    b, base = _buffers(), _readonly(base)
-    if not BODY_AT <= len(data) <= b.octets.size - streams.PADDING:
-        raise CodecError(f"{len(data)} bytes are no CLASS chunk")
-    body = _readonly(np.frombuffer(data, np.uint8, offset=HEAD_BYTES))
-    status, num_classes, end, num_escapes = decode.decode_classes(
-        body, b.octets, out, base, shift, wide, b.lowest, b.fill, b.plan, b.positions, b.steps, b.quotients, b.places,
-        b.clean, b.escapes, b.words, b.starts,
-    )  # fmt: skip
-    if status == decode.HAS_PLANES:
-        _read_planes(memoryview(data), HEAD_BYTES + end, num_classes, num_escapes)
-        status = decode.apply(
-            out, base, shift, wide, b.lowest, num_classes, b.fill, b.plan, b.positions, b.steps, b.clean,
-            b.escapes, num_escapes,
-        )  # fmt: skip
-    if status < 0:
-        raise CodecError(streams.REASONS[-status])
+    """`decode_words` for one chunk of floats of one or two bytes."""
+    new, old = (out, base) if element.itemsize == 2 else (np.empty(out.size, np.uint16), widen(base))
+    decode_words([(data, address(old), address(new), old.size, element.exponent_shift)], wide=wide)
+    if new is not out:
+        out[:] = narrow(new, element)
 
 
 def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int) -> None:

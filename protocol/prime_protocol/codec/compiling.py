@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from prime_protocol.codec import portable
-from prime_protocol.codec.api import KERNEL_ELEMENTS, decode_chunk, encode_chunk, load_kernels
+from prime_protocol.codec.api import KERNEL_ELEMENTS, decode_chunk, encode_chunks, load_kernels
 from prime_protocol.codec.layout import TYPES, Mode, write_chunk
 
 UNCHANGED = bytes((0, 0, 0, 4))
@@ -20,8 +20,7 @@ def ready_encoder() -> None:
     """Load the kernels that encode, or compile them."""
     if load_kernels():
         element, base = TYPES["bf16"], np.zeros(KERNEL_ELEMENTS, np.uint16)
-        encode_chunk(base, None, element)
-        encode_chunk(base, base, element)
+        encode_chunks([(base, None), (base, base)], element)
 
 
 def ready_decoder() -> None:

@@ -146,3 +146,9 @@ def bit_patterns(array: Array, element: ElementType) -> Array:
     assert array.flags.c_contiguous
     assert array.itemsize == element.itemsize
     return array.view(element.storage)
+
+
+def address(array: Array) -> int:
+    """Where an array's first element lies."""
+    found: int = array.ctypes.data
+    return found

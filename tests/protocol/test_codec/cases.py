@@ -21,7 +21,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, read_head, write_chunk, write_head
+from prime_protocol.codec.layout import TYPES, read_head, write_head
 
 Array = npt.NDArray[Any]
 FLOATS_WITH_CLASSES = [name for name, element in TYPES.items() if element.has_classes]
@@ -75,10 +75,8 @@ def round_trip(new: Array, base: Array | None, dtype: str) -> list[Mode]:
 
 
 def class_chunk(new: Array, base: Array, dtype: str) -> bytes:
-    body = classes.encode_classes(new, base, TYPES[dtype])
-    if body is None:
-        return write_head(Mode.SKIP, TYPES[dtype], new.size)
-    return write_chunk(Mode.CLASS, TYPES[dtype], new.size, body)
+    (chunk,) = classes.encode_classes([(new, base)], TYPES[dtype])
+    return write_head(Mode.SKIP, TYPES[dtype], new.size) if chunk is None else chunk
 
 
 Decoder = Callable[[bytes, Array, str, Array], list[int]]

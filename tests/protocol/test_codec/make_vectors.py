@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from prime_protocol.codec import class_portable, classes, encode_tensor, portable
-from prime_protocol.codec.layout import TYPES, Mode, write_chunk
+from prime_protocol.codec.layout import HEAD_BYTES, TYPES, Mode, write_chunk
 from prime_protocol.codec.wire import EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE, lowest_exponents
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "codec.json"
@@ -57,9 +57,9 @@ def class_case(
         base = (exponents | fractions | signs).astype(element.storage)
         steps = np.where(rng.random(count) < density, np.rint(rng.laplace(0, spread, count)), 0).astype(np.int64)
         new = (base.astype(np.int64) + steps).astype(element.storage)
-        body = classes.encode_classes(new, base, element)
-        if body is not None and wanted in codings(b"".join(body), count):
-            return case(name, dtype, new, base, write_chunk(Mode.CLASS, element, count, body))
+        (chunk,) = classes.encode_classes([(new, base)], element)
+        if chunk is not None and wanted in codings(chunk[HEAD_BYTES:], count):
+            return case(name, dtype, new, base, chunk)
     raise ValueError(f"no seed gives {name}")
 
 
@@ -95,11 +95,9 @@ def main() -> None:
     ]
     escaped = words.copy()
     escaped[[2, 30]] = 0x4000, 0xC123
-    coded = classes.encode_classes(escaped, words, TYPES["bf16"])
+    (coded,) = classes.encode_classes([(escaped, words)], TYPES["bf16"])
     assert coded is not None
-    cases.append(
-        case("class escapes", "bf16", escaped, words, write_chunk(Mode.CLASS, TYPES["bf16"], words.size, coded))
-    )
+    cases.append(case("class escapes", "bf16", escaped, words, coded))
     VECTORS.write_text(json.dumps({"chunks": cases}, indent=1) + "\n")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from prime_node.broadcast.audit.audit import Audit, AuditReport, Check, Step
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.chunk_index import ChunkEntry
-from prime_protocol.codec import CodecError, decode_chunk
+from prime_protocol.codec import CodecError, Target, decode_chunks
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Manifest
@@ -147,27 +147,18 @@ async def _decode_range(
     data = await work.source.blob(encoding.parts[part].digest, start=start, end=end)
     work.num_bytes += len(data)
     work.on_bytes(len(data))
-    for chunk in chunks:
-        piece = data[chunk.offset - start : chunk.offset - start + chunk.size]
+    pieces = [memoryview(data)[chunk.offset - start : chunk.offset - start + chunk.size] for chunk in chunks]
+    for chunk, piece in zip(chunks, pieces, strict=True):
         if await asyncio.to_thread(digest_of, piece) != chunk.digest:
             raise PeerError(
                 ErrorCode.DIGEST_MISMATCH,
                 f"policy {manifest.policy_version}: a chunk of part {part} does not have its digest {chunk.digest[:12]}",
             )
         work.num_chunks += 1
-        try:
-            await asyncio.to_thread(_decode_chunk, piece, chunk, out, base)
-        except CodecError:
-            work.at = 7
-            raise
-
-
-def _decode_chunk(piece: bytes, chunk: ChunkEntry, out: WeightTensor, base: WeightTensor | None) -> None:
-    decode_chunk(
-        piece,
-        out.data,
-        None if base is None else base.data,
-        dtype=out.dtype,
-        start=chunk.start,
-        count=chunk.count,
-    )
+    target = Target(out.data, None if base is None else base.data, dtype=out.dtype)
+    placed = [(piece, chunk.start, chunk.count, target) for chunk, piece in zip(chunks, pieces, strict=True)]
+    try:
+        await asyncio.to_thread(decode_chunks, placed)
+    except CodecError:
+        work.at = 7
+        raise

@@ -255,7 +255,7 @@ class Follower:
             download = Download(
                 encoding,
                 index,
-                decoder.feed_chunk,
+                decoder.feed_chunks,
                 self.pool,
                 self.parts,
                 self.holdings,

@@ -32,7 +32,7 @@ from prime_protocol import limits
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding
-from prime_protocol.pieces import Piece, check_piece, chunks_of, cut_pieces
+from prime_protocol.pieces import Piece, check_piece, cut_pieces
 
 T = TypeVar("T")
 TICK_S = 0.1
@@ -42,8 +42,8 @@ TREE_S_MAX = 2.0
 DECODERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decode")
 """Of all downloads: each thread keeps a dozen megabytes of the codec's buffers, which a delta a step would make anew."""
 
-Decode = Callable[[int, memoryview], None]
-"""(number of a chunk, its verified bytes). Called from threads. Raises PeerError."""
+Decode = Callable[[range, bytes | memoryview], None]
+"""(numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises PeerError."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Download:
             except PeerError:
                 continue
             assert data is not None
-            self._decode(piece, data)
+            self.decode(piece.chunks, data)
             here.append(number)
         return pieces(here)
 
@@ -318,7 +318,7 @@ class Download:
                 if self._decoded >> number & 1:
                     return
                 self._decoded |= 1 << number
-            self._decode(self._pieces[number], data)
+            self.decode(self._pieces[number].chunks, data)
 
         return stored, loop.run_in_executor(DECODERS, job)
 
@@ -329,7 +329,3 @@ class Download:
         self._check(piece, data)
         if piece.part in self._stored:
             self.parts.put(self.encoding.parts[piece.part].digest, piece.start, data)
-
-    def _decode(self, piece: Piece, data: bytes | memoryview) -> None:
-        for number, chunk in chunks_of(piece, data, self.index):
-            self.decode(number, chunk)

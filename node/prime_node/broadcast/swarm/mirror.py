@@ -124,7 +124,7 @@ class Mirror:
         await Download(
             encoding,
             index,
-            lambda number, chunk: None,
+            lambda chunks, data: None,
             self.pool,
             self.parts,
             self.holdings,

@@ -3,6 +3,9 @@
 Importing this package imports numba and compiles, or loads, machine code. All kernels release the GIL and none starts threads
 of its own: numba's `parallel=True` collapses where cores are shared.
 
+A call takes a table of chunks, not one chunk: between two calls a thread needs the GIL, and where another one holds it, it is put
+to sleep and woken up, which may take as long as a chunk.
+
 Words: a class's *plane* holds one signed byte per element of the class: the step in units in the last place, 0 where nothing
 changed, wire.ESCAPE where the step does not fit. A *rank* is an element's number inside its class. A *plan* has a row per class.
 """
@@ -17,14 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import int64, njit, uint64
+import numpy as np
+from numba import carray, int64, njit, uint64
 from numba.core.registry import cpu_target
 
-from prime_protocol.codec.kernels.words import leading_zeros
+from prime_protocol.codec.kernels.words import leading_zeros, pointer
 
 CODER, COUNT, GAP_BITS, MAGNITUDES, NUM_EXCEPTIONS, MAGNITUDE_BITS, FIRST = range(7)
 """The plan's columns."""
 PLAN_COLUMNS = 7
+OLD_AT, NEW_AT, ELEMENTS, SHIFT, DATA_AT, DATA_BYTES = range(6)
+"""The columns of a table of chunks, one a row: addresses of its words in the base and in the new tensor, their number, where a
+word's exponent begins; and the encoded chunk (its dtype's code stands at DATA_AT where it is yet to be made)."""
+CHUNK_COLUMNS = 6
 
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.py"))
@@ -73,3 +81,14 @@ def step_between(base, new):
 @inline
 def floor_log2(value):
     return int64(63) - leading_zeros(uint64(value))
+
+
+@inline
+def words_at(address, count):
+    """The bit patterns at an address."""
+    return carray(pointer(address), (count,), np.uint16)
+
+
+@inline
+def octets_at(address, size):
+    return carray(pointer(address), (size,), np.uint8)

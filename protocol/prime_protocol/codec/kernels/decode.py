@@ -1,4 +1,4 @@
-"""A chunk of the CLASS mode -> elements: streams.py reads its streams, then their steps are applied. SPEC.md, section "CLASS".
+"""Chunks of the CLASS mode -> elements: streams.py reads their streams, then the steps are applied. SPEC.md, section "CLASS".
 
 The invariant: nothing is written before all streams are checked. That a chunk does not fit its base shows while it is applied.
 """
@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from numba import int64, uint16, uint64
 
-from prime_protocol.codec.kernels.base import CODER, COUNT, FIRST, inline, kernel
+from prime_protocol.codec.kernels.base import (
+    CODER,
+    COUNT,
+    DATA_AT,
+    DATA_BYTES,
+    ELEMENTS,
+    FIRST,
+    NEW_AT,
+    OLD_AT,
+    SHIFT,
+    inline,
+    kernel,
+    octets_at,
+    part,
+    words_at,
+)
 from prime_protocol.codec.kernels.classes import gather_scalar, gather_wide
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS, patch
 from prime_protocol.codec.kernels.streams import BOUNDS, MISFIT, PADDING, TRAILING, read_plan, read_steps
@@ -58,7 +73,7 @@ def fits(plan, num_classes, ranks, fill):
     return True
 
 
-@kernel
+@part
 def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes):
     """Write the new elements from checked streams and filled planes, and leave the planes all zero. Returns 0 or a reason."""
     scatter_steps(plan, num_classes, ranks, steps, planes)
@@ -89,10 +104,10 @@ def read_bounds(octets, lowest):
     return number + 1
 
 
-@kernel
-def decode_classes(
-    body, octets, out, base, shift, wide, lowest, fill, plan, ranks, steps, quotients, places, planes, escapes,
-    words, starts,
+@part
+def decode_one(
+    body, octets, out, base, behind, shift, wide, lowest, fill, plan, ranks, steps, quotients, places, planes,
+    escapes, words, starts,
 ):  # fmt: skip
     """Decode and apply a chunk without planes. `out` may be `base`. Returns (status, classes, bytes before planes, escapes).
 
@@ -127,8 +142,38 @@ def decode_classes(
         escapes[j] = uint16(octets[end + 2 * j]) | (uint16(octets[end + 2 * j + 1]) << uint16(8))
     if few and base.size >= GROUP_ELEMENTS:
         fitting = patch(
-            out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, fill, escapes, num_escapes, places
-        )
+            out, base, behind, shift, lowest, num_classes, plan, ranks, steps, words, starts, fill, escapes,
+            num_escapes, places,
+        )  # fmt: skip
         return int64(0 if fitting else -MISFIT), num_classes, end, num_escapes
     status = apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes)
     return status, num_classes, end, num_escapes
+
+
+@kernel
+def decode_classes(
+    table, first, planes_read, octets, wide, lowest, fill, plan, ranks, steps, quotients, places, planes, escapes,
+    words, starts, found,
+):  # fmt: skip
+    """Decode and apply chunks from row `first` of the table on. Returns the row behind the last one that is done.
+
+    That is the table's end, or a row of which `found` then holds (status, classes, bytes before planes, escapes): a chunk that is
+    refused, or one with planes, which the caller has to read; with `planes_read` it calls again from there.
+    """
+    for at in range(first, table.shape[0]):
+        row, ahead = table[at], table[min(at + 1, table.shape[0] - 1)]
+        out, base = words_at(row[NEW_AT], row[ELEMENTS]), words_at(row[OLD_AT], row[ELEMENTS])
+        if planes_read and at == first:
+            found[0] = apply(
+                out, base, row[SHIFT], wide, lowest, found[1], fill, plan, ranks, steps, planes, escapes, found[3]
+            )
+        else:
+            body = octets_at(row[DATA_AT], row[DATA_BYTES])
+            behind = words_at(ahead[OLD_AT], ahead[ELEMENTS])
+            found[0], found[1], found[2], found[3] = decode_one(
+                body, octets, out, base, behind, row[SHIFT], wide, lowest, fill, plan, ranks, steps, quotients, places,
+                planes, escapes, words, starts,
+            )  # fmt: skip
+        if found[0] != 0:
+            return at
+    return table.shape[0]

@@ -9,21 +9,31 @@ from numba import int64, uint64
 from prime_protocol.codec.kernels.base import (
     CODER,
     COUNT,
+    DATA_AT,
+    ELEMENTS,
     FIRST,
     GAP_BITS,
     MAGNITUDE_BITS,
     MAGNITUDES,
+    NEW_AT,
     NUM_EXCEPTIONS,
+    OLD_AT,
+    SHIFT,
     floor_log2,
     inline,
     kernel,
     part,
+    words_at,
 )
 from prime_protocol.codec.kernels.classes import choose_classes, scatter_scalar, scatter_wide
 from prime_protocol.codec.kernels.vector import BLOCK, nonzero_bytes
 from prime_protocol.codec.kernels.words import population, store_word, trailing_zeros
-from prime_protocol.codec.wire import EMPTY, EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
+from prime_protocol.codec.layout import CHUNK_ELEMENTS, HEAD_BYTES, MAGIC, Mode
+from prime_protocol.codec.wire import BODY_AT, EMPTY, EXCEPTIONS, GOLOMB, ONES, PLANE, RICE, SPARSE
 
+CLASS = int(Mode.CLASS)
+OCTETS_MAX = 4 * CHUNK_ELEMENTS + 4096
+"""Room for one chunk without its planes, if each change needs an escape."""
 PLANE_SIZE_MIN = 2048
 """A class smaller than this is never a plane: its frame and Huffman table cost some sixty bytes."""
 
@@ -65,21 +75,47 @@ def rice_bits(total, count):
 
 
 @kernel
-def encode_classes(new, base, shift, wide, lowest, fill, planes, escapes, plan, gaps, steps, unary, octets):
-    """Everything but the planes' own compression. Returns (top, boundaries, classes, escapes, bytes in `octets`).
+def encode_classes(
+    table, first, wide, lowest, fill, planes, escapes, plan, gaps, steps, unary, octets, ends, found
+):  # fmt: skip
+    """Encode chunks from row `first` of the table on, one behind the other. Returns the row behind the last one that is done.
 
-    Zero bytes stand for a chunk in which nothing changed.
+    `ends` receives where each one ends in `octets`; one in which nothing changed takes no bytes. Returns early where the room is
+    used up, or behind a chunk with planes: then `found` is (classes, escapes), and the caller adds planes and escapes.
     """
-    top, boundaries, num_classes = choose_classes(new, base, shift, lowest)
-    fill[:] = 0
-    done, num_escapes = int64(0), int64(0)
-    if wide:
-        done, num_escapes = scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes)
-    num_escapes = scatter_scalar(new, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes)
-    size = int64(0)
-    if analyze(fill, planes, num_classes, plan, gaps, steps):
-        size = write(octets, plan, num_classes, num_escapes, gaps, steps, unary)
-    return top, boundaries, num_classes, num_escapes, size
+    end = int64(0)
+    found[0] = 0
+    for at in range(first, table.shape[0]):
+        if octets.size - end < OCTETS_MAX:
+            return at
+        row = table[at]
+        new, base = words_at(row[NEW_AT], row[ELEMENTS]), words_at(row[OLD_AT], row[ELEMENTS])
+        shift = row[SHIFT]
+        top, boundaries, num_classes = choose_classes(new, base, shift, lowest)
+        fill[:] = 0
+        done, num_escapes = int64(0), int64(0)
+        if wide:
+            done, num_escapes = scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes)
+        num_escapes = scatter_scalar(new, base, done, shift, lowest, num_classes, fill, planes, escapes, num_escapes)
+        ends[at] = end
+        if analyze(fill, planes, num_classes, plan, gaps, steps) == 0:
+            continue
+        store_word(octets, end, MAGIC | (CLASS << 8) | (row[DATA_AT] << 16) | (row[ELEMENTS] << 24))
+        octets[end + HEAD_BYTES] = top
+        octets[end + HEAD_BYTES + 1] = boundaries & 0xFF
+        octets[end + HEAD_BYTES + 2] = boundaries >> 8
+        end = write(octets, end + BODY_AT, plan, num_classes, num_escapes, gaps, steps, unary)
+        ends[at] = end
+        for number in range(num_classes):
+            if plan[number, CODER] == PLANE:
+                found[0], found[1] = num_classes, num_escapes
+                return at + 1
+        for j in range(num_escapes):
+            octets[end + 2 * j] = escapes[j] & 0xFF
+            octets[end + 2 * j + 1] = escapes[j] >> 8
+        end += 2 * num_escapes
+        ends[at] = end
+    return table.shape[0]
 
 
 @part
@@ -181,9 +217,9 @@ def low_part(value, bits):
 
 
 @part
-def write(octets, plan, num_classes, num_escapes, gaps, steps, unary):
-    """Write plan, signs, low bits, unary codes and suffixes. Returns the number of bytes. `unary` is scratch."""
-    writer = int64(0), uint64(0), int64(0)
+def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
+    """Write plan, signs, low bits, unary codes and suffixes. Returns where they end. `unary` is scratch."""
+    writer = int64(begin), uint64(0), int64(0)
     total = int64(0)
     for number in range(num_classes):
         writer = write_row(octets, writer, plan[number])

@@ -2,8 +2,8 @@
 
 A block's members of each class are a word of bits, and how many members come before the block is its *start*. So a rank is found
 by a search in the starts of its class, then in one word. Three steps of FANOUT reach all blocks of a chunk; no branch depends on
-what the data says, so none is guessed wrong. The search needs no memory, so it asks for lines at the end of the chunk behind this
-one in the base, which is what most often comes next. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
+what the data says, so none is guessed wrong. The search needs no memory, so it asks for lines at the end of the base of the chunk
+that comes next. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -56,10 +56,10 @@ def count_starts(base, shift, lowest, num_classes, words, starts, sums):
 
 @part
 def patch(
-    out, base, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
+    out, base, behind, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip
     """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
-    or another number of escapes. `escaped` is scratch.
+    or another number of escapes. `behind` is the base of the chunk that comes next. `escaped` is scratch.
     """
     if out.ctypes.data != base.ctypes.data:
         for at in range(uint64(base.size)):  # `out[:] = base` takes an element at a time
@@ -84,7 +84,7 @@ def patch(
             out[at] += uint16(steps[j])
             escaped[found] = at
             found += uint64(steps[j] == ESCAPE)
-            ask_for(base, 2 * base.size - j * LINE_ELEMENTS)
+            ask_for(behind, behind.size - j * LINE_ELEMENTS)
         cursors[number], ends[number] = inside, end
     table = class_table(lowest, num_classes)
     for at in range(num_groups * GROUP_ELEMENTS, base.size):

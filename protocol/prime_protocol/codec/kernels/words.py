@@ -54,6 +54,16 @@ def ask_for_line(builder: Any, pointer: Any) -> None:
 
 
 @intrinsic
+def pointer(_: Any, address: Any) -> Any:
+    """For `carray`: an array that lies at an address, so that one call can be given any number of them."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
 def ask_for(_: Any, words: Any, index: Any) -> Any:
     """Begin to bring the line of a word into the second cache. No index is wrong."""
 
