@@ -11,8 +11,8 @@ timing, each codec's result is compared with the new weights bit by bit. All ten
 that these small ones are in huge pages as those of a real model are.
 
 What this machine has to give is measured in the same rounds: the time to read each cache line of the base once, and what a second
-thread gains whoever copies memory, hashes, or counts in registers, and two processes that share nothing. `--json` prints the checks
-alone, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
+thread gains whoever copies memory, hashes, or counts in registers, and two processes that share nothing. `--json` prints the
+checks alone, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
 """
 
 from __future__ import annotations
