@@ -54,7 +54,7 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
             pause_s, reason = backoff.next_s(error), str(error)
         else:
             if said_s is not None:
-                log.info("%s: answered after %.0f s", what, clock.monotonic_s() - since_s)
+                log.warning("%s: answered after %.0f s", what, clock.monotonic_s() - since_s)  # as loud as the trouble
             return answer
         now_s = clock.monotonic_s()
         if said_s is None or now_s - said_s >= SAY_AGAIN_S:

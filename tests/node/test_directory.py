@@ -13,6 +13,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, Directory
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord
@@ -52,6 +53,24 @@ class Pauses(SystemClock):
         while (seconds := await self.asked.get()) < 0.8 * ASK_S_MAX:
             self.over.set()
         return seconds
+
+
+async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refusing(Finder):
+        async def find_peers(self, request: PeersRequest) -> PeersReply:
+            raise PeerError(ErrorCode.EXPIRED, "your clock is ahead")
+
+    caplog.set_level("INFO")
+    clock = Pauses()
+    directory = Directory(RUN, ANNA, Refusing(), clock=clock, rng=random.Random(1))
+    asking = asyncio.create_task(directory.run(list, lambda: None))
+    assert await clock.until_long() >= 0.8 * ASK_S_MAX
+    asking.cancel()
+    assert [line for line in caplog.messages if "names no peers" in line] == [
+        "the coordinator names no peers: expired: your clock is ahead"
+    ]
 
 
 async def test_a_newcomer_who_comes_to_us_is_asked_for_soon() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -130,6 +133,33 @@ async def test_rows_are_weights_and_biases_history(tmp_path: Path, monkeypatch: 
     found = wandb_history(tmp_path)
     mine = [{name: value for name, value in row.items() if not name.startswith("_")} for row in found]
     assert mine == [{"sft/sft_step": 5.0, "sft/loss": 9.0}, {"step": 1.0, "loss": 2.0}]
+
+
+WITHOUT_LOGIN = """
+import sys
+from pathlib import Path
+from prime_node.adapters.wandb_rows import WandbRows
+from prime_protocol.errors import LocalError
+try:
+    WandbRows(Path(sys.argv[1]), project="demo", run_id="a", name="a")
+except LocalError as error:
+    print("told:", error)
+"""
+
+
+def test_weights_and_biases_without_a_login_is_told_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    named = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    alone = named | {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:1", "WANDB_SILENT": "true"}
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LOGIN, tmp_path],
+        capture_output=True,
+        text=True,
+        env=alone,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "told: Weights & Biases: No API key" in ran.stdout, ran.stderr
+    assert "WANDB_MODE=offline" in ran.stdout
 
 
 async def test_the_coordinators_rows_are_a_run_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

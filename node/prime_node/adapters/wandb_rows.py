@@ -7,13 +7,20 @@ from typing import Any
 
 import wandb
 
+from prime_protocol.errors import LocalError
+
 
 class WandbRows:
-    """Implements observe.Recorder. After a restart the rows go on under the same id."""
+    """Implements observe.Recorder. After a restart the rows go on under the same id. Raises LocalError without a login."""
 
     def __init__(self, folder: Path, *, project: str, run_id: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, id=run_id, name=name, dir=str(folder), resume="allow")
+        try:
+            self._run = wandb.init(project=project, id=run_id, name=name, dir=str(folder), resume="allow")
+        except wandb.Error as error:
+            raise LocalError(
+                f"Weights & Biases: {error} Or set WANDB_MODE=offline: then the rows stay in {folder}, for `wandb sync`"
+            ) from None
         # W&B's own step counts calls; after a resume, and with rows of several kinds, that says nothing.
         self._run.define_metric("*", step_metric="step", step_sync=False)
         self._run.define_metric("sft/*", step_metric="sft/sft_step", step_sync=False)

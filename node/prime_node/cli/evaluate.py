@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import parse_link
@@ -82,12 +83,13 @@ async def _evaluate(
     from prime_node.keyfile import load_or_create
     from prime_node.observe import JsonLines
 
-    lock = FolderLock(folder)
+    lock, console = FolderLock(folder), Console(stderr=True, highlight=False, soft_wrap=True)
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
             run = await fetch_run(client, link.run, clock=wire.clock())
             client.bounds = run.spec.limits
+            console.print(f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}")
             model = await wire.model_folder(client, run, folder / "model")
             engine = await asyncio.to_thread(wire.engine, settings, model, run, cheat=None)
             worlds = await asyncio.to_thread(wire.environments, run.spec, model, folder=folder)

@@ -97,12 +97,15 @@ class Directory:
                 self.is_alone = False
                 self.hinted.clear()
             except (PeerError, Unreachable) as error:
-                log.info("the coordinator names no peers: %s", error)
+                if not self.is_alone:  # said once, until it answers again: the worker tells how long it is away
+                    log.info("the coordinator names no peers: %s", error)
                 self.is_alone = True
                 await self._exchange(links())
             tell()
-            is_news = len(self.records) > known or (offer.port is not None and self.reachable is None)
-            pause_s = ASK_S_MIN if is_news or not self.records else min(2 * pause_s, ASK_S_MAX)
+            unheard = offer.port is not None and self.reachable is None and not self.is_alone
+            is_news = len(self.records) > known or unheard
+            is_hopeful = is_news or not (self.records or self.is_alone)
+            pause_s = ASK_S_MIN if is_hopeful else min(2 * pause_s, ASK_S_MAX)
             await unless(self._woken.wait(), self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2)))
             if self._woken.is_set():  # whoever has just come is tried by the coordinator first
                 self._woken.clear()
