@@ -62,7 +62,7 @@ AT_THE_FLOOR = (
     "partial-1",
 )
 """All of them change the text: what an audit sees of others does not depend on how often there is one."""
-SLOW = ("int8", "temperature-0.95", "best-of-n")
+SLOW = ("int8", "temperature-0.95", "best-of-n", "ties")
 """One audited bundle of these may not be enough."""
 BY_DESIGN = (
     "escalation-3",

@@ -51,7 +51,7 @@ async def judged(
     stop = asyncio.Event()
     queue = MemoryCheckQueue([(lease, parcel)], stop)
     validator = make_validator(queue, TableScorer(), environment=environment)
-    validator.run, validator.secret = run, bytes(32)
+    validator.run, validator.comparisons.secret = run, bytes(32)
     await run_validator(validator, stop)
     return queue.results[digest_of(parcel)]
 

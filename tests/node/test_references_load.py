@@ -139,7 +139,7 @@ async def test_however_slowly_references_are_sampled_every_honest_bundle_has_its
     clock = VirtualClock()
     port, scorer = QueuePort(parcels, clock, check_s), SlowScorer(clock, bundle_s)
     validator = make_validator(port, scorer)  # type: ignore[arg-type]
-    validator.run, validator.secret, validator.clock = RUN, bytes(32), clock
+    validator.run, validator.comparisons.secret, validator.clock = RUN, bytes(32), clock
     moving = asyncio.create_task(clock.move())
     await run_validator(validator, port.stop)
     moving.cancel()
@@ -149,7 +149,7 @@ async def test_however_slowly_references_are_sampled_every_honest_bundle_has_its
     assert set(scorer.seeds.values()) <= {1}, "no reference is sampled twice"
     assert sum(bool(result.evidence and result.evidence.sums) for result in verdicts) >= compared_min
     assert validator.scoring == set()
-    assert validator.pace.backlog_s == pytest.approx(0.0)
+    assert validator.comparisons.pace.backlog_s == pytest.approx(0.0)
 
 
 async def test_references_that_are_sampled_in_pieces_are_whole_completions_of_the_policy(

@@ -22,10 +22,12 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.test_cases import case_in, check, judged
+from tests.node.test_keys_cli import write_key
 from tests.node.test_ledger import Shown, command, payloads, receipts_of, rewritten
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
+from prime_node.cli.run_dir import RunDir
 from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
 from prime_node.coordinator.daemon import Parts
 from prime_node.coordinator.state.records import LeaseRecord
@@ -194,6 +196,20 @@ async def test_a_coordinator_goes_on_with_its_chain_after_a_restart_and_not_with
     with pytest.raises(LocalError, match=r"restore .* assignment\.secret"):
         async with running(dataclasses.replace(memory_parts(run), secret=bytes(32))):
             pass
+
+
+async def test_a_ledger_in_the_coordinator_s_folder_tells_the_same_secret(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    async with two_steps_over(await folder_parts(chained(), place.coordinator)) as world:
+        shown = await shown_by(world)
+    write_key(place.key("coordinator"), COORDINATOR)
+    place.run_spec.write_bytes(world.run.envelope.to_bytes())
+    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
+    out = tmp_path / "ledger.jsonl"
+    assert (await asyncio.to_thread(command, "export", str(place.path), "--out", str(out))).exit_code == 0
+    told = parse_json(open_envelope(out.read_bytes().splitlines()[-1]).payload, LedgerHead)
+    assert told.secret == parse_json(shown.head.payload, LedgerHead).secret
+    assert place.assignment_secret.stat().st_mode & 0o777 == 0o600
 
 
 async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_path: Path) -> None:

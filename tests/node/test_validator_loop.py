@@ -252,4 +252,4 @@ async def test_a_scorer_that_never_computes_a_policy_judges_nobody_and_says_so()
     assert isinstance(fault, LocalError)
     assert "does not compute policy 0" in str(fault)
     assert queue.results == {}
-    assert validator.loaded == -1
+    assert validator.held.version == -1

@@ -13,6 +13,7 @@ from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.seed_chain import OpenSecret
 
 if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
@@ -83,13 +84,16 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
     if not path.exists():
         raise LocalError(f"{folder} holds no state.sqlite: the coordinator has not run yet")
     store = await open_sqlite(path)
+
+    async def newest() -> OpenSecret | None:
+        if run.spec.seed_chain is None:
+            return None
+        secrets = secrets_of(run, keep_secret(folder / "assignment.secret", secret_of(key)))
+        _, state = await restore_state(store, rules_of(run))
+        return newest_open(run, secrets, state.steps_over)
+
     try:
-        told = None
-        if run.spec.seed_chain is not None:
-            secrets = secrets_of(run, keep_secret(folder / "assignment.secret", secret_of(key)))
-            _, state = await restore_state(store, rules_of(run))
-            told = newest_open(run, secrets, state.steps_over)
-        yield StoredLedger(store, run.digest, key, wire.clock().now_ms, told)
+        yield StoredLedger(store, run.digest, key, wire.clock().now_ms, newest)
     finally:
         await store.close()
 

@@ -66,7 +66,7 @@ class Parts:
 
     run: PinnedRun
     key: SigningKey
-    secret: bytes
+    secret: bytes = field(repr=False)
     """Of the assignments (assignments.py): it stays when the key is replaced, and the run's seed chain follows from it."""
     config: CoordinatorConfig
     clock: Clock

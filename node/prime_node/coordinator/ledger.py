@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from prime_node.ports.store import Store
@@ -49,12 +49,12 @@ class StoredLedger:
     run: str
     key: SigningKey
     now_ms: Callable[[], int]
-    secret: OpenSecret | None = None
-    """The newest one of the seed chain that is open."""
+    secret: Callable[[], Awaitable[OpenSecret | None]]
+    """The newest one of the seed chain that is open. Asked after the chain was read: no line may be newer than it."""
 
     async def ledger_head(self) -> Envelope:
         chain = await load_chain(self.store, self.run)
-        return seal(chain.head(self.now_ms(), self.secret), PayloadType.LEDGER_HEAD, self.key)
+        return seal(chain.head(self.now_ms(), await self.secret()), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:
         return [line.encode() for line in await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)]

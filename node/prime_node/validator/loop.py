@@ -3,7 +3,7 @@
 Who waits for whom: `fetch` asks the coordinator for work (long poll, so the coordinator's news wakes it) and fills a bounded
 queue; `judge` empties it, one forward pass after another. The rewards of what it finds to be proven are computed beside it, each
 bundle's in a lane of its own, and a bounded number of bundles waits for lanes. What unseeded rewards are compared with is sampled
-before that, for one bundle after another, in short turns between forward passes (references.py). The policy that a bundle needs
+before that, in short turns between forward passes (references.py). The policy that a bundle needs
 comes from the follower, which has verified it. Nothing waits without a deadline: a request that gets no answer is tried again
 with growing pauses, an environment that does not answer fails, and a task whose deadline has passed is dropped, because the
 coordinator has given it to somebody else.
@@ -15,7 +15,6 @@ import asyncio
 import functools
 import logging
 import math
-import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +26,10 @@ from prime_node.ports.engine import EngineMismatch, GenerateRequest, SamplingSco
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
 from prime_node.validator.lanes import Lanes
-from prime_node.validator.references import Comparison, Pace, choose_groups, sample_references
+from prime_node.validator.references import Comparison, Comparisons
 from prime_node.validator.spans import policies_of
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, PeerError
@@ -66,19 +66,15 @@ class Validator:
     clock: Clock
     verdicts: Counter[str] = field(default_factory=Counter)
     """How many bundles were accepted, and refused by reason."""
-    loaded: int = -1
-    """The policy that the scorer holds; -1 where it must be loaded anew."""
-    secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
-    """What nobody can foresee: which unseeded groups are compared, and with what (references.py)."""
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    """Of unseeded bundles' rewards with what is sampled here."""
     scoring: set[str] = field(default_factory=set)
     """Bundles that are looked at here, from the forward pass to the answer."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    """Whose turn the scorer is: a forward pass, or a piece of references. First come, first served."""
-    sampling: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    """References are sampled for one bundle at a time."""
-    pace: Pace = field(default_factory=Pace)
     said_s: float = -math.inf
     """When the last line was written."""
+
+    def __post_init__(self) -> None:
+        self.held = HeldScorer(self.scorer)
 
 
 async def run(validator: Validator, stop: asyncio.Event) -> None:
@@ -143,7 +139,7 @@ async def _judge(
             await waiting.acquire()
             group.create_task(_reward(validator, task, opened, proven, waiting))
         else:
-            validator.pace.backlog_s += proven.comparison.bound_s
+            validator.comparisons.begin(proven.comparison)
             group.create_task(_compare(validator, task, opened, proven, waiting))
 
 
@@ -174,10 +170,13 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
     for attempt in range(1, LOADS_MAX + 1):
         try:
-            async with validator.turn:
-                return await _with_policies(validator, task, bundle, policies)
+            async with validator.held.turn(policies) as scorer:
+                # Planned before the bundle's own forward pass, whose time says how long its answers are.
+                comparison = await _planned(validator, task, bundle, scorer) if len(policies) == 1 else None
+                of_spans = policies if len(policies) > 1 else None
+                proven = await prove_bundle(bundle, scorer, run=validator.run, policies=of_spans)
+            return replace(proven, comparison=comparison)
         except EngineMismatch as error:
-            validator.loaded = -1
             log.error("bundle %s, load %d of %d: %s; it is not judged", task.bundle[:12], attempt, LOADS_MAX, error)
     raise LocalError(
         f"{validator.scorer.info.calibration_class} does not compute policy {max(versions)} on this machine after {LOADS_MAX} "
@@ -185,48 +184,20 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
     )
 
 
-async def _with_policies(
-    validator: Validator, task: CheckTask, bundle: OpenedBundle, policies: dict[int, Weights]
-) -> Judgement:
-    """With the scorer's turn. Raises EngineMismatch."""
-    if len(policies) > 1:
-        validator.loaded = -1
-        return await prove_bundle(bundle, validator.scorer, run=validator.run, policies=policies)
-    ((version, weights),) = policies.items()
-    await _hold(validator, version, weights)
-    comparison = await _planned(validator, task, bundle)
-    return replace(await prove_bundle(bundle, validator.scorer, run=validator.run), comparison=comparison)
-
-
-async def _hold(validator: Validator, version: int, weights: Weights) -> None:
-    """Raises EngineMismatch."""
-    if validator.loaded != version:
-        validator.loaded = -1
-        await validator.scorer.load(weights, policy_version=version)
-        validator.loaded = version
-
-
-async def _planned(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Comparison | None:
-    """Which rewards are compared. Before the bundle's own forward pass, whose time says how long its answers are."""
-    spec, lease = validator.run.spec, bundle.lease
-    if not (bundle.is_unseeded and spec.checks.compares_rewards):
+async def _planned(
+    validator: Validator, task: CheckTask, bundle: OpenedBundle, scorer: SamplingScorer
+) -> Comparison | None:
+    if not (bundle.is_unseeded and validator.run.spec.checks.compares_rewards):
         return None
-    chosen = choose_groups(lease, spec=spec, bundle=task.bundle, secret=validator.secret)
-    if not chosen:
-        return None
-    await validator.pace.measure(lease, validator.scorer, validator.clock)
-    planned = validator.pace.planned(
-        chosen,
-        tokens_max=lease.sampling.completion_tokens_max,
-        left_s=_seconds_left(validator, task),
+    return await validator.comparisons.plan(
+        task.bundle,
+        bundle.lease,
+        spec=validator.run.spec,
+        engine=scorer,
+        clock=validator.clock,
+        deadline_ms=task.deadline_ms,
         turns_max=validator.config.prefetch + 2,  # as many bundles as are here at once
     )
-    if (num := len(planned.chosen) if planned else 0) < len(chosen):
-        log.warning(
-            "bundle %s: rewards of %d of %d groups are compared; there is no time for more before its deadline",
-            task.bundle[:12], num, len(chosen),
-        )  # fmt: skip
-    return planned
 
 
 async def _compare(
@@ -238,23 +209,15 @@ async def _compare(
 
     async def generate(requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         weights = await asyncio.wait_for(validator.policy(version), POLICY_S_MAX)  # at hand, unless it was long ago
-        async with validator.turn:
-            await _hold(validator, version, weights)
-            return await validator.scorer.generate(requests, sampling)
+        async with validator.held.turn({version: weights}) as scorer:
+            return await scorer.generate(requests, sampling)
 
     try:
-        async with validator.sampling:
-            found = await sample_references(proven.comparison.chosen, bundle.lease.sampling, generate)
-    except (
-        EngineMismatch,
-        PeerError,
-        TimeoutError,
-    ) as error:  # the next forward pass tries to load it again, or says what is wrong
+        found = await validator.comparisons.sample(proven.comparison, bundle.lease.sampling, generate)
+    except (EngineMismatch, PeerError, TimeoutError) as error:  # the next forward pass says what is wrong
         log.error("bundle %s: policy %d is gone (%r); another validator gets it", task.bundle[:12], version, error)
         validator.scoring.discard(task.bundle)
         return
-    finally:
-        validator.pace.backlog_s -= proven.comparison.bound_s
     await waiting.acquire()
     await _reward(validator, task, bundle, replace(proven, references=found), waiting)
 

@@ -12,7 +12,11 @@ passes. A forward pass waits for one such turn at most.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +28,8 @@ from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import RunSpec
+
+log = logging.getLogger(__name__)
 
 References = Mapping[int, Sequence[Completion]]
 """What a validator sampled for a bundle, by index of the group in the lease: as many as the worker was asked for."""
@@ -85,6 +91,54 @@ class Pace:
         if not num or turns_s > WAIT_SHARE_MAX * left_s:
             return None
         return Comparison(dict(list(chosen.items())[:num]), num * group_s)
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """All of a validator's: planned beside its forward passes, and sampled for one bundle at a time."""
+
+    secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
+    """What nobody can foresee: which groups are compared, and with what."""
+    pace: Pace = field(default_factory=Pace)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+
+    async def plan(
+        self,
+        bundle: str,
+        lease: Lease,
+        *,
+        spec: RunSpec,
+        engine: Engine,
+        clock: Clock,
+        deadline_ms: int,
+        turns_max: int,
+    ) -> Comparison | None:
+        """What of a bundle is compared; None: nothing. To be called while nobody else uses the engine."""
+        chosen = choose_groups(lease, spec=spec, bundle=bundle, secret=self.secret)
+        if not chosen:
+            return None
+        await self.pace.measure(lease, engine, clock)
+        left_s = (deadline_ms - clock.now_ms()) / 1_000
+        tokens_max = lease.sampling.completion_tokens_max
+        planned = self.pace.planned(chosen, tokens_max=tokens_max, left_s=left_s, turns_max=turns_max)
+        if (num := len(planned.chosen) if planned else 0) < len(chosen):
+            log.warning(
+                "bundle %s: rewards of %d of %d groups are compared; there is no time for more before its deadline",
+                bundle[:12], num, len(chosen),
+            )  # fmt: skip
+        return planned
+
+    def begin(self, comparison: Comparison) -> None:
+        """It is going to be sampled: what is planned from now on comes after it."""
+        self.pace.backlog_s += comparison.bound_s
+
+    async def sample(self, comparison: Comparison, sampling: Sampling, generate: Generate) -> References:
+        """Of one that has begun. Raises what `generate` does."""
+        try:
+            async with self._turn:
+                return await sample_references(comparison.chosen, sampling, generate)
+        finally:
+            self.pace.backlog_s -= comparison.bound_s
 
 
 def choose_groups(lease: Lease, *, spec: RunSpec, bundle: str, secret: bytes) -> Chosen:
