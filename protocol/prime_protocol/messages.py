@@ -139,6 +139,8 @@ class ReturnLeaseRequest(WireModel):
 
     action: Literal["return_lease"] = "return_lease"
     lease_id: Digest
+    failed: bool = Field(default=False, exclude_if=_is_default)
+    """Its environment failed before it asked the model for anything. SPEC.md, section 8."""
 
 
 class LeaveRequest(WireModel):

@@ -6,6 +6,9 @@ The real daemon (SQLite, folders, signatures, uvloop where it is installed) in a
 server that does as little as can be: for heartbeats it answers a fixed text, for uploads it writes the body durably, by the same
 adapter, and checks nothing. The load comes from this process over raw sockets with everything signed beforehand, so on two cores
 one is the server's. Each figure is the median of three rounds; the spread is beside it.
+
+Then, in this process, what a lease costs where many wait for one: each time one is handed back, the handler that waits longest is
+woken, is granted its group, and waits again. Leases by processor time, with 20 who wait and with 2,000.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
 from prime_node.broadcast.follow.paths import Route
-from prime_node.coordinator.daemon import serve
+from prime_node.coordinator.api import leasing
+from prime_node.coordinator.daemon import open_core, serve
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import Rules
@@ -49,8 +53,8 @@ from prime_node.coordinator.state.tick import tick
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
-from prime_protocol.limits import Limits
-from prime_protocol.messages import JoinRequest, LeaseRequest, Request, Stamped
+from prime_protocol.limits import WAIT_S_MAX, Limits
+from prime_protocol.messages import JoinRequest, LeaseRequest, Request, ReturnLeaseRequest, Stamped
 
 CONNECTIONS = 8
 ROUNDS = 3
@@ -250,6 +254,38 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
     return rates
 
 
+async def bench_waiting(num_waiting: int, num_leases: int) -> float:
+    """Leases by a second of processor time, while so many wait for one."""
+    run = make_run(groups_per_step=num_leases, rollouts_per_group=8, max_steps=1)
+    core = await open_core(memory_parts(run))
+    names = [f"w{number}" for number in range(num_leases + num_waiting)]
+    for name in names:
+        core.decide(ev.WorkerJoined(name, name, "1", "e", 8))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    ask = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=8, wait_s=WAIT_S_MAX)
+    for name in names[:num_leases]:
+        await leasing.lease(core, name, ask)
+    held = list(core.state.leases)
+    assert len(held) == num_leases, "somebody has more than one group"
+    waiting = [asyncio.create_task(leasing.lease(core, name, ask)) for name in names[num_leases:]]
+    await asyncio.sleep(0.1)
+    began = time.process_time()
+    for number, (name, lease_id) in enumerate(zip(names, held, strict=False)):
+        await leasing.return_lease(core, name, ReturnLeaseRequest(lease_id=lease_id))
+        for _ in range(16):  # turns of the loop, until somebody has it
+            await asyncio.sleep(0)
+        assert core.state.num_leases == num_leases + number + 1
+        joined = f"late {number}"
+        core.decide(ev.WorkerJoined(joined, joined, "1", "e", 8))
+        waiting.append(asyncio.create_task(leasing.lease(core, joined, ask)))
+        await asyncio.sleep(0)
+    took = time.process_time() - began
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return num_leases / took
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about ten seconds")
@@ -258,6 +294,10 @@ def main() -> int:
     rates = bench_http(*((1_000, 80) if options.quick else (5_000, 300)))
     rates["events, 10 workers"] = bench_events(10, 10 if options.quick else 30)
     rates["events, 10,000 workers"] = bench_events(10_000, 10 if options.quick else 30)
+    for _ in range(ROUNDS):
+        for count in (20, 2_000):
+            rate = asyncio.run(bench_waiting(count, 64 if options.quick else 256))
+            rates.setdefault(f"leases by CPU, {count:,} wait", []).append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     checks = [
         ("heartbeats of the bare server's", median["heartbeats"] / median["bare heartbeats"], 0.12),
@@ -267,6 +307,11 @@ def main() -> int:
         (
             "events with 10,000 workers of those with 10",
             median["events, 10,000 workers"] / median["events, 10 workers"],
+            0.5,
+        ),
+        (
+            "leases by processor time, 2,000 waiting of those with 20",
+            median["leases by CPU, 2,000 wait"] / median["leases by CPU, 20 wait"],
             0.5,
         ),
     ]

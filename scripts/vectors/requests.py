@@ -57,6 +57,7 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
         WORKER,
     )
     yield "lease handed back", ReturnLeaseRequest(lease_id=LEASE), WORKER
+    yield "lease handed back, its environment failed", ReturnLeaseRequest(lease_id=LEASE, failed=True), WORKER
     yield "leave", LeaveRequest(), WORKER
     yield "receipts", ReceiptsRequest(after=41), WORKER
     yield "peers", PeersRequest(port=8_470, addresses=("/ip4/192.0.2.7/tcp/8470",), peers_max=12), WORKER

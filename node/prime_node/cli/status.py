@@ -87,6 +87,13 @@ class Usable(Told):
     last_s: float
 
 
+class Problems(Told):
+    """Problems whose environment fails whoever plays them."""
+
+    failing: int = 0
+    redrawn: int = 0
+
+
 class RunStatus(Told):
     """/v1/status, as far as it is shown."""
 
@@ -100,6 +107,7 @@ class RunStatus(Told):
     complete: bool = False
     waiting_for: tuple[str, ...] = ()
     rollouts: Rollouts = Rollouts()
+    problems: Problems = Problems()
     bytes_published: int = 0
     peers: int = 0
     usable: tuple[Usable, ...] = ()

@@ -46,6 +46,8 @@ def of_run(run: RunStatus) -> RenderableType:
             f"{last.last_s:.1f} s for the slowest of {last.workers}"
         )
     facts.add_row("published", published)
+    if run.problems.redrawn:
+        facts.add_row("problems", f"{run.problems.redrawn} exchanged: their environment failed whoever played them")
     for wait in run.waiting_for:
         facts.add_row("waits for", Text(printable(wait), style="yellow"))
     part = Text(f"{run.num_workers:,} workers take part")

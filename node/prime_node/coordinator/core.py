@@ -18,6 +18,7 @@ from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Banned, Evaluated, Settled, Woken
 from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.scheduler import is_work_left
 from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
@@ -105,7 +106,9 @@ class Core:
         effects = self.journal.record(event)
         self.observer.note(event, effects, self.state, self.clock.now_ms())
         for effect in effects:
-            if isinstance(effect, Woken):
+            if isinstance(effect, Woken) and effect.is_offer:
+                self.news.offer(effect.topic, self._is_work_left)
+            elif isinstance(effect, Woken):
                 self.news.publish(effect.topic)
             elif isinstance(effect, Settled) and not isinstance(event, ev.SuretyReleased):  # those were told before
                 self._follow_bundle(effect)
@@ -115,6 +118,9 @@ class Core:
             elif isinstance(effect, Banned):
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
                 self.banned.put_nowait(effect.worker)
+
+    def _is_work_left(self) -> bool:
+        return is_work_left(self.state)
 
     def _follow_bundle(self, effect: Settled) -> None:
         if effect.status is BundleStatus.PENDING:

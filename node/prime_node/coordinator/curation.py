@@ -26,9 +26,13 @@ _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
 
 
 def draws_of(core: Core, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """The draw of each slot that is about to be leased; empty where all take their first."""
+    """The draw of each slot that is about to be leased; empty where all take their first.
+
+    Without a curriculum, too, a problem that always fails is exchanged (state/failing.py)."""
     curriculum = core.state.curriculum
-    if core.state.is_evaluation(slots) or (not core.config.curriculum.is_on and not curriculum.draws):
+    if core.state.is_evaluation(slots) or (
+        not core.config.curriculum.is_on and not curriculum.draws and not curriculum.redraw
+    ):
         return ()
     draws = tuple(_draw(core, slot) for slot in slots)
     return draws if any(draws) else ()

@@ -36,6 +36,8 @@ class Generated:
     """None: it is to be handed back."""
     held: int
     """The policy that the engine holds now; -1 where it must be loaded anew."""
+    failed: bool = False
+    """An environment asked the model for nothing."""
 
 
 async def generate(
@@ -74,7 +76,8 @@ async def generate(
                 with timed(version):
                     await swapping.update(weights, policy_version=version, swap=swap)
                 policy.version = version
-        return Generated(await generating, policy.version)
+        rollouts = await generating
+        return Generated(rollouts, policy.version, failed=rollouts is None)
     except EngineMismatch as error:
         log.error("swap under way: %s; the lease is handed back", error)
         return Generated(None, -1)

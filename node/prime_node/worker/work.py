@@ -136,10 +136,10 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
     with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
         generated = await unless(worker.grace_over.wait(), work)
     worker.held = -1 if generated is None else generated.held
-    rollouts = None if generated is None else generated.rollouts
-    if rollouts is None:
-        await hand_back(worker, lease)
+    if generated is None or generated.rollouts is None:
+        await hand_back(worker, lease, failed=generated is not None and generated.failed)
         return
+    rollouts = generated.rollouts
     num_tokens = rollouts.num_tokens
     worker.pace.measured(rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s)
     worker.rollouts_generated += lease.num_rollouts
@@ -202,7 +202,7 @@ def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Ite
         worker.swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
 
 
-async def hand_back(worker: Worker, lease: Lease) -> None:
+async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> None:
     """Give a lease to others. One that has expired is theirs already: after a laptop's sleep that is
     nothing special."""
     worker.leases_dropped += 1
@@ -210,8 +210,9 @@ async def hand_back(worker: Worker, lease: Lease) -> None:
     if worker.seconds_left(lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return
-    log.info("lease %s cannot be finished in time; handing it back", lease.lease_id[:12])
-    request = ReturnLeaseRequest(lease_id=lease.lease_id)
+    why = "its environment failed" if failed else "it cannot be finished in time"
+    log.info("lease %s: %s; handing it back", lease.lease_id[:12], why)
+    request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed)
     try:
         await worker.session.attempt(lambda: worker.coordinator.return_lease(request))
     except (PeerError, Unreachable) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prime_node.coordinator import curation
+from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import replaced
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import copies
@@ -80,6 +81,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
     )
     if verdict.accepted:
         curation.rate(core, pending.lease, request.bundle)
+    elif reason in (RejectReason.INCOMPLETE, RejectReason.UNVERIFIABLE):
+        note_failed(core, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
     for name, value in request.measured.items():
         core.metrics.observe("prime_check_measured", value, number=name)
 

@@ -10,7 +10,7 @@ from prime_node.coordinator.curation import draws_of
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.endings import leases_remembered
-from prime_node.coordinator.state.records import Claim
+from prime_node.coordinator.state.records import Claim, LeaseRecord
 from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
@@ -93,6 +93,18 @@ async def return_lease(core: Core, signer: str, request: ReturnLeaseRequest) -> 
         raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
     if record.end is None:
         core.decide(ev.LeaseReturned(request.lease_id))
+        if request.failed:
+            note_failed(core, record)
+
+
+def note_failed(core: Core, record: LeaseRecord, *, is_judged: bool = False) -> None:
+    """A lease came to nothing because its environment failed. An evaluation asks everybody the same."""
+    if core.state.is_evaluation(record.slots):
+        return
+    before = core.state.num_redrawn
+    core.decide(ev.EpisodesFailed(record.worker, record.slots, is_judged))
+    if (redrawn := core.state.num_redrawn - before) > 0:
+        log.warning("step %d: %d problems fail for everybody who plays them; others are drawn", record.step, redrawn)
 
 
 async def leave(core: Core, signer: str, request: LeaveRequest) -> None:

@@ -31,6 +31,9 @@ METRICS = (
     Metric(MetricKind.COUNTER, "prime_rollouts_total", "Settled rollouts by outcome, since the start.", ("outcome",)),
     Metric(MetricKind.COUNTER, "prime_requests_total", "Requests by endpoint and outcome.", ("endpoint", "outcome")),
     Metric(MetricKind.COUNTER, "prime_upload_bytes_total", "Bytes of uploaded bundles."),
+    Metric(
+        MetricKind.GAUGE, "prime_problems_redrawn", "Problems exchanged for others, because they fail for everybody."
+    ),
     Metric(MetricKind.GAUGE, "prime_peers", "Peers that others are told of."),
     Metric(
         MetricKind.HISTOGRAM,
@@ -65,6 +68,7 @@ def status(core: Core) -> dict[str, Any]:
         "usable": core.usable.as_rows(USABLE_SHOWN_MAX),
         "peers": len(core.peers),
         "steps": _steps(state),
+        "problems": {"failing": len(state.failing), "redrawn": state.num_redrawn},
         "evaluations": core.evaluations.as_rows(state),
         "num_workers": state.num_active,
         "workers": [_worker(core, worker) for worker in workers[:WORKERS_SHOWN_MAX]],
@@ -84,6 +88,7 @@ def set_gauges(core: Core) -> None:
     metrics.set("prime_groups_open", sum(len(step.open) for step in state.steps.values()))
     metrics.set("prime_published_bytes", state.bytes_published)
     metrics.set("prime_events", core.journal.number)
+    metrics.set("prime_problems_redrawn", state.num_redrawn)
     metrics.set("prime_peers", len(core.peers))
 
 

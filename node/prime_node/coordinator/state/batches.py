@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import LEASE_NEWS, BundleForgotten, Effect
+from prime_node.coordinator.state.effects import LEASE_NEWS, LEASE_NEWS_FOR_ALL, BundleForgotten, Effect
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State, Worker
 from prime_node.coordinator.state.slot_records import Step
 
@@ -94,7 +94,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
         state.steps[number] = Step(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
-    return [LEASE_NEWS, *evaluations.retire(state)]
+    return [LEASE_NEWS_FOR_ALL, *evaluations.retire(state)]
 
 
 def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
@@ -111,7 +111,7 @@ def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int)
 
 def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
     state.draining = True
-    return [LEASE_NEWS]
+    return [LEASE_NEWS_FOR_ALL]
 
 
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {

@@ -25,9 +25,15 @@ class Woken:
     """Effect: whoever waits for this should look again."""
 
     topic: Topic
+    is_offer: bool = False
+    """One after another, the one who waits longest first, while anything is left. Otherwise all at once."""
 
 
-LEASE_NEWS, CHECK_NEWS, BATCH_NEWS = Woken(Topic.LEASE), Woken(Topic.CHECK), Woken(Topic.BATCH)
+CHECK_NEWS, BATCH_NEWS = Woken(Topic.CHECK), Woken(Topic.BATCH)
+LEASE_NEWS = Woken(Topic.LEASE, is_offer=True)
+"""There may be something to lease."""
+LEASE_NEWS_FOR_ALL = Woken(Topic.LEASE)
+"""It may be in vain to wait on: a newer policy is needed, or nothing more is leased."""
 
 
 @carrier(frozen=True, slots=True)

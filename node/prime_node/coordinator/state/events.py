@@ -103,6 +103,17 @@ class LeaseReturned:
 
 
 @carrier(frozen=True, slots=True)
+class EpisodesFailed:
+    """Slots whose environment failed on a worker: it handed its lease back for that, or its bundle was refused (failing.py)."""
+
+    worker: str
+    slots: tuple[int, ...]
+    is_judged: bool = False
+    """A validator's environment failed as well."""
+    type: Literal["episodes_failed"] = "episodes_failed"
+
+
+@carrier(frozen=True, slots=True)
 class LeasesExpired:
     """Leases whose time is up, or that their worker does not know of. They lapse."""
 
@@ -281,6 +292,7 @@ Event = (
     | WorkerUnbanned
     | LeaseGranted
     | LeaseReturned
+    | EpisodesFailed
     | LeasesExpired
     | BundleArrived
     | BundleTurnedAway

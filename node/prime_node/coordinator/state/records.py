@@ -260,6 +260,10 @@ class State:
     """Between two publications, likewise."""
     published_at_ms: int = 0
     curriculum: Curriculum = field(default_factory=Curriculum)
+    failing: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Slot -> who has said that its problem fails (failing.py)."""
+    num_redrawn: int = 0
+    """Problems that were exchanged because they failed."""
     unverifiable: int = 0
     """Bundles in a row that no validator could judge."""
     unverifiable_detail: str = ""

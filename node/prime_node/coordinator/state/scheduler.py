@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import islice
 
-from prime_node.coordinator.state import newcomers
+from prime_node.coordinator.state import failing, newcomers
 from prime_node.coordinator.state.batching import choose_batch
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import LeaseRecord, State, Worker
@@ -118,6 +118,16 @@ def choose_slots(
     return Refusal(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
 
 
+def is_work_left(state: State) -> bool:
+    """Whether a worker with the newest policy could be leased something that is open, its own limits aside."""
+    if state.is_ending:
+        return False
+    slots_end = state.rules.admission.slots_end(state.head)
+    return any(step.open and step.open[-1] < slots_end for step in state.steps.values()) or any(
+        evaluation.open for evaluation in state.evaluations.values()
+    )
+
+
 def _find_held_out(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
     evaluation = state.evaluations.get(policy_version)
     if evaluation is None or not evaluation.open:
@@ -147,7 +157,7 @@ def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: 
         slots = lowest_open(step, room if fitting >= room else max(1, fitting))
         if slots[-1] >= slots_end:
             slots = tuple(slot for slot in slots if slot < slots_end)
-        last = Grant(number, slots)
+        last = Grant(number, failing.alone(state, slots) if state.failing else slots)
         if fitting >= 1:
             break
     return last
@@ -311,6 +321,7 @@ def waits_for(state: State) -> list[str]:
     if num_open:
         who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"
         waits.append(f"{who}; {num_open} groups of {what} are open")
+    waits += failing.waits(state, steps)
     if leased:
         # The oldest leases first: whoever holds one of them for long is whom everything waits for.
         names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))

@@ -62,6 +62,8 @@ def fill(state: State, step: Step, slot: int, group: AcceptedGroup) -> None:
         return
     assert slot in step.held
     step.accepted[slot] = group
+    if state.failing:
+        state.failing.pop(slot, None)
     if not isinstance(step, Evaluation):
         state.num_ready += 1
         state.num_accepted_groups += 1

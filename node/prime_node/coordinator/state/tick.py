@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import batches, endings, newcomers, slots, suspicion, verdicts
+from prime_node.coordinator.state import batches, endings, failing, newcomers, slots, suspicion, verdicts
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import CHECK_NEWS, Effect, Settled
 from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, Worker
@@ -172,4 +172,5 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.VerdictGiven: verdicts.verdict_given,
     ev.SuretyReleased: verdicts.surety_released,
     **batches.HANDLERS,
+    **failing.HANDLERS,
 }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from prime_node.coordinator.state import audits, batches, copies, endings, slots, suspicion
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, BundleForgotten, Effect, LeaseEnded, Settled
+from prime_node.coordinator.state.effects import (
+    BATCH_NEWS,
+    LEASE_NEWS,
+    LEASE_NEWS_FOR_ALL,
+    BundleForgotten,
+    Effect,
+    LeaseEnded,
+    Settled,
+)
 from prime_node.coordinator.state.records import (
     LeaseEnd,
     LeaseRecord,
@@ -140,7 +148,7 @@ def _accept(
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *slots.room(state)]
     # The last step of the run being full is news for those who wait for a lease, too: there will be none.
-    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS] if state.is_complete else slots.room(state))]
+    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS_FOR_ALL] if state.is_complete else slots.room(state))]
 
 
 def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) -> None:

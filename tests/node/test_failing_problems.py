@@ -1,0 +1,133 @@
+"""A problem whose environment fails whoever plays it is exchanged, and one stranger cannot have that done."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle
+
+import pytest
+from tests.node.coordinator_world import make_run, memory_parts
+from tests.node.scheduler_world import Run
+
+from prime_node.broadcast.follow.paths import Route
+from prime_node.coordinator.api import leasing
+from prime_node.coordinator.api.status import status
+from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state import invariants, snapshot
+from prime_node.coordinator.state.batching import choose_batch, next_step
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.scheduler import waits_for
+from prime_node.coordinator.state.tick import tick
+from prime_protocol.identity import SigningKey
+from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest
+from prime_protocol.verdict import RejectReason
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run()
+    run.publish()
+    return run
+
+
+def fail(run: Run, worker: str) -> tuple[int, ...]:
+    """A lease of a group is handed back, because its environment failed."""
+    lease = run.granted(worker, 0, rollouts_max=2)
+    run.do(ev.LeaseReturned(lease.lease_id))
+    run.do(ev.EpisodesFailed(worker, lease.slots))
+    invariants.check(run.state)
+    return lease.slots
+
+
+async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
+    core = await open_core(memory_parts(make_run(groups_per_step=4, max_steps=2)))
+    workers = [SigningKey(bytes([number]) * 32).key_id for number in (7, 8, 9)]
+    for worker in workers:
+        core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    broken, _ = core.assigner.problem(0)
+    told: list[str] = []
+    for turn, worker in zip(range(100), cycle(workers), strict=False):
+        state = core.state
+        if state.head == 2:
+            break
+        asked = LeaseRequest(policy_version=state.head, policy_digest="d" * 64, rollouts_max=64)
+        if not isinstance(await leasing.lease(core, worker, asked), NotYet):
+            lease = list(state.leases.values())[-1]
+            if any(core.assigner.problem(slot)[0] == broken for slot in lease.slots):
+                await leasing.return_lease(core, worker, ReturnLeaseRequest(lease_id=lease.lease_id, failed=True))
+                told += [line for line in waits_for(state) if "fail" in line]
+                continue
+            bundle, count = f"{turn:064x}", len(lease.slots) * state.rules.rollouts_per_group
+            core.decide(ev.BundleArrived(bundle, lease.lease_id, worker, count, 1))
+            core.decide(ev.VerdictGiven(bundle, None, "", (1.0,) * count, 9, "v"))
+        if (chosen := choose_batch(state)) is not None:
+            core.decide(ev.BatchFixed(next_step(state), chosen))
+            core.decide(ev.ManifestPublished(state.head + 1, "d" * 64, (Route(None, 1),)))
+    assert core.state.head == 2
+    assert core.state.curriculum.draws == {0: 1}
+    assert status(core)["problems"] == {"failing": 0, "redrawn": 1}
+    assert told == [
+        "2 problems that fail, the first at slot 0: 1 of 3 have said so",
+        "2 problems that fail, the first at slot 0: 2 of 3 have said so",
+        "1 problems that fail, the first at slot 1: 1 of 3 have said so",
+    ]
+
+
+def test_one_network_cannot_have_a_problem_exchanged(run: Run) -> None:
+    run.join("anna", "ben")
+    for number in range(10):
+        run.join(f"sybil {number}", network="evil")
+        assert fail(run, f"sybil {number}") == (0,)
+    assert run.state.failing == {0: ("evil",)}
+    assert not run.state.curriculum.redraw
+    fail(run, "anna")
+    assert not run.state.curriculum.redraw
+    fail(run, "ben")
+    assert run.state.curriculum.redraw == {0}
+    assert run.state.num_redrawn == 1
+
+
+def test_a_stranger_who_is_alone_needs_a_validator_to_say_so_too(run: Run) -> None:
+    run.join("eve", network="evil")
+    fail(run, "eve")
+    assert run.state.failing == {0: ("evil",)}
+    run.do(ev.EpisodesFailed("eve", (0,), is_judged=True))
+    assert run.state.curriculum.redraw == {0}
+
+
+def test_an_accepted_group_ends_the_count(run: Run) -> None:
+    run.join("anna", "ben", "carl")
+    fail(run, "anna")
+    fail(run, "ben")
+    run.accept(run.upload(run.granted("carl", 0, rollouts_max=2)))
+    assert run.state.failing == {}
+
+
+def test_what_failed_is_leased_alone(run: Run) -> None:
+    run.join("anna", "ben")
+    lease = run.granted("anna", 0, rollouts_max=4)
+    run.do(ev.LeaseReturned(lease.lease_id))
+    run.do(ev.EpisodesFailed("anna", lease.slots))
+    assert lease.slots == (0, 1)
+    assert run.granted("anna", 0).slots == (0,)
+
+
+def test_an_older_log_exchanges_nothing(run: Run) -> None:
+    run.join("anna", "ben", "carl")
+    for worker in ("anna", "ben", "carl"):
+        run.refuse(run.upload(run.granted(worker, 0, rollouts_max=2)), RejectReason.INCOMPLETE)
+    assert (run.state.failing, run.state.curriculum.redraw) == ({}, set())
+
+
+def test_what_was_said_survives_a_restart_and_older_snapshots_hold_none_of_it(run: Run) -> None:
+    run.join("anna", "ben", "carl")
+    fail(run, "anna")
+    again = State(run.state.rules)
+    for event, at_ms in run.log:
+        tick(again, ev.from_json(ev.to_json(event)), at_ms)
+    assert again == run.state == snapshot.from_json(snapshot.to_json(run.state))
+    older = json.loads(snapshot.to_json(run.state))
+    del older["failing"], older["num_redrawn"]
+    assert snapshot.from_json(json.dumps(older)).failing == {}
