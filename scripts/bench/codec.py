@@ -325,7 +325,7 @@ def main() -> int:
         bench_deltas(name, base, new, rate, rounds, report)
     bench_anchor(name, new, rounds, report)
     if not options.rates:
-        bench_memory(1.0 if options.quick else 14.0, 0.2 if options.quick else 2.0, report)
+        bench_memory(1.0 if options.quick else 14.0, 0.2 if options.quick else 1.0, report)
         bench_start(report)
     report.finish()
     return 0 if all(check.ok or "stretch" in check.name for check in report.checks) else 1

@@ -80,6 +80,35 @@ def test_who_comes_second_waits_for_the_first_and_compiles_nothing(
     assert said == ["another process is compiling the codec's kernels: waiting for it"]
 
 
+def test_who_waits_for_a_process_that_hangs_compiles_beside_it_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
+    monkeypatch.setattr(kernels, "LOCK_S_MAX", 0.0)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with (tmp_path / "kernels.lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert kernels.compile_once(lambda text: None)
+    assert "hangs or was stopped" in caplog.text
+    assert (tmp_path / "kernels-key.compiled").exists()
+
+
+def test_who_has_compiled_clears_away_what_was_compiled_of_older_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, before = "0123abcd", "4567cdef"
+    stale = {f"decode.apply-{before}-61.py311.nbi", f"full.merge-{before}-22.py311.1.nbc", f"kernels-{before}.compiled"}
+    stale.add(f"kernels-{before}-{now}.compiled")
+    kept = {f"decode.apply-{now}-61.py311.nbi", f"full.merge-{now}-22.py312.2.nbc", f"kernels-{now}-{before}.compiled"}
+    kept |= {"base.cpython-311.pyc", "other.f-12.py311.nbi", "kernels.lock"}
+    for name in stale | kept:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), f"{now}-89abcdef"))
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert kernels.compile_once(lambda text: None)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, f"kernels-{now}-89abcdef.compiled"}
+
+
 @pytest.mark.parametrize(("script", "code"), [("exit 1", 1), ("kill -9 $$", -9)], ids=["fails", "is_killed"])
 def test_where_a_compiler_ends_early_the_process_codes_without_kernels_and_the_next_one_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, code: int

@@ -2,7 +2,8 @@
 
 Who waits for whom: the first process that finds nothing compiled holds a lock beside numba's cache while two children compile,
 one the decoder and one the encoder, since numba compiles one function at a time in a process. Whoever comes meanwhile waits for
-the lock; then all load machine code. Lock and children fall with their process, so a killed one leaves the work to the next.
+the lock, LOCK_S_MAX at most; then all load machine code. Lock and children fall with their process, so a killed one leaves the
+work to the next. Who has compiled clears away what was compiled of older sources.
 
 Nothing ends because of a compiler: a process whose children fail, or are killed for memory, codes without kernels.
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from prime_protocol.codec.api import give_up_kernels
@@ -29,6 +31,12 @@ Say = Callable[[str], None]
 
 COMPILE_S_MAX = 900.0
 """A compiler that takes longer hangs: on two busy cores it takes 20 s."""
+LOCK_S_MAX = COMPILE_S_MAX + 60.0
+"""Who holds the lock for longer hangs, or was stopped."""
+LOOK_S = 0.1
+"""How often a process that waits looks whether the lock is free."""
+COMPILED = re.compile(r"(\w+\.\w+-(\w{8})-\d+\.py\w+\.(nbi|\d+\.nbc)|kernels-(\w{8})\b.*\.compiled)")
+"""The files that numba writes for a kernel, and our own mark. Each name carries the checksum of the kernels' sources."""
 
 _CHILD = """
 import gc, os, threading
@@ -77,6 +85,7 @@ def compile_once(say: Say) -> bool:
             )
             return False
         done.touch()
+        _clear(folder, place[1])
         say(f"compiled the codec's kernels in {time.monotonic() - began_s:.1f} s")
         return True
 
@@ -107,10 +116,36 @@ def _turn(path: Path, say: Say) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 say("another process is compiling the codec's kernels: waiting for it")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _wait_for(descriptor, path)
         except OSError as error:
             log.info("no lock on %s: %s", path, error.strerror)
         yield
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    """A lock that another process holds; after LOCK_S_MAX without it."""
+    until_s = time.monotonic() + LOCK_S_MAX
+    while time.monotonic() < until_s:
+        time.sleep(LOOK_S)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+    log.warning(
+        "a process has held %s for %.0f s, so it hangs or was stopped: going on beside it; `fuser %s` names it",
+        path,
+        LOCK_S_MAX,
+        path,
+    )
+
+
+def _clear(folder: Path, key: str) -> None:
+    """Remove what was compiled of sources that are no more: a folder belongs to the sources in one place. Whoever still runs
+    them has loaded them, or compiles anew."""
+    for path in folder.iterdir():
+        found = COMPILED.fullmatch(path.name)
+        if found and not key.startswith(found[2] or found[4]):
+            with suppress(OSError):  # another user's
+                path.unlink()
 
 
 def _open(path: Path) -> int:

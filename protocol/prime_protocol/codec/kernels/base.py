@@ -53,15 +53,17 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def cache_key() -> str:
-    """Changes whenever numba would compile the kernels anew: with their files, numba itself, Python and the processor."""
+    """Changes whenever numba would compile the kernels anew: with their files, numba itself, Python and the processor.
+
+    Begins with the checksum that the names of the compiled kernels carry.
+    """
     parts = (
-        _STAMP,
         [path.stat().st_mtime for path in _SOURCES],
         numba.__version__,
         sys.version,
         cpu_target.target_context.codegen().magic_tuple(),
     )
-    return f"{zlib.crc32(repr(parts).encode()):08x}"
+    return f"{_STAMP}-{zlib.crc32(repr(parts).encode()):08x}"
 
 
 part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
