@@ -83,6 +83,32 @@ def test_a_record_that_was_changed_on_the_way_is_refused() -> None:
     trio.run(talk)
 
 
+def test_a_cancelled_write_leaves_whole_or_not_at_all() -> None:
+    async def talk() -> None:
+        dialled, listened = await sessions(Noise, Noise)
+        async with trio.open_nursery() as nursery:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await dialled.write(b"x" * 100_000)
+            nursery.start_soon(dialled.write, b"and then")
+            with trio.fail_after(5):
+                assert await listened.read(100_008) == b"x" * 100_000 + b"and then"
+
+    trio.run(talk)
+
+
+def test_a_peer_that_takes_nothing_loses_the_link() -> None:
+    async def talk() -> None:
+        dialled, _ = await sessions(Noise, Noise)
+        dialled._raw.stream.stream.send_stream.send_all_hook = trio.sleep_forever
+        with pytest.raises(ConnectionClosedError, match="took nothing"):
+            await dialled.write(b"x")
+        with pytest.raises(ConnectionClosedError):
+            await dialled.read(1)
+
+    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 def test_the_end_of_the_link_is_told() -> None:
     async def talk() -> None:
         dialled, listened = await sessions(Noise, Noise)

@@ -124,6 +124,33 @@ def test_a_writer_without_credit_is_told_of_the_end_of_its_stream() -> None:
     on_trio(talk)
 
 
+@pytest.mark.parametrize(("size", "is_cut"), [(5, False), (2 * WINDOW, True)])
+def test_a_cancelled_write_has_sent_nothing_or_says_that_it_was_cut(size: int, is_cut: bool) -> None:
+    async def talk() -> None:
+        async with links(Yamux, Yamux) as (one, other):
+            opened, accepted = await pair_of_streams(one, other)
+            scope = trio.CancelScope()
+
+            async def write() -> None:
+                with scope:
+                    await opened.write(bytes(size))
+
+            async with trio.open_nursery() as nursery:
+                if not is_cut:
+                    await one._write_lock.acquire()  # another stream's turn
+                nursery.start_soon(write)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+            assert isinstance(opened, Stream)
+            assert opened.is_cut is is_cut
+            if not is_cut:
+                one._write_lock.release()
+                await opened.write(b"whole")
+                assert await accepted.read(10) == b"whole"
+
+    on_trio(talk)
+
+
 @pytest.mark.parametrize("frame", [(1, 0, 0, 1, 0), (0, 9, 0, 1, 0), (0, library.TYPE_GO_AWAY, 0, 0, 0)])
 def test_nonsense_and_a_farewell_end_the_link_and_nothing_else(frame: tuple[int, ...]) -> None:
     async def talk() -> None:

@@ -7,6 +7,7 @@ that are written together leave in one call.
 
 from __future__ import annotations
 
+import trio
 from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
@@ -14,8 +15,12 @@ from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH, SIZE_NOISE_MESSAGE_LE
 from libp2p.security.noise.transport import Transport
 from libp2p.security.secure_session import SecureSession
 
+from prime_protocol import limits
+
 RECEIVE_BYTES = 256 * 2**10
 """Of one read."""
+WRITE_S_MAX = limits.PEER_STALL_S_MAX
+"""To hand to the system what is written together, which a peer that reads takes within moments."""
 
 
 class Noise(Transport):  # type: ignore[misc]
@@ -75,8 +80,16 @@ class _Session(SecureSession):  # type: ignore[misc]
         del self._sealed[:place]
 
     async def write(self, data: bytes) -> None:
+        """Whole, even where the caller is cancelled meanwhile: a record that is sealed and not sent, or cut, is the link's end.
+
+        Raises ConnectionClosedError where the other side takes nothing for WRITE_S_MAX; the link is closed then.
+        """
         frames = []
         for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
             record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
             frames += [len(record).to_bytes(SIZE_NOISE_MESSAGE_LEN, "big"), record]
-        await self._raw.write(b"".join(frames))
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_S_MAX) as scope:
+            await self._raw.write(b"".join(frames))
+        if scope.cancelled_caught:
+            await self._raw.close()
+            raise ConnectionClosedError(f"the other side took nothing for {WRITE_S_MAX:g} s")

@@ -129,10 +129,13 @@ class AskingStream:
         asked.settled.set()
 
     async def _write(self, frame: bytes) -> None:
-        """A frame that is cut short would shift all that follow: then the stream ends."""
+        """A frame that is cut short would shift all that follow: then the stream ends. One that was cancelled before it left, as
+        happens in the end game, ends nothing."""
         try:
             await self._stream.write(frame)
         except BaseException as error:
+            if not isinstance(error, Exception) and not self._stream.muxed_stream.is_cut:
+                raise
             self.is_open = False
             await reset(self._stream)
             if isinstance(error, Exception):

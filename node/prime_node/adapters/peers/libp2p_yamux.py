@@ -62,6 +62,8 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         self.missing_bytes = 0
         """What its reader lacks, where it knows."""
         self.credited = trio.Event()
+        self.is_cut = False
+        """A write ended after some of its bytes had left."""
         self._writing = trio.Lock()
         self._uncredited_bytes = 0
 
@@ -95,19 +97,23 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         return buffer
 
     async def write(self, data: bytes) -> None:
-        """Raises MuxedStreamError where the stream is closed, or gets no credit for STALL_S."""
+        """Raises MuxedStreamError where the stream is closed, or gets no credit for STALL_S. A cancelled write has sent nothing,
+        or `is_cut` says that the stream is of no more use."""
         async with self._writing:
             sent = 0
-            while sent < len(data):
-                await self._until_credited()
-                end = sent + min(self.send_window, len(data) - sent, WRITE_BYTES)
-                self.send_window -= end - sent
-                frames = []
-                for start in range(sent, end, library.MAX_MESSAGE_SIZE):
-                    body = data[start : min(end, start + library.MAX_MESSAGE_SIZE)]
-                    frames += [_HEADER.pack(0, library.TYPE_DATA, 0, self.stream_id, len(body)), body]
-                await self.conn._write_frame(b"".join(frames))
-                sent = end
+            try:
+                while sent < len(data):
+                    await self._until_credited()
+                    end = sent + min(self.send_window, len(data) - sent, WRITE_BYTES)
+                    frames = []
+                    for start in range(sent, end, library.MAX_MESSAGE_SIZE):
+                        body = data[start : min(end, start + library.MAX_MESSAGE_SIZE)]
+                        frames += [_HEADER.pack(0, library.TYPE_DATA, 0, self.stream_id, len(body)), body]
+                    await self.conn._write_frame(b"".join(frames))
+                    self.send_window -= end - sent
+                    sent = end
+            finally:
+                self.is_cut = self.is_cut or 0 < sent < len(data)
 
     async def _until_credited(self) -> None:
         with trio.move_on_after(STALL_S):
