@@ -157,10 +157,13 @@ class AnyRun(RuleBasedStateMachine):
                 )
                 self.run_.do(ev.GroupsRated(lease.step, ratings))
 
-    @rule(data=st.data())
-    def hand_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), failed=st.booleans())
+    def hand_back(self, data: st.DataObject, failed: bool) -> None:
         if self.state.leases:
-            self.run_.do(ev.LeaseReturned(data.draw(st.sampled_from(list(self.state.leases)))))
+            lease = data.draw(st.sampled_from(list(self.state.leases.values())))
+            self.run_.do(ev.LeaseReturned(lease.lease_id))
+            if failed:
+                self.run_.do(ev.EpisodesFailed(lease.worker, lease.slots, is_judged=data.draw(st.booleans())))
 
     @rule(ms=st.integers(0, 1_500))
     def let_time_pass(self, ms: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.builder import build_lease
+from tests.node.table_engine import TableEngine
 from tests.node.worker_world import COORDINATOR, WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -30,8 +31,8 @@ from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, HeldOut, Question, held_out
 from prime_node.trainer.recipe import Recipe
 from prime_node.validator import judge
-from prime_node.worker.episodes import NothingSampled, play_lease
-from prime_node.worker.generating import generate
+from prime_node.worker.episodes import NothingSampled, Sample, play_lease
+from prime_node.worker.generating import Generated, generate
 from prime_node.worker.leases import bundle_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
@@ -42,6 +43,7 @@ from prime_protocol.run_spec import EnvironmentSpec, Option, PinnedRun
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.turns import Turn, rollouts_of_turns, turn_seed
 from prime_protocol.verdict import RejectReason
+from prime_protocol.weights import Weights
 
 WORDS: dict[str, Option] = {"task": "spell_backward", "min_word_len": 3, "max_word_len": 4}
 ENVIRONMENTS = (
@@ -236,8 +238,19 @@ async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: Pi
     async def sample(requests: list[GenerateRequest]) -> list[Completion]:
         return [Completion((1,), (-0.5,), FinishReason.STOP) for _ in requests]
 
+    lease = lease_of(run, model)
     with pytest.raises(NothingSampled):
-        await play_lease(lease_of(run, model), run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
+        await play_lease(lease, run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
+
+    async def play(lease: Lease, _: Sample) -> list[list[Turn]]:
+        return await play_lease(lease, run.spec, {"again": Silent()}, sample)  # type: ignore[dict-item]
+
+    async def newer(policy_version: int) -> tuple[int, Weights]:
+        raise AssertionError("nobody swaps here")
+
+    assert await generate(TableEngine(), lease, SwapPolicy.DRAIN, held=0, wait_newer=newer, play=play) == Generated(
+        None, 0, failed=True
+    )
 
 
 async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: PinnedRun, model: Path) -> None:

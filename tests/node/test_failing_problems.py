@@ -6,7 +6,7 @@ import json
 from itertools import cycle
 
 import pytest
-from tests.node.coordinator_world import make_run, memory_parts
+from tests.node.coordinator_world import ANNA, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import Run
 
 from prime_node.broadcast.follow.paths import Route
@@ -73,6 +73,23 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
         "2 problems that fail, the first at slot 0: 2 of 3 have said so",
         "1 problems that fail, the first at slot 1: 1 of 3 have said so",
     ]
+
+
+async def test_a_group_that_no_validator_can_score_is_another_problem_the_next_time() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        lease = await world.lease(ANNA, rollouts_max=1)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        await world.judge(reason=RejectReason.UNVERIFIABLE)
+        again = await world.lease(ANNA, rollouts_max=1)
+        assert [group.slot for group in again.groups] == [group.slot for group in lease.groups]
+        assert again.groups[0].problem != lease.groups[0].problem
+        await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=again.lease_id))
+        kept = await world.lease(ANNA, rollouts_max=1)
+        assert kept.groups == again.groups, "handed back for another reason, it stays what it is"
+        await world.client(ANNA).upload(make_parcel(kept, ANNA))
+        await world.judge()
 
 
 def test_one_network_cannot_have_a_problem_exchanged(run: Run) -> None:

@@ -45,6 +45,8 @@ def _draw(core: Core, slot: int) -> int:
         return draw  # somebody works on it already
     if slot in state.curriculum.redraw:
         draw += 1
+    if not state.curriculum.examples:
+        return draw
     for tried in range(draw, draw + TRIES_MAX):
         if not state.curriculum.is_pooled(core.assigner.example(slot, tried)):
             return tried
