@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def start(folder: Path, *, ranks: int, restarts_max: int = 8) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     command = torchrun_command(ranks, restarts_max=restarts_max, arguments=[str(folder), str(STEPS)])
-    command[command.index("prime_node.trainer")] = "tests.node.cluster_process"
+    module = command.index("prime_node")
+    command[module : module + 2] = ["tests.node.cluster_process"]
     with (folder / "out").open("ab") as out:
         return subprocess.Popen(
             command,

@@ -17,6 +17,7 @@ from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, make_run, memory_
 from tests.node.test_operate import operate, run_dir_of
 from typer.testing import CliRunner, Result
 
+from prime_node.cli import run_status
 from prime_node.cli import status as status_file
 from prime_node.cli.main import app
 from prime_node.worker.status import Status, write_status
@@ -99,7 +100,7 @@ def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
 
 
 def test_a_status_beyond_the_bound_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_file, "STATUS_BYTES_MAX", 100)
+    monkeypatch.setattr(run_status, "STATUS_BYTES_MAX", 100)
     body = json.dumps({"run": "0" * 64, "step": 0, "head": 0, "max_steps": 1, "name": "n" * 100}).encode()
     with server_that_answers(body) as url, pytest.raises(LocalError, match="does not tell a status"):
         shown(url)

@@ -27,7 +27,7 @@ def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str])
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
-        *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "prime_node.trainer"),
+        *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "prime_node", "trainer"),
         *arguments,
     ]
 

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.status import run_status
+from prime_node.cli.run_status import run_status
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal

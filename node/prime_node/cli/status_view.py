@@ -14,7 +14,7 @@ from prime_node.cli.screen import size
 from prime_protocol.errors import printable
 
 if TYPE_CHECKING:
-    from prime_node.cli.status import RunStatus, WorkerLine
+    from prime_node.cli.run_status import RunStatus, WorkerLine
     from prime_node.worker.status import Status
 
 WORKERS_SHOWN_MAX = 50

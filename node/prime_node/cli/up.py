@@ -25,8 +25,8 @@ from rich.live import Live
 from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.run_status import get_status
 from prime_node.cli.screen import Progress, one_line, render
-from prime_node.cli.status import get_status
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
 from prime_node.folder_lock import FolderLock
