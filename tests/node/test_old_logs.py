@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.scheduler_world import RULES
+from tests.node.scheduler_world import RULES, Run
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import events as ev
@@ -92,9 +92,20 @@ def test_an_older_log_of_many_workers_may_speak_of_any_of_the_last_64_leases() -
         tick(state, ev.from_json(json.dumps(event)), 1_000)
     invariants.check(state)
     anna = state.workers["anna"]
-    assert list(anna.pending.values()) == ["late"]
+    assert anna.pending == ("late",)
     assert anna.refused == {RejectReason.LEASE_EXPIRED: 1, RejectReason.EQUIVOCATION: 1}
     assert anna.strikes == 1
     assert len(anna.ended) == 39
     tick(state, ev.LeaseGranted("new", "anna", 0, 0, "d", (40,), 2_000, remembered=leases_remembered(state)), 1_000)
     assert list(anna.ended) == leases[-26:]
+
+
+def test_a_snapshot_that_names_the_leases_of_waiting_bundles_is_read() -> None:
+    run = Run()
+    run.join("anna")
+    run.publish()
+    bundle = run.upload(run.granted("anna", 0))
+    older = json.loads(snapshot.to_json(run.state))
+    assert older["workers"]["anna"]["pending"] == [bundle]
+    older["workers"]["anna"]["pending"] = {run.state.bundles[bundle].lease.lease_id: bundle}
+    assert snapshot.from_json(json.dumps(older)) == run.state

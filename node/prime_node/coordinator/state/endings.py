@@ -48,7 +48,7 @@ def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectR
 def stop_waiting(state: State, worker: Worker, pending: PendingBundle, step: Step | None) -> list[Effect]:
     """A worker's bundle for a lease of `step` waits no longer. The caller counts its worker again."""
     del state.bundles[pending.bundle]
-    del worker.pending[pending.lease.lease_id]
+    worker.pending = without(worker.pending, pending.bundle)
     _remember_ended(worker, pending.lease)
     # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
     return [BundleForgotten(pending.bundle)] if step is None and pending.bundle not in state.evidence else []
@@ -73,18 +73,16 @@ def note_wasted(state: State, worker: Worker, at_ms: int) -> None:
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
 
 
-def close(worker: Worker, lease: LeaseRecord) -> None:
-    """A lease is no longer among a worker's open ones."""
-    worker.leases = (
-        tuple([other for other in worker.leases if other != lease.lease_id]) if len(worker.leases) > 1 else ()
-    )
+def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """All but one, which is nearly always all there is."""
+    return tuple([other for other in names if other != name]) if len(names) > 1 else ()
 
 
 def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
     """An open lease is open no longer. Its slots are the caller's."""
     del state.leases[lease.lease_id]
     worker = state.workers[lease.worker]
-    close(worker, lease)
+    worker.leases = without(worker.leases, lease.lease_id)
     newcomers.recount(state, worker)
     lease.end = end
     _remember_ended(worker, lease)
@@ -148,6 +146,6 @@ def banish(state: State, worker: Worker, ban: Ban) -> list[Effect]:
         state.evidence.append(ban.evidence)
     newcomers.banned(state, worker, ban.at_ms)
     effects = [Banned(worker.worker, ban), *deactivate(state, worker, ban.at_ms)]
-    for bundle in list(worker.pending.values()):
+    for bundle in worker.pending:
         effects += refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
     return effects

@@ -96,7 +96,7 @@ def _check_leases(state: State) -> None:
     for bundle, pending in state.bundles.items():
         assert pending.bundle == pending.lease.bundle == bundle
         assert pending.lease.end is LeaseEnd.REDEEMED
-        assert state.workers[pending.lease.worker].pending[pending.lease.lease_id] == bundle
+        assert bundle in state.workers[pending.lease.worker].pending
         _check_lease(state, pending.lease)
 
 

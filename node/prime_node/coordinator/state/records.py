@@ -11,6 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Curriculum
@@ -110,6 +113,11 @@ class Ban:
     kind: BanKind = BanKind.HARD
 
 
+def _names_of(found: object) -> object:
+    """Older snapshots say for which lease each bundle came."""
+    return tuple(found.values()) if isinstance(found, dict) else found
+
+
 @dataclass(slots=True)
 class Worker:
     """What is known of one key."""
@@ -164,8 +172,8 @@ class Worker:
     """Rollouts by reason."""
     leases: tuple[str, ...] = ()
     """Ids of its open leases."""
-    pending: dict[str, str] = field(default_factory=dict)
-    """Lease id -> its bundle that waits for a verdict."""
+    pending: Annotated[tuple[str, ...], BeforeValidator(_names_of)] = ()
+    """Its bundles that wait for a verdict."""
     ended: dict[str, LeaseRecord] = field(default_factory=dict)
     """Its last leases that ended and wait for nothing, oldest first."""
 
@@ -329,9 +337,8 @@ class State:
         if lease is not None:
             return lease
         known = self.workers[worker]
-        if lease_id in known.pending:
-            return self.bundles[known.pending[lease_id]].lease
-        return known.ended.get(lease_id)
+        waiting = (self.bundles[bundle].lease for bundle in known.pending)
+        return next((one for one in waiting if one.lease_id == lease_id), None) or known.ended.get(lease_id)
 
     def is_redeemable(self, lease: LeaseRecord) -> bool:
         """Open; or lapsed while all its slots still wait for somebody, so that nothing speaks against a late bundle."""

@@ -183,6 +183,7 @@ def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_
     slots_end = state.rules.admission.slots_end(policy_version)
     if state.rollout_ms == 0:
         return None
+    mine = {*worker.leases, *(state.bundles[bundle].lease.lease_id for bundle in worker.pending)}
     for lease in islice(state.leases.values(), STRAGGLERS_LOOKED_AT_MAX):
         step = state.steps.get(lease.step)
         if lease.worker == worker.worker or step is None or state.is_evaluation(lease.slots):
@@ -196,7 +197,7 @@ def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_
             if slot < slots_end
             and slot not in step.accepted
             and len(step.held[slot]) < copies_max
-            and not any(lease_id in worker.leases or lease_id in worker.pending for lease_id in step.held[slot])
+            and mine.isdisjoint(step.held[slot])
         )
         if slots:
             return Grant(lease.step, slots[:count_max])

@@ -31,11 +31,13 @@ def attempt(step: Step, slots: tuple[int, ...]) -> tuple[int, ...]:
 
 def hold(step: Step, lease: LeaseRecord) -> None:
     """A lease holds its slots, which are open or held by others."""
+    mine = (lease.lease_id,)
     for slot in lease.slots:
-        holders = step.held.get(slot, ())
-        if not holders:
+        if slot in step.held:
+            step.held[slot] += mine
+        else:
             _close(step.open, slot)
-        step.held[slot] = (*holders, lease.lease_id)
+            step.held[slot] = mine
 
 
 def let_go(state: State, step: Step | None, lease: LeaseRecord) -> list[Effect]:

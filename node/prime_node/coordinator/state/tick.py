@@ -129,10 +129,10 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     assert state.is_redeemable(lease)
     step = state.step_of(lease)
     assert step is not None
-    worker.pending[lease.lease_id] = event.bundle
+    worker.pending += (event.bundle,)
     if lease.end is None:
         del state.leases[lease.lease_id]
-        endings.close(worker, lease)
+        worker.leases = endings.without(worker.leases, lease.lease_id)
     else:  # lapsed, but nobody took over
         del worker.ended[lease.lease_id]
         slots.hold(step, lease)

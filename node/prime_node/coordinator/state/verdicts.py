@@ -78,7 +78,7 @@ def _found_out(
     """What follows for a worker from a bundle that could only be dishonest, whose receipt says so."""
     worker.strikes += 1
     effects = audits.found_out(state, worker)
-    for unaudited in [each for each in worker.pending.values() if not state.bundles[each].audited]:
+    for unaudited in [each for each in worker.pending if not state.bundles[each].audited]:
         effects += endings.refuse(state, state.bundles[unaudited], RejectReason.UNPROVEN, audits.TAKEN_BACK)
     ban = suspicion.ban_after(state, worker, bundle, reason, weighed, at_ms)
     return effects if ban is None else effects + endings.banish(state, worker, ban)
