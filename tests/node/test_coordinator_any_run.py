@@ -116,7 +116,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def upload(self, data: st.DataObject) -> None:
-        ended = [lease for worker in self.state.workers.values() if worker.active for lease in worker.ended.values()]
+        ended = [lease for worker in self.state.workers.values() if worker.active for lease in worker.ended]
         leases = [lease for lease in [*self.state.leases.values(), *ended] if self.state.is_redeemable(lease)]
         if leases:
             self.run_.upload(data.draw(st.sampled_from(leases)), audited=data.draw(st.booleans()))
@@ -132,7 +132,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def contradict(self, data: st.DataObject) -> None:
-        ended = [lease for worker in self.state.workers.values() for lease in worker.ended.values() if worker.active]
+        ended = [lease for worker in self.state.workers.values() for lease in worker.ended if worker.active]
         known = [lease for lease in ended if lease.bundle is not None and lease.reason is None]
         if leases := [*(pending.lease for pending in self.state.bundles.values()), *known]:
             lease = data.draw(st.sampled_from(leases))

@@ -44,7 +44,7 @@ def test_a_stragglers_groups_are_leased_to_an_idle_worker_and_the_first_accepted
     assert {group.bundle for slot, group in run.state.steps[0].accepted.items() if slot in slow.slots} == {first}
     anna = run.state.workers["anna"]
     assert anna.leases == ()
-    assert anna.ended[slow.lease_id].end is LeaseEnd.OVERTAKEN
+    assert [(lease.lease_id, lease.end) for lease in anna.ended] == [(slow.lease_id, LeaseEnd.OVERTAKEN)]
     assert anna.wasted == 0, "it is no fault of hers"
 
 

@@ -285,7 +285,7 @@ def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run,
     if reason is RejectReason.COPIED:
         effects = accept("ben", replaced)
     else:
-        lease = next(iter(run.state.workers["anna"].ended.values()))
+        lease = next(iter(run.state.workers["anna"].ended))
         effects = run.do(ev.BundleContradicted(lease.lease_id, "anna", "another", replaced))
     anna = run.state.workers["anna"]
     (settled,) = [one for one in effects if isinstance(one, Settled) and one.bundle == bundles["anna"]]
@@ -299,7 +299,7 @@ def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run,
 def test_a_receipt_from_before_a_pardon_says_nothing_of_the_evidence_after_it(run: Run) -> None:
     bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
     first = receipt_of(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=saying(-0.2)))).weighed
-    lease = next(iter(run.state.workers["anna"].ended.values()))
+    lease = next(iter(run.state.workers["anna"].ended))
     run.do(ev.WorkerBanned("anna", "by hand"))
     run.now_ms += 1
     run.do(ev.WorkerUnbanned("anna"))

@@ -62,7 +62,7 @@ async def _write(core: Core, worker: Worker, ban: Ban) -> None:
         num_receipts=len(receipts),
     )
     lines = [core.run.envelope, *(ring for _, ring in core.run.keys.rings), seal(statement, PayloadType.BAN, core.key)]
-    lease = next((one for one in worker.ended.values() if one.bundle == ban.evidence), None)
+    lease = next((one for one in worker.ended if one.bundle == ban.evidence), None)
     if ban.evidence is not None and lease is not None:
         lines.append(seal(core.assigner.lease(lease), PayloadType.LEASE, core.key))
         await _keep_parcel(core, ban.evidence)

@@ -124,7 +124,7 @@ def take_back(
     for slot in dropped:
         assert step is not None
         slots.drop(state, step, slot)
-    for known in (lease, worker.ended.get(lease.lease_id, lease)):  # two records after a restart
+    for known in (lease, worker.ended_lease(lease.lease_id) or lease):  # two records after a restart
         known.reason, known.detail = reason, detail
     worker.accepted -= num_rollouts
     state.accepted -= num_rollouts

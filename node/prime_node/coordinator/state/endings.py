@@ -101,12 +101,12 @@ def leases_remembered(state: State) -> int:
 
 def forget_ended(worker: Worker, kept: int) -> None:
     """But for the last ones."""
-    while len(worker.ended) > kept:
-        del worker.ended[next(iter(worker.ended))]
+    if len(worker.ended) > kept:
+        worker.ended = worker.ended[-kept:]
 
 
 def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
-    worker.ended[lease.lease_id] = lease
+    worker.ended += (lease,)
     forget_ended(worker, LEASES_REMEMBERED_MAX)
 
 

@@ -124,7 +124,7 @@ def _check_workers(state: State) -> None:
         assert worker.active or not worker.leases, "somebody who is away holds a lease"
         assert not worker.banned or not (worker.active or worker.pending), "a banned worker takes part"
         assert len(worker.leases) <= state.rules.leases_per_worker_max
-        assert all(lease.end is not None for lease in worker.ended.values())
+        assert all(lease.end is not None for lease in worker.ended)
 
 
 def _check_networks(state: State) -> None:

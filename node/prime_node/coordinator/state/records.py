@@ -113,8 +113,8 @@ class Ban:
     kind: BanKind = BanKind.HARD
 
 
-def _names_of(found: object) -> object:
-    """Older snapshots say for which lease each bundle came."""
+def _values_of(found: object) -> object:
+    """Older snapshots name the lease beside each."""
     return tuple(found.values()) if isinstance(found, dict) else found
 
 
@@ -172,10 +172,13 @@ class Worker:
     """Rollouts by reason."""
     leases: tuple[str, ...] = ()
     """Ids of its open leases."""
-    pending: Annotated[tuple[str, ...], BeforeValidator(_names_of)] = ()
+    pending: Annotated[tuple[str, ...], BeforeValidator(_values_of)] = ()
     """Its bundles that wait for a verdict."""
-    ended: dict[str, LeaseRecord] = field(default_factory=dict)
+    ended: Annotated[tuple[LeaseRecord, ...], BeforeValidator(_values_of)] = ()
     """Its last leases that ended and wait for nothing, oldest first."""
+
+    def ended_lease(self, lease_id: str) -> LeaseRecord | None:
+        return next((lease for lease in self.ended if lease.lease_id == lease_id), None)
 
     @property
     def is_wasteful(self) -> bool:
@@ -338,7 +341,7 @@ class State:
             return lease
         known = self.workers[worker]
         waiting = (self.bundles[bundle].lease for bundle in known.pending)
-        return next((one for one in waiting if one.lease_id == lease_id), None) or known.ended.get(lease_id)
+        return next((one for one in waiting if one.lease_id == lease_id), None) or known.ended_lease(lease_id)
 
     def is_redeemable(self, lease: LeaseRecord) -> bool:
         """Open; or lapsed while all its slots still wait for somebody, so that nothing speaks against a late bundle."""

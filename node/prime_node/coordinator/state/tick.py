@@ -134,7 +134,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
         del state.leases[lease.lease_id]
         worker.leases = endings.without(worker.leases, lease.lease_id)
     else:  # lapsed, but nobody took over
-        del worker.ended[lease.lease_id]
+        worker.ended = tuple([other for other in worker.ended if other is not lease])
         slots.hold(step, lease)
         newcomers.recount(state, worker)
     lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
@@ -150,7 +150,8 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
     is_open = event.lease_id in state.leases
     effects = endings.give_back(state, event.lease_id, LeaseEnd.RETURNED, at_ms) if is_open else []
-    lease = state.workers[event.worker].ended[event.lease_id]
+    lease = state.workers[event.worker].ended_lease(event.lease_id)
+    assert lease is not None
     assert lease.bundle is None
     lease.bundle = event.bundle
     return [*effects, endings.refused(state, lease, event.num_rollouts, event.reason, event.detail)]

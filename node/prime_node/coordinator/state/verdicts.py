@@ -87,7 +87,7 @@ def _found_out(
 def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
     """A bundle that was judged and accepted before the original was."""
     worker = state.workers.get(copy.worker)
-    lease = None if worker is None else next((one for one in worker.ended.values() if one.bundle == copy.bundle), None)
+    lease = None if worker is None else next((one for one in worker.ended if one.bundle == copy.bundle), None)
     if worker is None or lease is None:
         return []
     return _refuse_after_all(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, replaced, at_ms)
