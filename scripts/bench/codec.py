@@ -160,7 +160,9 @@ def speed(seconds: list[float], gigabytes: float) -> tuple[float, float]:
     return statistics.median(rates), (quartiles[2] - quartiles[0]) / 2
 
 
-def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: int, out: Report) -> None:
+def bench_deltas(
+    name: str, base: Weights, new: Weights, rate: float, rounds: int, patience_s: float, out: Report
+) -> None:
     bounds = delta_bounds(base, new)
     elements = bounds["elements"]
     density = bounds["changes"] / elements
@@ -187,10 +189,10 @@ def bench_deltas(name: str, base: Weights, new: Weights, rate: float, rounds: in
             out.check(f"{name}: decode in place / {other}", mine.decode / single[other].decode, ">=", 1.0)
             out.check(f"{name}: encode / {other}", mine.encode / single[other].encode, ">=", 1.0)
         out.check(f"{name}: decode in place / memcpy (stretch)", mine.decode / single["memcpy"].decode, ">=", 0.4)
-        gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds)
+        gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds, patience_s)
         out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.of.items()))
         out.line(
-            f"({gains.counted} of {gains.tried} rounds count; in those, others took at most {gains.others:.2f} of a processor)"
+            f"({gains.counted} of {gains.tried} rounds count: in those, others took at most {gains.others:.2f} of a processor)"
         )
         for direction in ("encode", "decode", "decode in place"):
             out.check(f"{name}: two threads, {direction}", gains.of[direction], ">=", 1.6)
@@ -322,7 +324,7 @@ def main() -> int:
             files = sorted((options.checkpoints / f"lr{rate:g}").glob("step*.npz"))
             base, new = load(files[-2]), load(files[-1])
             name = f"lr {rate:g}"
-        bench_deltas(name, base, new, rate, rounds, report)
+        bench_deltas(name, base, new, rate, rounds, 5.0 if options.quick else 30.0, report)
     bench_anchor(name, new, rounds, report)
     if not options.rates:
         bench_memory(1.0 if options.quick else 14.0, 0.2 if options.quick else 1.0, report)

@@ -24,8 +24,6 @@ STEPS = 20_000_000
 """Of the integer loop, for each of two."""
 OTHERS_MAX = 0.05
 """A round counts in which other processes took no more than this share of a processor."""
-PATIENCE = 4
-"""So many times as many rounds as are wanted are tried."""
 
 
 def copy_of(weights: Weights) -> Weights:
@@ -78,12 +76,13 @@ class Gains:
     """The greatest share of a processor that other processes took in a round that counts."""
 
 
-def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> Gains:
+def scaling(codec: Codec, base: Weights, new: Weights, rounds: int, patience_s: float) -> Gains:
     """Our two threads, beside what the machine had to give in the same rounds: two processes with half of the work each, which
     share nothing, and two threads that copy memory, hash, or only count.
 
     Two processors that are threads of one core, or that others use too, give far less than two. So a round counts in which other
-    processes and guests of this machine took little of them; where there is none, the rounds in which they took least.
+    processes and guests of this machine took little of them; where too few such rounds come within `patience_s`, those in which
+    they took least.
     """
     block = bytes(8 << 20)
     count(1)
@@ -124,17 +123,20 @@ def scaling(codec: Codec, base: Weights, new: Weights, rounds: int) -> Gains:
             "hashing": (lambda: run(None, hash_of, [block] * 16), lambda: run(pool, hash_of, [block] * 16)),
             "counting": (lambda: run(None, count, [STEPS] * 2), lambda: run(pool, count, [STEPS] * 2)),
         }
-        return gains_of(pairs, rounds)
+        return gains_of(pairs, rounds, patience_s)
 
 
-def gains_of(pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]], rounds: int) -> Gains:
+def gains_of(pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]], rounds: int, patience_s: float) -> Gains:
     found: list[tuple[float, dict[str, float]]] = []
-    while sum(others <= OTHERS_MAX for others, _ in found) < rounds and len(found) < PATIENCE * rounds:
+    until_s = time.perf_counter() + patience_s
+    while len(found) < rounds or (
+        time.perf_counter() < until_s and sum(others <= OTHERS_MAX for others, _ in found) < rounds
+    ):
         begin_s, before_s = time.perf_counter(), others_s()
         ratios = {name: seconds(alone) / seconds(together) for name, (alone, together) in pairs.items()}
         found.append(((others_s() - before_s) / (time.perf_counter() - begin_s), ratios))
     found.sort(key=lambda one: one[0])
-    counted = [one for one in found if one[0] <= OTHERS_MAX] or found[:rounds]
+    counted = found[:rounds]
     medians = {name: statistics.median(ratios[name] for _, ratios in counted) for name in pairs}
     return Gains(medians, len(counted), len(found), counted[-1][0])
 
