@@ -20,7 +20,7 @@ from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, s
 
 PART_BYTES = 16 * 2**20
 """A part is closed once it holds this much: few enough requests, small enough to resume."""
-RUN_CHUNKS = 8
+RUN_CHUNKS = 16
 """Neighbouring chunks that a thread decodes at a time."""
 
 

@@ -161,7 +161,7 @@ def decode_classes(
     refused, or one with planes, which the caller has to read; with `planes_read` it calls again from there.
     """
     for at in range(first, table.shape[0]):
-        row, ahead = table[at], table[min(at + 1, table.shape[0] - 1)]
+        row = table[at]
         out, base = words_at(row[NEW_AT], row[ELEMENTS]), words_at(row[OLD_AT], row[ELEMENTS])
         if planes_read and at == first:
             found[0] = apply(
@@ -169,7 +169,9 @@ def decode_classes(
             )
         else:
             body = octets_at(row[DATA_AT], row[DATA_BYTES])
-            behind = words_at(ahead[OLD_AT], ahead[ELEMENTS])
+            behind = words_at(row[OLD_AT] + 2 * row[ELEMENTS], row[ELEMENTS])  # most often another call's
+            if at + 1 < table.shape[0]:
+                behind = words_at(table[at + 1, OLD_AT], table[at + 1, ELEMENTS])
             found[0], found[1], found[2], found[3] = decode_one(
                 body, octets, out, base, behind, row[SHIFT], wide, lowest, fill, plan, ranks, steps, quotients, places,
                 planes, escapes, words, starts,

@@ -30,17 +30,29 @@ FAR = 1 << 30
 """More than any rank, where there is no group."""
 
 
+@inline
+def copy(out, base, begin, end):
+    for at in range(uint64(begin), uint64(end)):  # assigning a slice takes an element at a time
+        out[at] = base[at]
+
+
 @part
-def count_starts(base, shift, lowest, num_classes, words, starts, sums):
+def count_starts(out, base, shift, lowest, num_classes, words, starts, sums):
     """Fill the rows of `words`, of `starts` and `sums`, each class's elements, for all whole groups. Returns their number.
+    Copies the base on the way, where `out` is not the base.
 
     Words are written first and read afterwards, as a vector that is read too soon after its parts were stored has to wait.
     """
     num_groups, flat, marks = base.size // GROUP_ELEMENTS, starts.reshape(-1), words.reshape(-1)
+    beside = out.ctypes.data != base.ctypes.data
     words[num_classes, : num_groups * FANOUT] = ~uint64(0)  # the last class has all that no other has
     for group in range(num_groups):
         at = BLOCKS_MAX + group * FANOUT
         mark_group(base, group * GROUP_ELEMENTS, shift, lowest, num_classes - 1, marks, at, BLOCKS_MAX)
+        if beside:
+            copy(out, base, group * GROUP_ELEMENTS, (group + 1) * GROUP_ELEMENTS)
+    if beside:
+        copy(out, base, num_groups * GROUP_ELEMENTS, base.size)
     for number in range(num_classes):
         row, total = starts[number], int64(0)
         row[MIDDLE:STARTS] = FAR
@@ -59,12 +71,9 @@ def patch(
     out, base, behind, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip
     """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
-    or another number of escapes. `behind` is the base of the chunk that comes next. `escaped` is scratch.
+    or another number of escapes. `behind` is the base of the chunk that comes next; no word of it is read. `escaped` is scratch.
     """
-    if out.ctypes.data != base.ctypes.data:
-        for at in range(uint64(base.size)):  # `out[:] = base` takes an element at a time
-            out[at] = base[at]
-    num_groups = count_starts(base, shift, lowest, num_classes, words, starts, sums)
+    num_groups = count_starts(out, base, shift, lowest, num_classes, words, starts, sums)
     flat, marks = starts.reshape(-1), words.reshape(-1)
     cursors, ends = np.zeros(CLASSES_MAX, np.int64), np.zeros(CLASSES_MAX, np.int64)
     found = uint64(0)
