@@ -83,11 +83,6 @@ class Admission:
         return StepFault.STALE if step - policy_version > lag_max else None
 
 
-def admits(step: int, policy_version: int, async_level: int) -> bool:
-    """True if a rollout of `policy_version` may be trained at `step`. Example: admits(3, 1, 2), but not admits(4, 1, 2)."""
-    return policy_version >= 0 and 0 <= step - policy_version <= async_level
-
-
 def lag(step: int, policy_version: int) -> int:
     """How many policies a rollout is behind the step that trains it."""
     return step - policy_version

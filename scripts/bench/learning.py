@@ -22,17 +22,18 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -116,6 +117,16 @@ def environment_spec(task: str, seed: int, folder: Path) -> EnvironmentSpec:
     path.write_bytes(data)
     options = {**TASKS[task], "path": str(path), "digest": digest_of(data)}
     return EnvironmentSpec(name=task, id="jsonl", seed=seed, options=options)
+
+
+class Named(Protocol):
+    """A run, by what its file is called."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Run = TypeVar("Run", bound=Named)
 
 
 class Bench:
@@ -246,27 +257,32 @@ def grid(options: argparse.Namespace) -> Iterator[Row]:
 
 async def fill(options: argparse.Namespace, out: Path, *, evaluation: int) -> None:
     """Every row of the grid that DIR does not have yet; none is begun after `--minutes`."""
-    began = time.monotonic()
-    missing = [row for row in grid(options) if not _path(out, row).exists()]
+    end_s = time.monotonic() + 60.0 * (math.inf if options.minutes is None else options.minutes)
+    missing = missing_of(grid(options), out)
     for (seed, task), rows in itertools.groupby(missing, key=lambda row: (row.seed, row.task)):
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), out, task, seed, evaluation=evaluation)
             await bench.teach(options.teach_steps)
-            for row in rows:
-                if options.minutes is not None and time.monotonic() - began > 60.0 * options.minutes:
-                    await bench.close()
-                    return
-                found = await bench.run(row)
-                partial = _path(out, row).with_suffix(".partial")
-                partial.write_text(json.dumps(found))
-                partial.rename(_path(out, row))
-                last = found["evaluations"][-1]
-                print(f"{row.name}: {last['sampled']:.3f}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
+            await run_each(rows, bench.run, out, end_s=end_s)
             await bench.close()
 
 
-def _path(out: Path, row: Row) -> Path:
-    return out / f"{row.name}.json"
+def missing_of(runs: Iterable[Run], out: Path) -> list[Run]:
+    return [run for run in runs if not (out / f"{run.name}.json").exists()]
+
+
+async def run_each(
+    runs: Iterable[Run], run: Callable[[Run], Awaitable[dict[str, Any]]], out: Path, *, end_s: float
+) -> None:
+    """Each becomes a file, whole or not at all; none is begun after `end_s`."""
+    for one in runs:
+        if time.monotonic() > end_s:
+            return
+        found = await run(one)
+        partial = out / f"{one.name}.partial"
+        partial.write_text(json.dumps(found))
+        partial.rename(out / f"{one.name}.json")
+        print(f"{one.name}: {found['evaluations'][-1]}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row
+from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row, missing_of, run_each
 from learning_plot import bands
 from learning_report import Check
 
@@ -183,30 +184,17 @@ class AttackedBench(Bench):
 
 async def fill(options: argparse.Namespace, out: Path, *, evaluation: int) -> None:
     """Every run that DIR does not have yet; none is begun after `--minutes`."""
-    began = time.monotonic()
+    end_s = time.monotonic() + 60.0 * (math.inf if options.minutes is None else options.minutes)
     for seed in options.seeds:
         row = Row(TASK, LOSS, ASYNC_LEVEL, seed, options.steps, LR)
-        missing = [one for one in (Attacked(each, row) for each in Condition) if not _path(out, one).exists()]
+        missing = missing_of((Attacked(each, row) for each in Condition), out)
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as folder:
             bench = AttackedBench(Path(folder), out, seed, evaluation=evaluation)
             await bench.teach(options.teach_steps)
-            for one in missing:
-                if options.minutes is not None and time.monotonic() - began > 60.0 * options.minutes:
-                    await bench.close()
-                    return
-                found = await bench.run_attacked(one)
-                partial = _path(out, one).with_suffix(".partial")
-                partial.write_text(json.dumps(found))
-                partial.rename(_path(out, one))
-                last = found["evaluations"][-1]
-                print(f"{one.name}: {last}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
+            await run_each(missing, bench.run_attacked, out, end_s=end_s)
             await bench.close()
-
-
-def _path(out: Path, one: Attacked) -> Path:
-    return out / f"{one.name}.json"
 
 
 def final(runs: Sequence[dict[str, Any]], condition: Condition) -> list[float]:

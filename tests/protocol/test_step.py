@@ -3,19 +3,25 @@ from __future__ import annotations
 from itertools import product
 
 from prime_protocol import step
-from prime_protocol.step import StepFault
+from prime_protocol.step import Admission, StepFault
+
+
+def admits(number: int, version: int, k: int) -> bool:
+    """The definition."""
+    return version >= 0 and 0 <= number - version <= k
 
 
 def test_a_policy_serves_its_own_step_and_the_next_k() -> None:
-    for number, version, k in product(range(12), range(-3, 14), range(5)):
-        assert step.admits(number, version, k) == (version in range(max(0, number - k), number + 1))
+    for number, version, k, groups in product(range(12), range(-3, 14), range(5), (1, 4)):
+        rule = Admission(groups_per_step=groups, slots_ahead=groups * (k + 1), is_in_order=True)
+        assert rule.admits_step(number, version) == admits(number, version, k)
 
 
 def test_the_newest_step_is_the_edge_of_the_rule() -> None:
     for number, k in product(range(12), range(5)):
         newest = step.newest_step(number, k)
-        assert step.admits(newest, number, k)
-        assert not step.admits(newest + 1, number, k)
+        assert admits(newest, number, k)
+        assert not admits(newest + 1, number, k)
         assert step.lag(newest, number) == k
 
 
@@ -23,7 +29,7 @@ def test_check_agrees_with_the_definition_on_every_small_case() -> None:
     """An admissible rollout is one that the rule admits, of a policy that exists, for a step not trained yet."""
     for number, version, k, now in product(range(9), range(-2, 10), range(4), range(7)):
         fault = step.check(number, version, async_level=k, current_step=now)
-        admissible = step.admits(number, version, k) and number >= now and version <= now
+        admissible = admits(number, version, k) and number >= now and version <= now
         assert (fault is None) == admissible, (number, version, k, now)
         if number < now or number - version > k:
             assert fault is StepFault.STALE
