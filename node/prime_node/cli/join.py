@@ -111,8 +111,12 @@ async def _join(
                 run = await fetch_run(client, link.run, clock=wire.clock())
                 client.bounds = run.spec.limits
                 model = await wire.model_folder(client, run, folder / "model")
-                made = await asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat)
-                return run, made, await asyncio.to_thread(wire.turn_environments, run.spec, model, folder=folder)
+                # The environments' process starts while this one imports what the engine needs: seconds each.
+                made, worlds = await asyncio.gather(
+                    asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat),
+                    asyncio.to_thread(wire.turn_environments, run.spec, model, folder=folder),
+                )
+                return run, made, worlds
 
             ready = await unless(stop.wait(), set_up())
             if ready is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -15,12 +16,9 @@ import typer
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.follow.trust import Trust
     from prime_node.cli.wire_training import Ranks
-    from prime_node.observe import Recorder
     from prime_node.ports.transport import TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
@@ -160,14 +158,16 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
                 await publish_to.restore()
                 await seeding.enter_async_context(peer.running())
             rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
-            return await asyncio.to_thread(parts_of, run, trust, publish_to, rows, model)
-
-        def parts_of(run: PinnedRun, trust: Trust, publish_to: TrainerPort, rows: Recorder, model: Path) -> Trainer:
-            backend = wire_training.train_backend(settings, run.spec, ranks, model=model)
-            return wire.trainer_parts(
-                run, client, place.key, settings, backend, rows,
-                trust=trust, publish_to=publish_to, model=model, folder=place.folder,
+            # The environments' process starts while this one builds the model: seconds each.
+            worlds, backend = await asyncio.gather(
+                asyncio.to_thread(wire.environments, run.spec, model, folder=place.folder),
+                asyncio.to_thread(wire_training.train_backend, settings, run.spec, ranks, model=model),
+            )
+            parts_of = functools.partial(
+                wire.trainer_parts, run, client, place.key, settings, backend, rows,
+                trust=trust, publish_to=publish_to, worlds=worlds, model=model, folder=place.folder,
             )  # fmt: skip
+            return await asyncio.to_thread(parts_of)
 
         parts = await unless(stop.wait(), set_up())
         return 0 if parts is not None and await run_trainer(parts, stop) else UNFINISHED

@@ -61,9 +61,9 @@ async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event
             run = await fetch_run(client, place.link.run, clock=wire.clock())
             client.bounds = run.spec.limits
             await wire.model_folder(client, run, model)
-            scorer = await asyncio.to_thread(wire.scorer, settings, model, run)
             lanes = wire.scoring_lanes(run.spec, model, folder=place.folder, lanes_max=settings.scorers)
-            await lanes.open()
+            # The environments' process starts while this one imports what the scorer needs: seconds each.
+            scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())
             return run, scorer, lanes
 
         ready = await unless(stop.wait(), set_up())

@@ -326,6 +326,7 @@ def trainer_parts(
     *,
     trust: Trust,
     publish_to: TrainerPort,
+    worlds: dict[str, Environment],
     model: Path,
     folder: Path,
 ) -> Trainer:
@@ -337,7 +338,7 @@ def trainer_parts(
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
 
-    spec, read, worlds = run.spec, tokenizer(model), environments(run.spec, model, folder=folder)
+    spec, read = run.spec, tokenizer(model)
     made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
