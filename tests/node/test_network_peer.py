@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -86,6 +87,28 @@ async def test_news_come_when_there_are_some(tmp_path: Path) -> None:
         assert (await anext(news)).pieces == {ENCODING.index.digest: ((0, len(pieces)),)}
         service.holdings.staged(0)
         assert (await anext(news)).head == 0
+
+
+class Hurried(SystemClock):
+    """Does not pause."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+async def test_news_of_what_a_listener_has_wait_for_a_piece_that_he_lacks(tmp_path: Path) -> None:
+    pieces = 2 * cut_pieces(ENCODING, open_index(BLOBS[0], ENCODING, SIGNED.manifest.tensors))
+    name, last = ENCODING.index.digest, len(pieces) - 1
+    async with linked(tmp_path) as (_, service):
+        service.clock = Hurried()
+        service.heard_of = lambda peer: {name: span(0, last)} if peer == BEN.key_id else {}
+        cursor = service.holdings.news(0).cursor
+        for_ben, for_others = (asyncio.create_task(service._fresh(who, cursor, -1)) for who in (BEN.key_id, "others"))
+        service.holdings.add(Holding(ENCODING, pieces, 1))
+        assert (await for_others).pieces == {name: 1}
+        assert not for_ben.done()
+        service.holdings.came(name, last)
+        assert (await for_ben).pieces == {name: 1 | 1 << last}
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def make_peer(
     neighbours = None
     if pool is not None:
         pool.gave = gave
+        service.heard_of = pool.heard_of
         if config.download_bytes_per_s:
             pool.download_turn = RateLimit(config.download_bytes_per_s, clock()).take
         rules = TopologyRules(neighbours_max=config.neighbours_max)

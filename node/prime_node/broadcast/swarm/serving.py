@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_node.broadcast.swarm.holdings import Holdings, News
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.piece_sets import runs
+from prime_node.broadcast.swarm.piece_sets import PieceSet, runs
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.clock import Clock
@@ -58,6 +58,8 @@ class PeerService:
     """The newest list of peers, as the coordinator signed it."""
     met: Callable[[KeyId], None] = lambda peer: None
     """Hears of members of the run who ask for our news."""
+    heard_of: Callable[[KeyId], Mapping[str, PieceSet]] = lambda peer: {}
+    """What a member has told us that he has, by encoding: news of the same can wait."""
     folder: Path | None = None
     """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
     _members: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -226,15 +228,21 @@ class PeerService:
 
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
         """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
-        self._require_member(request)
-        if cursor:
-            await self.clock.sleep(NEWS_EVERY_S)
+        member = self._require_member(request)
+        return _line(await self._fresh(member, cursor, head) if cursor else self.holdings.news(0))
+
+    async def _fresh(self, member: str, cursor: int, head: int) -> News:
+        """News since the last ones, as soon as there is a piece that the listener lacks, or a policy is whole; what he has waits
+        for that. Here news cost a request each. As lines of a stream they cost too little for this to show."""
+        await self.clock.sleep(NEWS_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
-                news = self.holdings.news(cursor)
-                if cursor and not news.pieces and news.head == head:
+                while not self._is_closing:
+                    news, has = self.holdings.news(cursor), self.heard_of(member)
+                    if news.head != head or any(held & ~has.get(name, 0) for name, held in news.pieces.items()):
+                        return news
                     await self.holdings.changed(news)
-        return _line(self.holdings.news(cursor))
+        return self.holdings.news(cursor)
 
     async def _peers(self, request: Request) -> Response:
         self._require_member(request)

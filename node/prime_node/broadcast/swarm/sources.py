@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -108,6 +108,11 @@ class SourcePool:
     @property
     def peers(self) -> list[NamedSource]:
         return [named for named in self._sources.values() if named.kind is SourceKind.PEER]
+
+    def heard_of(self, name: str) -> Mapping[str, PieceSet]:
+        """What a peer has announced, by encoding; nothing of one that is not linked."""
+        named = self._sources.get(name)
+        return {} if named is None else named.has
 
     # Peers come and go
 
