@@ -192,7 +192,7 @@ def bench_deltas(
         gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds, patience_s)
         out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.of.items()))
         out.line(
-            f"({gains.counted} of {gains.tried} rounds count: in those, others took at most {gains.others:.2f} of a processor)"
+            f"(the {gains.counted} quietest of {gains.tried} rounds: others took at most {gains.others:.2f} of a processor)"
         )
         for direction in ("encode", "decode", "decode in place"):
             out.check(f"{name}: two threads, {direction}", gains.of[direction], ">=", 1.6)
