@@ -149,8 +149,8 @@ def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]])
     Raises CodecError, and nothing else, on any bytes. All chunks that the kernels decode are one call, which holds no GIL. After
     a CodecError all these ranges are undefined: a chunk that does not fit its base is noticed while it is applied.
     """
-    by_kernels = []
-    for data, start, count, target in chunks:
+    by_kernels, several = [], list(chunks)  # whose targets live as long as their addresses are in use
+    for data, start, count, target in several:
         assert 0 <= start <= start + count <= target.out.size
         element = target.element
         mode = read_head(data, element, count)

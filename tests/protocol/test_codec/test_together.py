@@ -78,3 +78,17 @@ def test_a_chunk_is_never_decoded_beyond_its_target() -> None:
     data, target = class_chunk(changed(base, 0.01, 1.0, 1), base, "bf16"), Target(base.copy(), base, dtype="bf16")
     with pytest.raises(AssertionError):
         decode_chunks([(data, 1, 40_000, target)])
+
+
+def test_a_base_that_only_the_call_holds_lives_until_its_chunks_are_decoded() -> None:
+    given = [
+        (changed(base, 0.01, 1.0, 1), base) for base in (weights(CHUNK_ELEMENTS, "bf16", seed) for seed in range(3))
+    ]
+    chunks = [class_chunk(new, base, "bf16") for new, base in given]
+    outs = [np.zeros_like(new) for new, _ in given]
+    decode_chunks(
+        (data, 0, new.size, Target(out, base.copy(), dtype="bf16"))
+        for data, out, (new, base) in zip(chunks, outs, given, strict=True)
+    )
+    for out, (new, _) in zip(outs, given, strict=True):
+        assert np.array_equal(out, new)
