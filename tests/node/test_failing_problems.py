@@ -148,3 +148,18 @@ def test_what_was_said_survives_a_restart_and_older_snapshots_hold_none_of_it(ru
     older = json.loads(snapshot.to_json(run.state))
     del older["failing"], older["num_redrawn"]
     assert snapshot.from_json(json.dumps(older)).failing == {}
+
+
+async def test_a_lease_keeps_the_problem_it_drew_when_the_curriculum_has_forgotten_the_draw() -> None:
+    core = await open_core(memory_parts(make_run(groups_per_step=4, max_steps=2)))
+    worker = SigningKey(bytes([7]) * 32).key_id
+    core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    first, _ = core.assigner.problem(0)
+    core.state.curriculum.redraw.add(0)
+    await leasing.lease(core, worker, LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=64))
+    (record,) = core.state.leases.values()
+    leased = core.assigner.lease(record)
+    assert leased.groups[0].problem != first
+    core.state.curriculum.forget_before(1, groups_per_step=4)  # others filled its slots, which are trained and durable
+    assert core.assigner.lease(record) == leased

@@ -109,8 +109,7 @@ class Assigner:
     def lease(self, record: LeaseRecord) -> Lease:
         """The lease in full, the same each time."""
         groups = []
-        for slot in record.slots:
-            problem, prompt = self.problem(slot)
+        for slot, (problem, prompt, _) in zip(record.slots, self._drawn_for(record), strict=True):
             seeds = self.seeds(problem, slot, record)
             groups.append(
                 GroupAssignment.model_construct(slot=slot, problem=problem, prompt_token_ids=prompt, seeds=seeds)
@@ -132,7 +131,11 @@ class Assigner:
         """What the receipt of a lease's bundle says was assigned; None where the run has no chain."""
         if not self.secrets:
             return None
-        return assigned_in(self.lease(record).groups, [self._drawn(slot)[2] for slot in record.slots])
+        return assigned_in(self.lease(record).groups, [draw for _, _, draw in self._drawn_for(record)])
+
+    def _drawn_for(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...], int]]:
+        draws: tuple[int | None, ...] = record.draws or (None,) * len(record.slots)
+        return [self._drawn(slot, draw) for slot, draw in zip(record.slots, draws, strict=True)]
 
     def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
         """One seed for each completion of a group."""

@@ -60,6 +60,8 @@ class LeaseRecord:
     reason: RejectReason | None = None
     """Why that bundle was refused."""
     detail: str = ""
+    draws: tuple[int, ...] = ()
+    """Of each slot, where one is not the first: bundles and bans may speak of it when the curriculum has forgotten."""
 
 
 @dataclass(slots=True)

@@ -98,6 +98,7 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         slots.attempt(step, event.slots),
         at_ms,
         event.expires_at_ms,
+        draws=event.draws,
     )
     state.leases[event.lease_id] = lease
     if event.draws:
