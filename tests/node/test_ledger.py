@@ -28,12 +28,15 @@ from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_node.ports.store import StoredReceipt
+from prime_protocol.assigned import Assigned
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.ledger import LedgerChain
+from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX
 from prime_protocol.messages import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import RejectReason
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 
 async def work(world: World) -> None:
@@ -227,3 +230,23 @@ async def test_receipts_of_a_release_without_a_ledger_are_its_first_lines(tmp_pa
         await world.judge()
         report = await audit_ledger(world.client(ANNA), run, receipts=[*mine, *await receipts_of(world)])
     assert (report.faults, report.num_entries, report.accounts[ANNA.key_id].rollouts) == ([], 3, 4)
+
+
+async def test_receipts_that_are_too_many_for_one_answer_come_in_several() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.join(ANNA)
+        await world.publish()
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        small = (await receipts_of(world))[-1]
+        slots = tuple((2**40 + 2 * place, 1) for place in range(LEASE_ROLLOUTS_MAX))
+        said = Assigned(slots=slots, seeds="0" * 64)
+        large = parse_json(small.payload, Receipt).model_copy(update={"assigned": said})
+        text = seal(large, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
+        many = [StoredReceipt(f"b{n}", f"l{n}", ANNA.key_id, 0, BundleStatus.ACCEPTED, text) for n in range(60)]
+        assert sum(len(receipt.envelope) for receipt in many) > ENVELOPE_BYTES_MAX
+        await world.parts.store.append([], many)
+        told, after = 0, 0
+        while (listed := await world.client(ANNA).receipts(ReceiptsRequest(after=after))).receipts:
+            told, after = told + len(listed.receipts), listed.next
+    assert told == 61

@@ -6,12 +6,15 @@ from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_node.ports.store import StoredReceipt
+from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.messages import ReceiptList, ReceiptsRequest
 from prime_protocol.verdict import BundleStatus, Receipt, Verdict
 
 RECEIPTS_MAX = 256
 """Receipts in one answer."""
+RECEIPTS_CHARS_MAX = limits.ENVELOPE_BYTES_MAX // 2
+"""Of all of them, but for a single one. A client reads twice as much, and an envelope inside JSON is a little longer."""
 
 
 async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
@@ -20,7 +23,11 @@ async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> Receipt
     if worker is not None and audits.is_releasable(core.state, worker):
         core.decide(ev.SuretyReleased((signer,)))
     await core.journal.synced()  # the store must have caught up with the state before it is read
-    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=RECEIPTS_MAX)
+    limit = RECEIPTS_MAX
+    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=limit)
+    while limit > 1 and sum(len(receipt.envelope) for receipt in found) > RECEIPTS_CHARS_MAX:
+        limit //= 2
+        found, cursor = await core.store.receipts_of(signer, after=request.after, limit=limit)
     return ReceiptList(receipts=tuple(_by_todays_key(core, receipt.envelope) for receipt in found), next=cursor)
 
 
