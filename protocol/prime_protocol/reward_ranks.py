@@ -14,12 +14,11 @@ What two engines' arithmetic changes of an honest worker's rewards does not add 
 unless the worker's reward is the better one of a pair in more than 55 of 100 (ties are half of one), or, of rewards that are
 0 or 1, unless its success is above the trusted p by more than 0.3 p (1 - p).
 
-Letters: N rewards of the worker, M trusted ones.
+Letters: N rewards of the worker, M trusted ones; R rates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,27 +47,31 @@ def rank_sums(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict
     if not pairs:
         return {}
     num = sum(len(mine) for mine, _ in pairs)
-    found = {}
-    for name, sign in zip(REWARD_RANKS, (1.0, -1.0), strict=True):
-        logs = (sum(_log_e(mine, trusted, sign * rate) for mine, trusted in pairs) for rate in RATES)
-        found[name] = Sums(num_tokens=num, log_e=tuple(math.floor(each * 1e6) / 1e6 for each in logs))
-    return found
+    logs = sum(_log_e(mine, trusted) for mine, trusted in pairs)
+    rounded = np.floor(logs * 1e6) / 1e6
+    return {
+        name: Sums(num_tokens=num, log_e=tuple(each.tolist()))
+        for name, each in zip(REWARD_RANKS, np.split(rounded, len(REWARD_RANKS)), strict=True)
+    }
 
 
-def _log_e(mine: Sequence[float], trusted: Sequence[float], rate: float) -> float:
-    exponents = rate * scores(np.array([*mine, *trusted], dtype=np.float64))
-    return float(exponents[: len(mine)].sum()) - _log_mean_over_choices(exponents, len(mine))
+def _log_e(mine: Sequence[float], trusted: Sequence[float]) -> npt.NDArray[np.float64]:
+    """For each of the RATES above, then for each below."""
+    rates = np.array([*RATES, *(-rate for rate in RATES)])
+    exponents_RN = rates[:, None] * scores(np.array([*mine, *trusted], dtype=np.float64))
+    own_R: npt.NDArray[np.float64] = exponents_RN[:, : len(mine)].sum(axis=1)
+    return own_R - _log_means_over_choices(exponents_RN, len(mine))
 
 
-def _log_mean_over_choices(exponents: npt.NDArray[np.float64], num: int) -> float:
-    """Of exp(the sum of `num` of them), each choice as likely as any. In logarithms: a large group's sums are beyond floats."""
-    log_means, sizes = np.full(num + 1, -np.inf), np.arange(num + 1)
-    log_means[0] = 0.0
+def _log_means_over_choices(exponents_RN: npt.NDArray[np.float64], num: int) -> npt.NDArray[np.float64]:
+    """Of exp(the sum of `num` of a row), each choice as likely as any. In logarithms: a large group's sums are beyond floats."""
+    log_means, sizes = np.full((len(exponents_RN), num + 1), -np.inf), np.arange(num + 1)
+    log_means[:, 0] = 0.0
     with np.errstate(divide="ignore"):
-        for seen, exponent in enumerate(
-            exponents, 1
+        for seen, exponents in enumerate(
+            exponents_RN.T, 1
         ):  # this one is in a choice of k among `seen` with probability k / seen
             left_out = np.log(np.maximum(seen - sizes, 0) / seen) + log_means
-            taken = np.log(sizes[1:] / seen) + exponent + log_means[:-1]
-            log_means = np.concatenate([left_out[:1], np.logaddexp(left_out[1:], taken)])
-    return float(log_means[num])
+            taken = np.log(sizes[1:] / seen) + exponents[:, None] + log_means[:, :-1]
+            log_means = np.concatenate([left_out[:, :1], np.logaddexp(left_out[:, 1:], taken)], axis=1)
+    return log_means[:, num]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prime_node.coordinator import curation
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import replaced
@@ -56,7 +58,8 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot that is not the lease's")
     checks, evidence = core.run.spec.checks, request.evidence
     if evidence is not None and checks.statistics:
-        require_possible(evidence, checks.moments_of(worker=evidence.worker, validator=evidence.validator))
+        known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
+        await asyncio.to_thread(require_possible, evidence, known_moments)  # ranks of a thousand rewards take a while
     known = await _copies_replaced(core, request)
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return
