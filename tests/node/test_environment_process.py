@@ -228,8 +228,10 @@ async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec
 
 
 HANGS = """
-import asyncio, concurrent.futures, contextlib, time
+import asyncio, concurrent.futures, contextlib, threading, time
 from prime_node.cli import environment_process
+
+GATE = threading.Event()
 
 class World:
     prompt = score = answer = held_out = len
@@ -248,6 +250,11 @@ class World:
             await asyncio.to_thread(time.sleep, 1_000)
         if index == 7:
             return float(await asyncio.to_thread(sum, [1]))
+        if index == 8:
+            await ask(prompt_token_ids)
+            await asyncio.gather(*[asyncio.to_thread(GATE.wait) for _ in range(100)])
+        if index == 9:
+            GATE.set()
         if index in (3, 4):
             if not hasattr(self, "threads"):
                 self.threads = concurrent.futures.ThreadPoolExecutor(2)
@@ -326,19 +333,46 @@ async def test_graders_that_leave_their_threads_behind_wear_a_process_out(hangin
     assert await world.play(7, (1,), yes) == 1.0
 
 
-def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(model: Path, tmp_path: Path) -> None:
+async def test_an_episode_with_many_threads_of_its_own_wears_nothing_out(hanging: EnvironmentProcess) -> None:
+    world, first, begun = ProcessTurnEnvironment(hanging, "world"), hanging.pid, asyncio.Event()
+    hanging.silence_s_max = 60.0
+
+    async def ask(_: tuple[int, ...]) -> Completion | None:
+        begun.set()
+        return await yes(_)
+
+    parallel = asyncio.create_task(world.play(8, (1,), ask))
+    await begun.wait()
+    for index in (7, 7, 9):
+        assert await world.play(index, (1,), yes) == 1.0
+    assert await parallel == 1.0
+    assert hanging.pid == first
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
+    model: Path, tmp_path: Path, is_broken: bool
+) -> None:
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     hello = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path), "hidden": []}
     played = {"method": "play", "environment": "world", "prompt": [1]}
-    for message in (hello, {"id": 1, "index": 6, **played}, {"id": 2, "index": 5, **played}):
+    process.stdin.write(json.dumps(hello).encode() + b"\n")
+    process.stdin.flush()
+    assert process.stdout.readline()
+    if is_broken:  # it is killed before it hears an answer
+        process.stdout.close()
+    for message in ({"id": 1, "index": 6, **played}, {"id": 2, "index": 5, **played}, {"id": 3, "method": "ping"}):
         process.stdin.write(json.dumps(message).encode() + b"\n")
-    process.stdin.close()
+    process.stdin.flush()
+    if not is_broken:
+        process.stdin.close()
     try:
-        assert process.wait(30) == 0
+        assert process.wait(30) == int(is_broken)
     finally:
         process.kill()
+        process.stdin.close()
         process.stdout.close()
 
 

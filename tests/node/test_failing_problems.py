@@ -114,6 +114,29 @@ def test_a_stranger_who_is_alone_needs_a_validator_to_say_so_too(run: Run) -> No
     assert run.state.curriculum.redraw == {0}
 
 
+def test_a_stranger_whose_answer_breaks_the_validators_environment_outvotes_nobody(run: Run) -> None:
+    run.join("anna")
+    run.join("eve", network="evil")
+    run.refuse(run.upload(run.granted("eve", 0, rollouts_max=2)), RejectReason.UNVERIFIABLE)
+    run.do(ev.EpisodesFailed("eve", (0,), is_judged=True))
+    assert not run.state.curriculum.redraw
+    fail(run, "anna")
+    assert run.state.curriculum.redraw == {0}
+
+
+def test_a_stranger_who_leaves_takes_no_voice_with_him(run: Run) -> None:
+    run.join("anna")
+    run.join("eve", network="evil")
+    run.join("mallory", network="wicked")
+    fail(run, "eve")
+    fail(run, "mallory")
+    run.do(ev.WorkerLeft("mallory"))
+    run.do(ev.EpisodesFailed("eve", (0,)))
+    assert not run.state.curriculum.redraw
+    fail(run, "anna")
+    assert run.state.curriculum.redraw == {0}
+
+
 def test_an_accepted_group_ends_the_count(run: Run) -> None:
     run.join("anna", "ben", "carl")
     fail(run, "anna")

@@ -72,12 +72,13 @@ async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> N
 
 
 @contextmanager
-def server_that_answers(body: bytes) -> Iterator[str]:
+def server_that_answers(body: bytes, *, is_http: bool = True) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+            if is_http:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
@@ -96,6 +97,14 @@ def server_that_answers(body: bytes) -> Iterator[str]:
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b"[" * 100_000, b"\xff\xfe", b'{"run": 5}', b'{"workers": 3}'])
 def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
     with server_that_answers(body) as url, pytest.raises(LocalError, match=r"tells? a status"):
+        shown(url)
+
+
+def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:
+    with (
+        server_that_answers(b"SSH-2.0-OpenSSH_9.6\r\n", is_http=False) as url,
+        pytest.raises(LocalError, match="tell a status"),
+    ):
         shown(url)
 
 

@@ -17,8 +17,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +35,9 @@ THREADS_MAX = 1_024
 """Made as they are needed. Python's own bound is a few more than there are processors: so many graders that hang would keep
 every other episode of the process from ever being graded."""
 LEFT_BEHIND_MAX = 64
-"""Calls that still block a thread while no episode can wait for them: a grader that gives up on its thread leaves one behind."""
+"""Calls of episodes that are over which still block a thread: a grader that gives up on its thread leaves one behind."""
+EPISODE: ContextVar[int | None] = ContextVar("episode", default=None)
+"""Whose code runs."""
 
 
 class Host:
@@ -68,17 +72,21 @@ class Host:
 
 
 class Threads(ThreadPoolExecutor):
-    """Knows which calls are not done."""
+    """Knows which calls are not done, and of which episode they are."""
 
     def __init__(self) -> None:
         super().__init__(THREADS_MAX, "episode")
-        self.open: set[Future[Any]] = set()
+        self._open: dict[Future[Any], int | None] = {}
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         future = super().submit(call, *args, **named)
-        self.open.add(future)
-        future.add_done_callback(self.open.discard)
+        self._open[future] = EPISODE.get()
+        future.add_done_callback(lambda done: self._open.pop(done, None))
         return future
+
+    def left_behind(self, playing: Container[int]) -> int:
+        """Calls of episodes that are not being played any more."""
+        return sum(episode is not None and episode not in playing for episode in self._open.copy().values())
 
 
 class Service:
@@ -134,6 +142,7 @@ class Service:
         async def ask(prompt_token_ids: tuple[int, ...]) -> Completion | None:
             return await self._host.sample(id, prompt_token_ids)
 
+        EPISODE.set(id)
         try:
             if "number" in its:
                 problem = self._problems(environment, its["count"])[its["number"]]
@@ -143,7 +152,7 @@ class Service:
                 world = self._environments[environment]
                 assert isinstance(world, TurnEnvironment)
                 reward = await world.play(its["index"], tuple(prompt), ask)
-            is_worn = len(self._threads.open) - len(self._episodes) >= LEFT_BEHIND_MAX
+            is_worn = self._threads.left_behind(self._episodes) >= LEFT_BEHIND_MAX
             self._host.tell(id=id, result=reward, **({"worn": True} if is_worn else {}))
         except Exception as error:  # noqa: BLE001 (the same)
             self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
@@ -179,9 +188,12 @@ def main() -> None:
     # What an environment prints is no answer of ours: it goes to the host's log.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with asyncio.Runner() as runner:
-        runner.run(serve(Host(out)))
-        os._exit(0)  # without its host it must end, whatever hangs in its threads
+    try:
+        asyncio.Runner().run(serve(Host(out)))
+    except Exception:  # noqa: BLE001 (the process's edge: a host that is killed while it is answered is a broken pipe)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without its host it must end, whatever hangs in its threads
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def get_status(url: str) -> dict[str, Any] | None:
         with urllib.request.urlopen(f"{url}/v1/status", timeout=ANSWER_S_MAX) as answer:
             body = answer.read(STATUS_BYTES_MAX + 1)
             value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, HTTPException, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from prime_node.cli.run_status import run_status
 from prime_protocol.errors import LocalError
@@ -56,7 +57,10 @@ def status(
         with Live(_view(target), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(REFRESH_S)
-                live.update(_view(target), refresh=True)
+                try:
+                    live.update(_view(target), refresh=True)
+                except LocalError as error:  # a coordinator that is being restarted comes back
+                    live.update(Text(str(error)), refresh=True)
     except KeyboardInterrupt:
         pass
 

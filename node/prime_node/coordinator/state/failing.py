@@ -3,7 +3,8 @@
 An environment fails on a worker because the worker's machine is broken, or because it fails anywhere. Nobody can tell from one
 report. So a slot draws on once enough voices have said that its problem fails: each key of a network that the operator trusts is
 a voice, all keys of another network together are one, and the validators, whose own environment failed as well, are one. It
-takes VOICES_MAX, or as many as take part where they are fewer; of strangers never fewer than two.
+takes VOICES_MAX, or as many as take part where they are fewer, whoever has spoken included: a stranger whose answer breaks the
+validators' environment, or who leaves, outvotes nobody by that. Of strangers it takes never fewer than two.
 
 What a stranger gains: whoever holds that many networks, is leased the same slot with each of them before anybody else plays its
 problem, and lets as many leases end for nothing, exchanges one problem for another that he cannot foresee. With a share f of the
@@ -14,7 +15,7 @@ A slot of which this was said is leased alone: what is said next is of it and of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prime_node.coordinator.state import events as ev
@@ -37,7 +38,7 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
         if step is None or slot in step.accepted or slot in state.curriculum.redraw:
             continue
         said = {*state.failing.get(slot, ()), network, *((JUDGES,) if event.is_judged else ())}
-        if len(said) >= voices_needed(state):
+        if len(said) >= voices_needed(state, said):
             state.failing.pop(slot, None)
             state.curriculum.redraw.add(slot)
             state.num_redrawn += 1
@@ -46,11 +47,17 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
     return []
 
 
-def voices_needed(state: State) -> int:
-    """How many have to say that a problem fails."""
-    strangers = sum(bool(name and known.active) for name, known in state.networks.items())
+def voices_needed(state: State, said: Collection[str]) -> int:
+    """How many have to say that a problem fails, of which these have."""
+    strangers = {name for name, known in state.networks.items() if name and known.active}
     trusted = state.networks[""].active if "" in state.networks else 0
-    return min(VOICES_MAX, max(trusted + strangers, 2 if strangers else 1))
+    besides = sum(voice not in strangers and not _is_active(state, voice) for voice in said)
+    return min(VOICES_MAX, max(trusted + len(strangers) + besides, 2 if strangers else 1))
+
+
+def _is_active(state: State, voice: str) -> bool:
+    worker = state.workers.get(voice)
+    return worker is not None and worker.active
 
 
 def alone(state: State, slots: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,8 +73,11 @@ def waits(state: State, steps: Mapping[int, Step]) -> list[str]:
     failing = [slot for slot in state.failing if slot // state.rules.groups_per_step in steps]
     if not failing:
         return []
-    needed, said = voices_needed(state), max(len(state.failing[slot]) for slot in failing)
-    return [f"{len(failing)} problems that fail, the first at slot {min(failing)}: {said} of {needed} have said so"]
+    said = max((state.failing[slot] for slot in failing), key=len)
+    needed = voices_needed(state, said)
+    return [
+        f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(said)} of {needed} have said so"
+    ]
 
 
 def _forget(state: State) -> None:
