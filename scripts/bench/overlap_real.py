@@ -1,12 +1,15 @@
 """What k buys with real parts: whole runs by `prime-node up`, on-policy and behind, with time, idleness and learning curves.
 
     python scripts/bench/overlap_real.py --resume DIR [--quick] [--json] [--levels 0,1,2] [--seeds 1,2,3] [--steps 200]
-        [--engine transformers | vllm] [--workers 3] [--download-mbit 2] [--seconds 240] [--png FILE]
+        [--engine transformers | vllm] [--workers 3] [--download-mbit 2 | --link-mbit 4] [--seconds 240] [--png FILE]
 
 Each level and seed is a run in DIR of its own: the demo's task and model, real coordinator, trainer, validator and workers as
 processes. One call works for at most `--seconds` and goes on next time where it stopped, so that a long measurement can be made
-in pieces; what is whole is reported. `--download-mbit` holds each worker's downlink to so many Mbit/s, which makes the broadcast
-long. Levels take turns, seed by seed, so that a busy hour hits them alike.
+in pieces; what is whole is reported. Levels take turns, seed by seed, so that a busy hour hits them alike.
+
+What makes the broadcast long: `--link-mbit` puts each worker into a network namespace of its own, behind a link that the kernel
+holds to so many Mbit/s in both directions, and the trusted roles into another (needs root and iproute2; DIR must not lie in
+/tmp, which each host has for itself). `--download-mbit` leaves all on loopback, and each worker holds itself to so many.
 
 Baseline, in the same measurement: k = 0. Step times are of the trainer's own clock, the first tenth left out; closeness is the
 coordinator's (docs/scheduler.md). On one machine workers and trainer share the cores: what overlaps in time does not overlap in
@@ -26,7 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shaped.network import Link, Network
+
 from prime_node.observe import read_json_lines
+
+DATACENTRE_MBIT = 1_000.0
 
 
 def settings_of(level: int, seed: int, options: argparse.Namespace) -> list[str]:
@@ -35,7 +42,7 @@ def settings_of(level: int, seed: int, options: argparse.Namespace) -> list[str]
         f"run.max_steps={options.steps}",
         f"trainer.seed={seed}",
         f"trainer.evaluate_every={max(1, options.steps // 8)}",
-        f"up.num_workers={options.workers}",
+        *([f"up.num_workers={options.workers}"] if options.link_mbit is None else []),
         "up.unsafe_cheaters={}",
         "up.port=0",
     ]
@@ -60,6 +67,34 @@ def work_on(folder: Path, settings: Sequence[str], *, engine: str, seconds: floa
             process.send_signal(signal.SIGINT)
             process.wait()
             return False
+
+
+def work_on_shaped(
+    folder: Path, settings: Sequence[str], *, engine: str, seconds: float, links: Sequence[Link]
+) -> bool:
+    """The same, with the trusted roles on host 0 and a worker, who joins by the link, on each other host."""
+    until_s = time.monotonic() + seconds
+    prime_node = [sys.executable, "-m", "prime_node"]
+    with Network([Link(DATACENTRE_MBIT, DATACENTRE_MBIT), *links]) as network:
+        origin, *homes = network.hosts
+        words = ["up.num_workers=0", f"up.host={origin.address}", *settings]
+        new = [word for setting in words for word in ("--set", setting)]
+        link_file = folder / "join-link"
+        link_file.unlink(missing_ok=True)
+        up = network.start(
+            origin, [*prime_node, "up", str(folder), *([] if (folder / "run.json").exists() else new)], folder.parent
+        )
+        while not link_file.exists() and up.poll() is None:
+            time.sleep(0.05)
+        link = link_file.read_text().strip() if link_file.exists() else ""
+        for host in homes:
+            place = folder / f"home-{host.index}"
+            network.start(host, [*prime_node, "join", link, "--folder", str(place), "--engine", engine], place)
+        while up.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.2)
+        for process in (*(home.processes[0] for home in homes), up):
+            process.stop(grace_s=30.0)
+        return up.exit_code == 0
 
 
 def is_done(folder: Path) -> bool:
@@ -139,9 +174,11 @@ def main() -> int:
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--download-mbit", type=float, default=None)
+    parser.add_argument("--link-mbit", type=float, default=None)
     parser.add_argument("--seconds", type=float, default=240.0, help="for this call")
     parser.add_argument("--png", type=Path, default=None, help="the learning curves with bands")
     options = parser.parse_args()
+    options.resume = options.resume.resolve()
     options.resume.mkdir(parents=True, exist_ok=True)
     runs, left = [], []
     until_s = time.monotonic() + options.seconds
@@ -150,7 +187,12 @@ def main() -> int:
             folder = options.resume / f"k{level}-seed{seed}"
             seconds = until_s - time.monotonic()
             if not is_done(folder) and seconds > 10:
-                work_on(folder, settings_of(level, seed, options), engine=options.engine, seconds=seconds)
+                settings = settings_of(level, seed, options)
+                if options.link_mbit is None:
+                    work_on(folder, settings, engine=options.engine, seconds=seconds)
+                else:
+                    links = [Link(options.link_mbit, options.link_mbit)] * options.workers
+                    work_on_shaped(folder, settings, engine=options.engine, seconds=seconds, links=links)
             if is_done(folder):
                 runs.append(measure(folder, level, seed))
             else:

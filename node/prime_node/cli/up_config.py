@@ -13,8 +13,8 @@ class UpConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_UP_")
     section: ClassVar[str] = "up"
 
-    num_workers: int = Field(default=3, ge=1)
-    """Workers on this machine."""
+    num_workers: int = Field(default=3, ge=0)
+    """Workers on this machine; with 0 all come by the join link."""
     unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
     """Which of them cheat, and how (a name that `prime-node join --unsafe-cheat` takes), to see them caught."""
     cheat_after_policies: int = Field(default=40, ge=0)
