@@ -173,6 +173,25 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
         assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
 
 
+async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(tmp_path: Path) -> None:
+    async with running(memory_parts(chained())) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        await world.judge()
+        honest = parse_json((await receipts_of(world))[-1].payload, Receipt)
+    assert honest.assigned is not None
+    more = honest.assigned.model_copy(update={"slots": ((0, 3),), "draws": (1, 1, 1)})
+    lie = seal(honest.model_copy(update={"assigned": more}), PayloadType.RECEIPT, COORDINATOR)
+    book = ReceiptBook(tmp_path / "kept", run=world.run, worker=ANNA.key_id)
+    signed = seal(lease, PayloadType.LEASE, COORDINATOR)
+    book.note_lease(lease, signed)
+    book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1))
+    kept = [file.read_bytes().splitlines() for file in (tmp_path / "kept").glob("contradiction-*.jsonl")]
+    assert kept == [[signed.to_bytes(), lie.to_bytes()]]
+
+
 def chain(length: int) -> list[bytes]:
     return chain_of(secret_of(COORDINATOR), length)
 
