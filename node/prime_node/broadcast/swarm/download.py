@@ -175,6 +175,8 @@ class Download:
                 await self.pool.rest()
             if self._picker.missing != missing:
                 rounds = 0
+        if self._error is not None:  # of the last piece
+            raise self._error
 
     async def _listen(self) -> None:
         while True:
@@ -225,7 +227,11 @@ class Download:
             assert task is not None
             self._asked.discard(task)
             stored, decoded = self._take(number, data)
-            await stored
+            try:
+                await stored
+            except asyncio.CancelledError:
+                decoded.cancel()  # a job that has not begun never does
+                raise
         except TimeoutError:
             self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
             return

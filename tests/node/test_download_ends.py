@@ -1,0 +1,92 @@
+"""How a download ends: with what went wrong, also where that was the last thing it did, and with no work left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any, cast
+
+import pytest
+from tests.node.swarm_world import policy_weights
+
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm import download as module
+from prime_node.broadcast.swarm.download import Download
+from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.ports.transport import CheckpointSource
+from prime_protocol.checkpoint import encode_checkpoint, tensor_table
+from prime_protocol.chunk_index import open_index
+from prime_protocol.errors import ErrorCode, PeerError
+
+
+class Origin:
+    """Gives the one part of a checkpoint."""
+
+    def __init__(self, part: bytes) -> None:
+        self._part = part
+
+    async def blob(self, digest: str, *, start: int, end: int) -> bytes:
+        return self._part[start:end]
+
+
+def one_piece(folder: Path, decode: Callable[[range, bytes | memoryview], None]) -> Download:
+    """A download of a part that is a single piece."""
+    weights = policy_weights(0)
+    made = encode_checkpoint(weights)
+    assert len(made.parts) == 1
+    clock, rng = SystemClock(), random.Random(0)
+    pool = SourcePool([("origin", cast("CheckpointSource", Origin(made.parts[0])))], clock=clock, rng=rng)
+    index = open_index(made.index, made.encoding, tensor_table(weights))
+    parts = PartStore(folder, bytes_max=2**30)
+    return Download(made.encoding, index, decode, pool, parts, Holdings(), clock, rng, 2**30)
+
+
+async def test_a_last_piece_that_does_not_decode_ends_its_download_with_that(tmp_path: Path) -> None:
+    def broken(chunks: range, data: bytes | memoryview) -> None:
+        raise PeerError(ErrorCode.MALFORMED, "no chunk")
+
+    with pytest.raises(PeerError, match="no chunk"):
+        await one_piece(tmp_path, broken).run()
+
+
+async def test_a_part_of_another_digest_ends_its_download_though_it_was_the_last_one(tmp_path: Path) -> None:
+    download = one_piece(tmp_path, lambda chunks, data: None)
+    entry = download.encoding.parts[0]
+    download.encoding = replace_part(download.encoding, entry.model_copy(update={"digest": "0" * 64}))
+    with pytest.raises(PeerError, match="published with another digest"):
+        await download.run()
+
+
+def replace_part(encoding: Any, part: Any) -> Any:
+    return encoding.model_copy(update={"parts": (part,)})
+
+
+async def test_a_download_that_is_cancelled_decodes_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, free, busy = [], Event(), asyncio.Event()
+    with ThreadPoolExecutor(1) as decoders:
+        monkeypatch.setattr(module, "DECODERS", decoders)
+        decoders.submit(free.wait)
+        download = one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))
+        origin = download.pool.lasting[0].source
+        given = origin.blob
+
+        async def blob(digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+            asyncio.get_running_loop().call_soon(busy.set)
+            return await given(digest, start=start, end=end)
+
+        monkeypatch.setattr(origin, "blob", blob)
+        task = asyncio.create_task(download.run())
+        await busy.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        free.set()
+    assert decoded == []
