@@ -123,15 +123,18 @@ class SeedRule:
     ) -> None:
         """Whether a receipt's words follow from its step's secret. Raises PeerError.
 
-        (1) as many slots as the bundle has groups, all of the step; (2) problems and seeds are the secret's.
+        (1) as many slots as the bundle has groups, all of the step; (2) no draw that nobody could need: whoever may draw
+        for ever picks seeds; (3) problems and seeds are the secret's.
         """
         places = said.places()
         num_slots, num_seeds = self._spec.groups_per_step, self._spec.rollouts_per_group
         if len(places) * num_seeds != num_rollouts or any(slot // num_slots != step for slot, _ in places):  # (1)
             raise PeerError(ErrorCode.MALFORMED, f"slots of another step than {step}, or another number of them")
+        if any(draw >= limits.LEASE_DRAWS_MAX for draw in said.draws):  # (2)
+            raise PeerError(ErrorCode.MALFORMED, f"a draw beyond the first {limits.LEASE_DRAWS_MAX}")
         drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in places]
         groups = [(slot, problem, self.seeds(secret, policy_version, problem, slot)) for slot, problem in drawn]
-        if digest_of_groups(groups) != said.seeds:  # (2)
+        if digest_of_groups(groups) != said.seeds:  # (3)
             raise PeerError(ErrorCode.MALFORMED, "other problems or seeds than its step's secret gives")
 
     def check_lease(self, lease: Lease, secret: bytes) -> None:

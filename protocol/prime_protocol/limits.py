@@ -59,7 +59,7 @@ LEDGER_LINES_MAX = 512
 SEED_CHAIN_LENGTH_MAX = 2**16
 """Secrets in the chain that a run's assigned randomness comes from; whoever checks works all of them out."""
 LEASE_DRAWS_MAX = 1_024
-"""Draws that are tried for the problem of a lease, which does not say its draw."""
+"""Draws that a slot may take, and that are tried for the problem of a lease, which does not say its draw."""
 FINGERPRINTS_MAX = 4_096
 """Fingerprints of one bundle."""
 TENSOR_RANK_MAX = 8

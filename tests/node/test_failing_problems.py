@@ -10,6 +10,7 @@ from tests.node.coordinator_world import ANNA, make_parcel, make_run, memory_par
 from tests.node.scheduler_world import Run
 
 from prime_node.broadcast.follow.paths import Route
+from prime_node.coordinator import curation
 from prime_node.coordinator.api import leasing
 from prime_node.coordinator.api.status import status
 from prime_node.coordinator.daemon import open_core
@@ -19,6 +20,7 @@ from prime_node.coordinator.state.batching import choose_batch, next_step
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import waits_for
 from prime_node.coordinator.state.tick import tick
+from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest
 from prime_protocol.verdict import RejectReason
@@ -186,3 +188,24 @@ async def test_a_lease_keeps_the_problem_it_drew_when_the_curriculum_has_forgott
     assert leased.groups[0].problem != first
     core.state.curriculum.forget_before(1, groups_per_step=4)  # others filled its slots, which are trained and durable
     assert core.assigner.lease(record) == leased
+
+
+async def test_another_problem_is_drawn_though_prompts_before_the_failing_one_were_too_long() -> None:
+    core = await open_core(memory_parts(make_run(groups_per_step=16, limits=limits.Limits(prompt_tokens_max=21))))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    slot = next(slot for slot in range(16) if core.assigner.asked_draw(slot, 0) > 0)
+    broken, _ = core.assigner.problem(slot)
+    core.state.curriculum.redraw.add(slot)
+    (draw,) = curation.draws_of(core, (slot,))
+    assert core.assigner.problem(slot, draw)[0] != broken
+
+
+async def test_no_slot_draws_beyond_what_an_auditor_tries() -> None:
+    core = await open_core(memory_parts(make_run(groups_per_step=16)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    for drawn in (0, 1_000, limits.LEASE_DRAWS_MAX):
+        core.state.curriculum.draws[0] = drawn
+        core.state.curriculum.redraw.add(0)
+        (draw,) = curation.draws_of(core, (0,))
+        assert draw == min(drawn + 1, curation.DRAW_MAX)
+        assert core.assigner.asked_draw(0, draw) < limits.LEASE_DRAWS_MAX

@@ -32,6 +32,8 @@ from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
 from prime_node.coordinator.daemon import Parts
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.worker.receipts import ReceiptBook
+from prime_protocol import limits
+from prime_protocol.assigned import SeedRule, digest_of_groups
 from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError
@@ -171,6 +173,32 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
     assert "does not lead to the RunSpec's chain" in (await audited(world, good, foreign)).faults[0]
     for told in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
         assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
+
+
+async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> None:
+    async with two_steps_over(memory_parts(chained())) as world:
+        shown = await shown_by(world)
+    good = [said_in(line) for line in shown.lines]
+    secret = parse_json(shown.head.payload, LedgerHead).secret
+    said, chain_end = good[0].assigned, world.run.spec.seed_chain
+    assert secret is not None
+    assert said is not None
+    assert chain_end is not None
+    rule, of_step_0 = SeedRule(world.run.digest, world.run.spec), opened(chain_end, secret)[0]
+
+    def drawn(draw: int) -> Receipt:
+        """The first receipt, honest about the draw of each slot."""
+        assert said is not None
+        groups = []
+        for slot, _ in said.places():
+            problem = rule.problem(of_step_0, slot, draw)
+            groups.append((slot, problem, rule.seeds(of_step_0, good[0].policy_version, problem, slot)))
+        told = {"draws": (draw,) * len(groups), "seeds": digest_of_groups(groups)}
+        return good[0].model_copy(update={"assigned": said.model_copy(update=told)})
+
+    last = limits.LEASE_DRAWS_MAX - 1
+    assert (await audited(world, [drawn(last), *good[1:]], secret)).faults == []
+    assert "a draw beyond" in (await audited(world, [drawn(last + 1), *good[1:]], secret)).faults[0]
 
 
 async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(tmp_path: Path) -> None:

@@ -97,6 +97,10 @@ class Assigner:
     def _drawn(self, slot: int, draw: int | None = None) -> tuple[Problem, tuple[int, ...], int]:
         return self._rendered(slot, self._draws.get(slot, 0) if draw is None else draw)
 
+    def asked_draw(self, slot: int, draw: int) -> int:
+        """The draw that a slot asks: a later one than `draw` where the prompts from there on are too long."""
+        return self._drawn(slot, draw)[2]
+
     def example(self, slot: int, draw: int) -> str:
         """A name for what is asked: the same for indices that give the same prompt."""
         problem, prompt = self.problem(slot, draw)

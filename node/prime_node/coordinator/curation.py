@@ -12,16 +12,20 @@ import logging
 import random
 import statistics
 
+from prime_node.coordinator.assignments import DRAWS_MAX
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.curriculum import Example, Pool, Rating
 from prime_node.coordinator.state.records import LeaseRecord
+from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
 log = logging.getLogger(__name__)
 
 TRIES_MAX = 64
 """Draws in a row that meet pooled problems, before a slot takes what comes: then nearly everything is pooled."""
+DRAW_MAX = limits.LEASE_DRAWS_MAX - DRAWS_MAX
+"""Then a slot draws no more: whoever checks its seeds tries no draw beyond the limit, and prompts that are too long cost some."""
 _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
 
 
@@ -44,13 +48,12 @@ def _draw(core: Core, slot: int) -> int:
     if slot in state.steps[slot // state.rules.groups_per_step].held:
         return draw  # somebody works on it already
     if slot in state.curriculum.redraw:
-        draw += 1
-    if not state.curriculum.examples:
-        return draw
-    for tried in range(draw, draw + TRIES_MAX):
-        if not state.curriculum.is_pooled(core.assigner.example(slot, tried)):
-            return tried
-    return draw
+        draw = core.assigner.asked_draw(slot, draw) + 1
+    if state.curriculum.examples:
+        tries = range(draw, draw + TRIES_MAX)
+        fresh = (tried for tried in tries if not state.curriculum.is_pooled(core.assigner.example(slot, tried)))
+        draw = next(fresh, draw)
+    return min(draw, DRAW_MAX)
 
 
 def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
