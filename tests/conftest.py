@@ -1,10 +1,12 @@
-"""What every test needs: one thread a process, no hub, and a word where the machine lacks a part."""
+"""What every test needs: one thread a process, no hub, a log of its own, and a word where the machine lacks a part."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +22,16 @@ os.environ.update(
 
 HAS_GPU = shutil.which("nvidia-smi") is not None
 HAS_VLLM_BUILD = HAS_GPU or (platform.system(), platform.machine()) == ("Linux", "x86_64")
+
+
+@pytest.fixture(autouse=True)
+def _log_ends_with_the_test() -> Iterator[None]:
+    """A command that is called in a test points the log at its own standard error, which is closed when it ends."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
