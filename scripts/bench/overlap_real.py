@@ -84,15 +84,15 @@ def work_on_shaped(
         up = network.start(
             origin, [*prime_node, "up", str(folder), *([] if (folder / "run.json").exists() else new)], folder.parent
         )
-        while not link_file.exists() and up.poll() is None:
+        while not link_file.exists() and up.poll() is None and time.monotonic() < until_s:
             time.sleep(0.05)
-        link = link_file.read_text().strip() if link_file.exists() else ""
-        for host in homes:
+        for host in homes if link_file.exists() else ():
+            link = link_file.read_text().strip()
             place = folder / f"home-{host.index}"
             network.start(host, [*prime_node, "join", link, "--folder", str(place), "--engine", engine], place)
         while up.poll() is None and time.monotonic() < until_s:
             time.sleep(0.2)
-        for process in (*(home.processes[0] for home in homes), up):
+        for process in (*(process for home in homes for process in home.processes), up):
             process.stop(grace_s=30.0)
         return up.exit_code == 0
 

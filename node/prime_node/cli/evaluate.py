@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import parse_link
+from prime_node.cli.place import HOME, parse_link
 from prime_node.patience import unless
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from prime_node.trainer.evaluate import Evaluator
     from prime_node.worker.config import WorkerConfig
 
-HOME = Path.home() / ".prime-node"
 GRACE_S = 10.0
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from prime_node import __version__
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
-from prime_node.cli.place import parse_link
+from prime_node.cli.place import HOME, parse_link
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.run_spec import JoinLink
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOME = Path.home() / ".prime-node"
 ATTEMPTS_MAX = 5
 PEERS_S = 1.0
 """Time to find peers before the download begins; what is not found by then joins in."""

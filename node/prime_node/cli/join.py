@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, EngineName, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import parse_link
+from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from prime_node.ports.environment import TurnEnvironment
     from prime_node.worker.config import WorkerConfig
 
-HOME = Path.home() / ".prime-node"
 UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
 TIMELINE_BYTES_MAX = 2**24

@@ -15,6 +15,9 @@ from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink
 
+HOME = Path.home() / ".prime-node"
+"""Where a contributor's key is, and what its roles keep where no folder is named."""
+
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 Key = Annotated[
     Path | None,

@@ -30,9 +30,7 @@ class Told(BaseModel):
 
 class Ban(Told):
     step: int
-    kind: str = ""
     reason: str = ""
-    evidence: str | None = None
 
 
 class WorkerLine(Told):
@@ -50,7 +48,6 @@ class WorkerLine(Told):
     strikes: int = 0
     newcomer: bool = False
     audit_share: float = 1.0
-    tokens_withheld: int = 0
     open_leases: int = 0
     banned: Ban | None = None
     waiting_for: str = ""
@@ -80,9 +77,8 @@ class Usable(Told):
 
 
 class Problems(Told):
-    """Problems whose environment fails whoever plays them."""
+    """Problems whose environment failed whoever played them."""
 
-    failing: int = 0
     redrawn: int = 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import parse_link
+from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOME = Path.home() / ".prime-node"
 GRACE_S = 5.0
 STATUS_S = 10.0
 """Between two lines for the owner."""

@@ -18,10 +18,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from prime_node.cli.place import HOME
 from prime_node.cli.run_status import run_status
 from prime_protocol.errors import LocalError
 
-HOME = Path.home() / ".prime-node"
 REFRESH_S = 2.0
 
 

@@ -226,7 +226,7 @@ async def with_ranks(
         mine.append([scored.rewards[index] for index in indices if index not in left_out])
         first += len(group.seeds)
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
-    sums = await asyncio.to_thread(rank_sums, pairs)  # seconds where groups are thousands
+    sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while where rewards are many
     is_told = (
         spec.checks.references_told and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
     )

@@ -16,6 +16,7 @@ A slot of which this was said is leased alone: what is said next is of it and of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from typing import Any
 
 from prime_node.coordinator.state import events as ev
@@ -49,15 +50,16 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
 
 def voices_needed(state: State, said: Collection[str]) -> int:
     """How many have to say that a problem fails, of which these have."""
-    strangers = {name for name, known in state.networks.items() if name and known.active}
+    found = (name for name, known in state.networks.items() if name and known.active)
+    strangers = sum(1 for _ in islice(found, VOICES_MAX))  # more change nothing, and a run may have thousands
     trusted = state.networks[""].active if "" in state.networks else 0
-    besides = sum(voice not in strangers and not _is_active(state, voice) for voice in said)
-    return min(VOICES_MAX, max(trusted + len(strangers) + besides, 2 if strangers else 1))
+    besides = sum(not _takes_part(state, voice) for voice in said)
+    return min(VOICES_MAX, max(trusted + strangers + besides, 2 if strangers else 1))
 
 
-def _is_active(state: State, voice: str) -> bool:
-    worker = state.workers.get(voice)
-    return worker is not None and worker.active
+def _takes_part(state: State, voice: str) -> bool:
+    network, worker = state.networks.get(voice), state.workers.get(voice)
+    return bool(network is not None and network.active) or (worker is not None and worker.active)
 
 
 def alone(state: State, slots: tuple[int, ...]) -> tuple[int, ...]:
