@@ -137,6 +137,23 @@ class SeedRule:
         if digest_of_groups(groups) != said.seeds:  # (3)
             raise PeerError(ErrorCode.MALFORMED, "other problems or seeds than its step's secret gives")
 
+    def check_evaluation(self, said: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
+        """What can be seen of a receipt for held-out problems, whose seeds nobody is told. Raises PeerError.
+
+        As many slots as the bundle has groups, all beyond the run's; no draw; and its step is its policy's number.
+        """
+        places = said.places()
+        is_trained = any(self.is_trained(slot) for slot, _ in places)
+        if (
+            is_trained
+            or said.draws
+            or len(places) * self._spec.rollouts_per_group != num_rollouts
+            or step != policy_version
+        ):
+            raise PeerError(
+                ErrorCode.MALFORMED, f"slots that are no evaluation's of policy {policy_version}, or another number"
+            )
+
     def check_lease(self, lease: Lease, secret: bytes) -> None:
         """The same for a lease, whose problems may be of any of the first LEASE_DRAWS_MAX draws. Raises PeerError."""
         for group in lease.groups:

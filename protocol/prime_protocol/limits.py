@@ -56,6 +56,8 @@ LEDGER_LINE_BYTES_MAX = 160 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
 LEDGER_LINES_MAX = 512
 """Lines of the ledger in one answer; the next request goes on behind them."""
+LEDGER_PAGE_BYTES_MAX = 4 * 2**20
+"""Their bytes together."""
 SEED_CHAIN_LENGTH_MAX = 2**16
 """Secrets in the chain that a run's assigned randomness comes from; whoever checks works all of them out."""
 LEASE_DRAWS_MAX = 1_024

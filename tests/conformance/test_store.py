@@ -82,6 +82,21 @@ async def test_receipts_are_listed_by_worker_in_the_order_of_their_last_change(s
     assert (await store.receipts_of("anna", after=end, limit=10))[0] == [receipt("b", status="refused")]
 
 
+async def test_a_page_has_as_many_as_fit_in_its_size_and_one_in_any_case(store: Store) -> None:
+    lines = ["x" * size for size in (100, 30, 30, 30, 100, 5)]
+    stored = [StoredReceipt(f"{place}", f"{place}", "anna", 3, "pending", line) for place, line in enumerate(lines)]
+    await store.append([event(1)], stored, lines)
+    shown: list[list[int]] = []
+    while (start := sum(len(page) for page in shown)) < len(lines):
+        shown.append([len(line) for line in await store.ledger(start=start, limit=2, chars_max=70)])
+    assert shown == [[100], [30, 30], [30], [100], [5]]
+    told: list[list[int]] = []
+    cursor = 0
+    while page := (found := await store.receipts_of("anna", after=cursor, limit=9, chars_max=60))[0]:
+        told, cursor = [*told, [len(one.envelope) for one in page]], found[1]
+    assert told == [[100], [30, 30], [30], [100], [5]]
+
+
 async def test_the_ledger_grows_with_the_events_or_not_at_all(store: Store) -> None:
     await store.append([event(1)], [receipt("a")], ["zero", "one"])
     with pytest.raises(StoreConflict):

@@ -77,6 +77,16 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
     ]
 
 
+async def test_a_problem_that_fails_on_workers_machines_alone_is_exchanged_too() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        lease = await world.lease(ANNA, rollouts_max=1)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        await world.judge(reason=RejectReason.INCOMPLETE)
+        assert (await world.lease(ANNA, rollouts_max=1)).groups[0].problem != lease.groups[0].problem
+
+
 async def test_a_group_that_no_validator_can_score_is_another_problem_the_next_time() -> None:
     async with running(memory_parts(make_run())) as world:
         await world.publish()

@@ -33,7 +33,7 @@ from prime_protocol.assigned import Assigned
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.ledger import LedgerChain
-from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX
+from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX, LEDGER_PAGE_BYTES_MAX
 from prime_protocol.messages import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
@@ -232,7 +232,7 @@ async def test_receipts_of_a_release_without_a_ledger_are_its_first_lines(tmp_pa
     assert (report.faults, report.num_entries, report.accounts[ANNA.key_id].rollouts) == ([], 3, 4)
 
 
-async def test_receipts_that_are_too_many_for_one_answer_come_in_several() -> None:
+async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:
     async with running(memory_parts(make_run())) as world:
         await world.join(ANNA)
         await world.publish()
@@ -244,9 +244,14 @@ async def test_receipts_that_are_too_many_for_one_answer_come_in_several() -> No
         large = parse_json(small.payload, Receipt).model_copy(update={"assigned": said})
         text = seal(large, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
         many = [StoredReceipt(f"b{n}", f"l{n}", ANNA.key_id, 0, BundleStatus.ACCEPTED, text) for n in range(60)]
+        lines = [large.model_dump_json()] * 60
         assert sum(len(receipt.envelope) for receipt in many) > ENVELOPE_BYTES_MAX
-        await world.parts.store.append([], many)
+        assert sum(map(len, lines)) > LEDGER_PAGE_BYTES_MAX
+        await world.parts.store.append([], many, lines)
         told, after = 0, 0
         while (listed := await world.client(ANNA).receipts(ReceiptsRequest(after=after))).receipts:
             told, after = told + len(listed.receipts), listed.next
-    assert told == 61
+        shown = 0
+        while page := await world.client(ANNA).ledger(shown):
+            shown += len(page)
+    assert (told, shown) == (61, 61)

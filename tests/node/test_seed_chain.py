@@ -175,6 +175,29 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
         assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
 
 
+async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:
+    """Else whoever wants to choose seeds calls every bundle one, whose seeds nobody can work out."""
+    async with two_steps_over(memory_parts(chained())) as world:
+        shown = await shown_by(world)
+    good = [said_in(line) for line in shown.lines]
+    secret, said = parse_json(shown.head.payload, LedgerHead).secret, good[0].assigned
+    assert secret is not None
+    assert said is not None
+    beyond, count = world.run.spec.max_steps * world.run.spec.groups_per_step, said.slots[0][1]
+    held_out = said.model_copy(update={"slots": ((beyond, count),)})
+    for claim, is_one in (
+        (held_out, True),
+        (held_out.model_copy(update={"slots": ((beyond, count + 1),)}), False),
+        (held_out.model_copy(update={"draws": (1,) * count}), False),
+        (held_out.model_copy(update={"slots": ((beyond - 1, count),)}), False),
+    ):
+        report = await audited(world, [good[0].model_copy(update={"assigned": claim}), *good[1:]], secret)
+        assert (report.faults == [], report.seeds.num_evaluations) == (is_one, int(is_one))
+    of_another_step = good[0].model_copy(update={"assigned": held_out, "step": good[0].policy_version + 1})
+    report = await audited(world, [of_another_step, *good[1:]], secret)
+    assert "no evaluation's of policy 0" in report.faults[0]
+
+
 async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> None:
     async with two_steps_over(memory_parts(chained())) as world:
         shown = await shown_by(world)

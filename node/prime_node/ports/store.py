@@ -9,6 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+PAGE_CHARS_MAX = 2**20
+"""Characters of one page of receipts or of the ledger, where the caller says nothing else; as UTF-8 no more than
+LEDGER_PAGE_BYTES_MAX."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
@@ -63,12 +67,17 @@ class Store(Protocol):
 
     async def receipt(self, bundle: str) -> StoredReceipt | None: ...
 
-    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
-        """A worker's receipts, or None for everybody's, in the order of their last change, from a cursor; and the next cursor."""
+    async def receipts_of(
+        self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
+    ) -> tuple[list[StoredReceipt], int]:
+        """A worker's receipts, or None for everybody's, in the order of their last change, from a cursor; and the next cursor.
+
+        At most `limit`, and no more than whose envelopes have `chars_max` together, but for a single one.
+        """
         ...
 
-    async def ledger(self, *, start: int, limit: int) -> list[str]:
-        """Lines of the ledger from line `start` (0 is the first), at most `limit`."""
+    async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
+        """Lines of the ledger from line `start` (0 is the first); bounded likewise."""
         ...
 
     async def ledger_length(self) -> int:

@@ -29,6 +29,7 @@ from prime_protocol.codec.layout import (
     address,
     bit_patterns,
     read_head,
+    require_same_size,
     write_chunk,
 )
 
@@ -66,8 +67,10 @@ class Target:
     """
 
     def __init__(self, out: Array, base: Array | None, *, dtype: str) -> None:
-        assert out.flags.writeable
-        assert base is None or base.size == out.size
+        """Raises ValueError for tensors that do not fit together."""
+        if not out.flags.writeable:
+            raise ValueError("the tensor that chunks are decoded into is read-only")
+        require_same_size(out, base)
         self.element = TYPES[dtype]
         self.out = bit_patterns(out, self.element)
         self.base = self.out if base is out else None if base is None else bit_patterns(base, self.element)
@@ -118,7 +121,7 @@ def _ranges(tensors: Iterable[tuple[Array, Array | None, str]]) -> Iterator[_Ran
         element = TYPES[dtype]
         new_bits = bit_patterns(new, element)
         base_bits = None if base is None else bit_patterns(base, element)
-        assert base_bits is None or base_bits.size == new_bits.size
+        require_same_size(new_bits, base_bits)
         most = ANCHOR_CHUNK_ELEMENTS if base is None else CHUNK_ELEMENTS
         for start in range(0, new_bits.size, most):
             part = slice(start, start + most)
@@ -146,12 +149,14 @@ def decode_chunk(
 def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]]) -> None:
     """Write elements start .. start + count of each chunk, given as (data, start, count, target).
 
-    Raises CodecError, and nothing else, on any bytes. All chunks that the kernels decode are one call, which holds no GIL. After
-    a CodecError all these ranges are undefined: a chunk that does not fit its base is noticed while it is applied.
+    Raises CodecError, and nothing else, on any bytes; ValueError for a range that is not the target's. All chunks that
+    the kernels decode are one call, which holds no GIL. After a CodecError all these ranges are undefined: a chunk that does not
+    fit its base is noticed while it is applied.
     """
     by_kernels, several = [], list(chunks)  # whose targets live as long as their addresses are in use
     for data, start, count, target in several:
-        assert 0 <= start <= start + count <= target.out.size
+        if not 0 <= start <= start + count <= target.out.size:
+            raise ValueError(f"elements {start} to {start + count} of a tensor of {target.out.size}")
         element = target.element
         mode = read_head(data, element, count)
         if mode is not Mode.FULL and target.base is None:
@@ -194,7 +199,16 @@ def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: sl
 
 
 def encode_chunks(pairs: Sequence[tuple[Array, Array | None]], element: ElementType) -> list[bytes]:
-    """Each (new, base or None) as one chunk, in the mode that costs least. All for the kernels are one call, without the GIL."""
+    """Each (new, base or None) as one chunk, in the mode that costs least. All for the kernels are one call, without the GIL.
+
+    Raises ValueError for what is no chunk's worth of flat, contiguous elements.
+    """
+    for new, base in pairs:
+        require_same_size(new, base)
+        for part in (new,) if base is None else (new, base):
+            bit_patterns(part, element)
+        if not 1 <= new.size <= CHUNK_ELEMENTS:
+            raise ValueError(f"{new.size} elements; a chunk has 1 to {CHUNK_ELEMENTS}")
     numbers = [
         number for number, (new, base) in enumerate(pairs) if base is not None and _kernels_for(element, new.size)
     ]

@@ -141,11 +141,18 @@ def mode_of(data: bytes | memoryview) -> Mode:
 
 
 def bit_patterns(array: Array, element: ElementType) -> Array:
-    """A flat array seen as its unsigned little-endian bit patterns, without a copy."""
-    assert array.ndim == 1
-    assert array.flags.c_contiguous
-    assert array.itemsize == element.itemsize
+    """A flat array seen as its unsigned little-endian bit patterns, without a copy. Raises ValueError for any other array."""
+    if array.ndim != 1 or not array.flags.c_contiguous or array.itemsize != element.itemsize:
+        raise ValueError(
+            f"{array.ndim} dimensions of {array.dtype}, not a flat, contiguous tensor of {element.itemsize}-byte elements"
+        )
     return array.view(element.storage)
+
+
+def require_same_size(new: Array, base: Array | None) -> None:
+    """Raises ValueError: kernels read as many elements of a base as there are new ones."""
+    if base is not None and base.size != new.size:
+        raise ValueError(f"a tensor of {new.size} elements, its base has {base.size}")
 
 
 def address(array: Array) -> int:

@@ -76,8 +76,23 @@ def test_one_bad_chunk_among_good_ones_is_refused_and_nothing_outside_them_is_wr
 def test_a_chunk_is_never_decoded_beyond_its_target() -> None:
     base = weights(40_000, "bf16", 0)
     data, target = class_chunk(changed(base, 0.01, 1.0, 1), base, "bf16"), Target(base.copy(), base, dtype="bf16")
-    with pytest.raises(AssertionError):
-        decode_chunks([(data, 1, 40_000, target)])
+    for start, count in ((1, 40_000), (-1, 40_000), (40_000, 40_000)):
+        with pytest.raises(ValueError, match=f"elements {start} to {start + count} of a tensor of 40000"):
+            decode_chunks([(data, start, count, target)])
+
+
+def test_tensors_whose_addresses_would_lead_the_kernels_elsewhere_are_refused_with_or_without_assertions() -> None:
+    base, element = weights(CHUNK_ELEMENTS + 1, "bf16", 0), TYPES["bf16"]
+    frozen = base.copy()
+    frozen.flags.writeable = False
+    for out, other in ((frozen, base), (base, base[:-1]), (base[::2], None), (base.view(np.uint8), None)):
+        with pytest.raises(ValueError, match=r"read-only|its base has|not a flat, contiguous tensor"):
+            Target(out, other, dtype="bf16")
+    for new, other in ((base, base), (base, None), (base[:0], None), (base[:9], base[:8]), (base[:20:2], base[:10])):
+        with pytest.raises(ValueError, match=r"a chunk has 1 to|its base has|not a flat, contiguous tensor"):
+            encode_chunks([(new, other)], element)
+    with pytest.raises(ValueError, match="its base has"):
+        list(encode_tensors([(base, base[:-1], "bf16")]))
 
 
 def test_a_base_that_only_the_call_holds_lives_until_its_chunks_are_decoded() -> None:

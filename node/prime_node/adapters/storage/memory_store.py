@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import accumulate
 
-from prime_node.ports.store import LoggedEvent, StoreConflict, StoredReceipt
+from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, StoredReceipt
 
 
 class MemoryStore:
@@ -54,16 +55,25 @@ class MemoryStore:
     async def receipt(self, bundle: str) -> StoredReceipt | None:
         return self._receipts[bundle][1] if bundle in self._receipts else None
 
-    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
+    async def receipts_of(
+        self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
+    ) -> tuple[list[StoredReceipt], int]:
         found = [row for row in self._receipts.values() if worker in (None, row[1].worker) and row[0] > after]
         rows = sorted(found, key=lambda row: row[0])[:limit]
+        rows = rows[: _fitting([len(receipt.envelope) for _, receipt in rows], chars_max)]
         return [receipt for _, receipt in rows], rows[-1][0] if rows else after
 
-    async def ledger(self, *, start: int, limit: int) -> list[str]:
-        return self._ledger[start : start + limit]
+    async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
+        lines = self._ledger[start : start + limit]
+        return lines[: _fitting(map(len, lines), chars_max)]
 
     async def ledger_length(self) -> int:
         return len(self._ledger)
 
     async def close(self) -> None:
         return None
+
+
+def _fitting(sizes: Iterable[int], chars_max: int) -> int:
+    """How many of the first ones have so many characters together; one in any case."""
+    return max(1, sum(total <= chars_max for total in accumulate(sizes)))

@@ -14,8 +14,10 @@ from sqlalchemy import (
     URL,
     BigInteger,
     Column,
+    ColumnElement,
     Index,
     MetaData,
+    Select,
     String,
     Table,
     Text,
@@ -28,7 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from prime_node.ports.store import LoggedEvent, StoreConflict, StoredReceipt
+from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, StoredReceipt
 
 _METADATA = MetaData()
 _EVENTS = Table(
@@ -138,16 +140,21 @@ class SqlStore:
             row = (await connection.execute(select(_RECEIPTS).where(_RECEIPTS.c.bundle == bundle))).first()
         return None if row is None else _receipt(row)
 
-    async def receipts_of(self, worker: str | None, *, after: int, limit: int) -> tuple[list[StoredReceipt], int]:
-        query = select(_RECEIPTS).where(_RECEIPTS.c.change > after).order_by(_RECEIPTS.c.change).limit(limit)
+    async def receipts_of(
+        self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
+    ) -> tuple[list[StoredReceipt], int]:
+        chosen = _RECEIPTS.c.change > after
         if worker is not None:
-            query = query.where(_RECEIPTS.c.worker == worker)
+            chosen &= _RECEIPTS.c.worker == worker
+        query = _page(_RECEIPTS, chosen, _RECEIPTS.c.change, _RECEIPTS.c.envelope, limit=limit, chars_max=chars_max)
         async with self._engine.connect() as connection:
             rows = (await connection.execute(query)).all()
         return [_receipt(row) for row in rows], rows[-1].change if rows else after
 
-    async def ledger(self, *, start: int, limit: int) -> list[str]:
-        query = select(_LEDGER.c.line).where(_LEDGER.c.number >= start).order_by(_LEDGER.c.number).limit(limit)
+    async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
+        query = _page(
+            _LEDGER, _LEDGER.c.number >= start, _LEDGER.c.number, _LEDGER.c.line, limit=limit, chars_max=chars_max
+        )
         async with self._engine.connect() as connection:
             return [row.line for row in (await connection.execute(query)).all()]
 
@@ -173,8 +180,9 @@ async def open_url(url: str | URL) -> SqlStore:
         await connection.run_sync(_METADATA.create_all)
         number = (await connection.execute(select(func.max(_EVENTS.c.number)))).scalar()
         change = (await connection.execute(select(func.max(_RECEIPTS.c.change)))).scalar()
-        lines = (await connection.execute(select(func.count()).select_from(_LEDGER))).scalar()
-    return SqlStore(engine, last_number=number or 0, last_change=change or 0, ledger_length=lines or 0)
+        line = (await connection.execute(select(func.max(_LEDGER.c.number)))).scalar()  # counting would read them all
+    length = 0 if line is None else line + 1
+    return SqlStore(engine, last_number=number or 0, last_change=change or 0, ledger_length=length)
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
@@ -182,6 +190,18 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _page(
+    table: Table, chosen: ColumnElement[bool], order: Column[int], text: Column[str], *, limit: int, chars_max: int
+) -> Select[Any]:
+    """The first rows, as many as have `chars_max` characters of text together, and one in any case."""
+    first = select(table).where(chosen).order_by(order).limit(limit).subquery()
+    size = func.length(first.c[text.name])
+    through = func.sum(size).over(order_by=first.c[order.name]).label("through")
+    summed = select(first, size.label("size"), through).subquery()
+    fits = (summed.c.through <= chars_max) | (summed.c.through == summed.c.size)
+    return select(summed).where(fits).order_by(summed.c[order.name])
 
 
 def _row(receipt: StoredReceipt) -> dict[str, str | int]:

@@ -148,8 +148,7 @@ class HttpClient:
         return await self._statement("/v1/ledger", limits.LEDGER_LINE_BYTES_MAX)
 
     async def ledger(self, start: int) -> list[bytes]:
-        bytes_max = limits.LEDGER_LINES_MAX * limits.LEDGER_LINE_BYTES_MAX
-        _, body, _ = await self._exchange("GET", f"/v1/ledger/{start}", bytes_max=bytes_max)
+        _, body, _ = await self._exchange("GET", f"/v1/ledger/{start}", bytes_max=limits.LEDGER_PAGE_BYTES_MAX)
         return body.splitlines()
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:

@@ -59,6 +59,12 @@ class SeedAudit:
                 if is_first:
                     self._wrong(receipt, "its receipt does not say what was assigned")
             elif not any(self._rule.is_trained(slot) for slot, _ in said.slots):
+                self._rule.check_evaluation(
+                    said,
+                    step=receipt.step,
+                    policy_version=receipt.policy_version,
+                    num_rollouts=receipt.num_rollouts,
+                )
                 self._report.num_evaluations += 1
             elif number >= len(self._secrets):
                 self._report.num_waiting += 1

@@ -23,11 +23,9 @@ async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> Receipt
     if worker is not None and audits.is_releasable(core.state, worker):
         core.decide(ev.SuretyReleased((signer,)))
     await core.journal.synced()  # the store must have caught up with the state before it is read
-    limit = RECEIPTS_MAX
-    found, cursor = await core.store.receipts_of(signer, after=request.after, limit=limit)
-    while limit > 1 and sum(len(receipt.envelope) for receipt in found) > RECEIPTS_CHARS_MAX:
-        limit //= 2
-        found, cursor = await core.store.receipts_of(signer, after=request.after, limit=limit)
+    found, cursor = await core.store.receipts_of(
+        signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
+    )
     return ReceiptList(receipts=tuple(_by_todays_key(core, receipt.envelope) for receipt in found), next=cursor)
 
 

@@ -13,8 +13,9 @@ LEASES_REMEMBERED_MAX = 64
 """Ended leases kept for each worker. Never fewer: an older log may speak of any of them."""
 LEASES_REMEMBERED_MIN = 16
 """Twice what a worker may have in hand by default: all that lapsed at once, and all that replaced it."""
-LEASES_REMEMBERED_TOTAL = 2**17
-"""Of all workers, where LEASES_REMEMBERED_MIN allows it: a snapshot holds them."""
+LEASES_REMEMBERED_TOTAL = 2**14
+"""Of all workers, where LEASES_REMEMBERED_MIN allows it. A snapshot holds them, half a kilobyte each, and while it is made nobody
+is answered: 64 of each of 1,000 workers would be 32 MB and a fifth of a second, 16 are 8 MB and a twentieth."""
 WORKERS_REMEMBERED_FACTOR = 4
 """Beyond this many times `workers_max`, workers that went away are forgotten (newcomers.py)."""
 WASTED_PAUSE_MS = 1_000

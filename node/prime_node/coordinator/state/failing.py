@@ -4,7 +4,8 @@ An environment fails on a worker because the worker's machine is broken, or beca
 report. So a slot draws on once enough voices have said that its problem fails: each key of a network that the operator trusts is
 a voice, all keys of another network together are one, and the validators, whose own environment failed as well, are one. It
 takes VOICES_MAX, or as many as take part where they are fewer, whoever has spoken included: a stranger whose answer breaks the
-validators' environment, or who leaves, outvotes nobody by that. Of strangers it takes never fewer than two.
+validators' environment, or who leaves, outvotes nobody by that. Of strangers it takes never fewer than two. Whose bundle is
+`incomplete` speaks too, though a validator's environment went on: it is workers' machines that have to play the problem.
 
 What a stranger gains: whoever holds that many networks, is leased the same slot with each of them before anybody else plays its
 problem, and lets as many leases end for nothing, exchanges one problem for another that he cannot foresee. With a share f of the
