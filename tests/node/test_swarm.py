@@ -109,6 +109,33 @@ async def test_a_private_worker_gets_everything_and_serves_nobody(tmp_path: Path
         assert BEN.key_id not in anna.directory.records
 
 
+async def test_who_serves_when_idle_refuses_while_he_fetches_or_his_cores_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = [0.0]
+    monkeypatch.setattr("prime_node.cli.wire_swarm.os.getloadavg", lambda: (load[0], 0.0, 0.0))
+    monkeypatch.setattr("prime_node.cli.wire_swarm.os.cpu_count", lambda: 4)
+    async with swarm(tmp_path) as made:
+        follower, peer = await made.worker(ANNA, serve="idle")
+
+        async def is_served() -> bool:
+            try:
+                (await peer.service.uplink.slot(BEN.key_id, 1, is_member=True))()
+            except PeerError:
+                return False
+            return True
+
+        assert await is_served()
+        (origin,) = follower.pool.lasting
+        origin.fetching += 1
+        assert not await is_served()
+        origin.fetching -= 1
+        load[0] = 2.5
+        assert not await is_served()
+        load[0] = 1.9
+        assert await is_served()
+
+
 async def test_a_worker_without_the_coordinator_hears_of_new_policies_from_its_peers(tmp_path: Path) -> None:
     async with swarm(tmp_path, ANNA, BEN) as made:
         await linked(made)

@@ -41,11 +41,12 @@ def test_a_data_cap_is_remembered_and_begins_anew_after_its_days(tmp_path: Path)
     clock, file = StillClock(), tmp_path / "uploaded.json"
     clock.seconds = 30 * 86_400 * 20.0
     cap = DataCap(1_000, days=30, file=file, clock=clock)
-    cap.use(900)
+    assert cap.take(900)
     assert not cap.is_reached
+    assert not cap.take(101)
     cap.close()
     again = DataCap(1_000, days=30, file=file, clock=clock)
-    again.use(100)
+    assert again.take(100)
     assert again.is_reached
     clock.seconds += 30 * 86_400
     assert not again.is_reached
@@ -74,6 +75,30 @@ async def test_nothing_is_served_when_the_cap_is_reached_or_the_owner_does_not_w
     with pytest.raises(PeerError):
         await uplink.slot("anna", 1, is_member=True)
     assert uplink.served_bytes == 1_001
+
+
+async def test_answers_that_are_under_way_together_do_not_go_over_the_cap(tmp_path: Path) -> None:
+    clock = StillClock()
+    cap = DataCap(1_000, days=1, file=tmp_path / "uploaded.json", clock=clock)
+    uplink = Uplink(clock=clock, cap=cap)
+    asked = [uplink.slot(f"peer-{number}", 300, is_member=True) for number in range(8)]
+    given = [slot for slot in await asyncio.gather(*asked, return_exceptions=True) if not isinstance(slot, PeerError)]
+    assert len(given) == 3
+    assert cap.used_bytes == 900
+
+
+async def test_who_waited_is_not_served_once_the_owner_wants_his_machine_back() -> None:
+    idle = [True]
+    uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1), may_serve=lambda: idle[0])
+    first = await uplink.slot("anna", 10, is_member=True)
+    waiting = asyncio.create_task(uplink.slot("ben", 10, is_member=True))
+    await asyncio.sleep(0)
+    idle[0] = False
+    first()
+    with pytest.raises(PeerError):
+        await waiting
+    idle[0] = True
+    (await uplink.slot("cora", 10, is_member=True))()
 
 
 async def test_a_slot_that_is_given_back_goes_to_who_waits() -> None:

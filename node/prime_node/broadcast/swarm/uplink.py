@@ -22,6 +22,8 @@ from prime_protocol.errors import ErrorCode, PeerError
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+RETRY_CLOSED_S = 30.0
+"""Where the owner's machine is busy, or his cap is reached."""
 BURST_S = 0.25
 """How much of a rate limit may be used at once."""
 
@@ -57,16 +59,20 @@ class DataCap:
         self._period, self.used_bytes = self._read()
         self._written_bytes = self.used_bytes
 
+    def take(self, num_bytes: int) -> bool:
+        """Count so many bytes before they are sent: answers under way together are not to go over the cap. False: no room."""
+        self._turn_over()
+        if self._bytes_max and self.used_bytes + num_bytes > self._bytes_max:
+            return False
+        self.used_bytes += num_bytes
+        if self._bytes_max and (self.used_bytes - self._written_bytes > self._bytes_max // 1_000 or self.is_reached):
+            self._write()
+        return True
+
     @property
     def is_reached(self) -> bool:
         self._turn_over()
         return bool(self._bytes_max) and self.used_bytes >= self._bytes_max
-
-    def use(self, num_bytes: int) -> None:
-        self._turn_over()
-        self.used_bytes += num_bytes
-        if self._bytes_max and (self.used_bytes - self._written_bytes > self._bytes_max // 1_000 or self.is_reached):
-            self._write()
 
     def close(self) -> None:
         if self._bytes_max:
@@ -133,8 +139,11 @@ class Uplink:
         Raises PeerError(UNAVAILABLE) where there is none for this peer now.
         """
         if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
-            raise PeerError(ErrorCode.UNAVAILABLE, "this peer does not serve at the moment", retry_after_s=30.0)
+            raise _does_not_serve()
         await self._turn(peer, is_member=is_member)
+        if not self._may_serve() or (self._cap is not None and not self._cap.take(num_bytes)):
+            self._done(peer, 0)  # while it waited
+            raise _does_not_serve()
         if self._rate is not None:
             try:
                 await self._rate.take(num_bytes)
@@ -145,8 +154,6 @@ class Uplink:
 
     def _done(self, peer: str, sent_bytes: int) -> None:
         self.served_bytes += sent_bytes
-        if self._cap is not None:
-            self._cap.use(sent_bytes)
         self._pass_on(self._choker.done(peer, sent_bytes, self._clock.monotonic_s()))
 
     async def _turn(self, peer: str, *, is_member: bool) -> None:
@@ -180,3 +187,7 @@ class Uplink:
                 waiting.set_result(None)
                 return
             request = self._choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
+
+
+def _does_not_serve() -> PeerError:
+    return PeerError(ErrorCode.UNAVAILABLE, "this peer does not serve at the moment", retry_after_s=RETRY_CLOSED_S)
