@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -124,12 +125,15 @@ class Simulation:
         self._nodes: list[_Node] = []
         self._stride = 0
         self._now_s = 0.0
-        self._due: dict[int, list[tuple[float, int, Callable[[], None]]]] = {}
+        self._due: dict[int, list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]] = {}
+        self._delays_ms = [home.delay_ms for home in homes]
         self._turn = 0
         self._requests: dict[int, _Request] = {}
         self._by_transfer: dict[int, int] = {}
         self._next_request = 0
         self._missing = 0
+        self._missing_of = [(1 << num_pieces) - 1] * len(homes)
+        """By home: what it still lacks, together, since every announcement looks at it at some thirty homes."""
         self._present: list[int] = []
         for index, home in enumerate(homes):
             picker = Picker(self._sizes, rng=self._rng)  # until it joins
@@ -140,9 +144,9 @@ class Simulation:
             self._missing += node.home.leaves_s == math.inf
             if node.home.joins_s == 0.0:
                 self._get_peer_list(node)
-            self._at(node.home.joins_s, lambda node=node: self._join(node))  # type: ignore[misc]
+            self._at(node.home.joins_s, self._join, node)
             if node.home.leaves_s < math.inf:
-                self._at(node.home.leaves_s, lambda node=node: self._leave(node))  # type: ignore[misc]
+                self._at(node.home.leaves_s, self._leave, node)
 
     def run(self) -> Result:
         world = self._world
@@ -171,20 +175,24 @@ class Simulation:
 
     # Time
 
-    def _at(self, time_s: float, happens: Callable[[], None]) -> None:
+    def _at(self, time_s: float, happens: Callable[..., None], *arguments: Any) -> None:
         stride = max(self._stride, math.ceil(time_s / self._world.stride_s))
         self._turn += 1
-        self._due.setdefault(stride, []).append((time_s, self._turn, happens))
+        event = time_s, self._turn, happens, arguments
+        if stride in self._due:
+            self._due[stride].append(event)
+        else:
+            self._due[stride] = [event]
 
     def _happen(self) -> None:
         """Everything that is due, and what it leads to at once."""
         while due := self._due.pop(self._stride, None):
             due.sort()
-            for _, _, happens in due:
-                happens()
+            for _, _, happens, arguments in due:
+                happens(*arguments)
 
     def _way_s(self, one: int, other: int) -> float:
-        return (self._nodes[one].home.delay_ms + self._nodes[other].home.delay_ms) / 1e3
+        return (self._delays_ms[one] + self._delays_ms[other]) / 1e3
 
     # Peers come and go
 
@@ -207,11 +215,11 @@ class Simulation:
             self._present.append(node.index)
         if self._topology is Topology.TREE and self._link_to(node, Topology.TREE):
             # Whoever has parents asks them alone at first, as download.py does.
-            self._at(self._now_s + TREE_S_MAX, lambda: self._add_origin(node))
+            self._at(self._now_s + TREE_S_MAX, self._add_origin, node)
         else:
             self._link_to(node, Topology.SWARM)
             self._add_origin(node)
-        self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), lambda: self._tick(node))
+        self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), self._tick, node)
 
     def _link_to(self, node: _Node, topology: Topology) -> bool:
         """Links to those whom it wants; False where nobody of them can be reached, or there is nobody."""
@@ -234,7 +242,7 @@ class Simulation:
         for node, source in ((one, other), (other, one)):
             node.neighbours.add(source.index)
             node.picker.add(source.name, has=source.picker.have)
-        self._at(self._now_s + 2 * self._way_s(one.index, other.index), lambda: self._ask_each_other(one, other))
+        self._at(self._now_s + 2 * self._way_s(one.index, other.index), self._ask_each_other, one, other)
 
     def _ask_each_other(self, one: _Node, other: _Node) -> None:
         self._ask(one, other.index)
@@ -265,7 +273,7 @@ class Simulation:
             self._next_request += 1
             self._requests[number] = _Request(node.index, server, piece)
             node.asked[server, piece] = number
-            self._at(self._now_s + self._way_s(node.index, server), lambda number=number: self._asked(number))  # type: ignore[misc]
+            self._at(self._now_s + self._way_s(node.index, server), self._asked, number)
 
     def _ask_idle(self, node: _Node) -> None:
         for name in node.picker.idle():
@@ -274,7 +282,7 @@ class Simulation:
     def _tick(self, node: _Node) -> None:
         if node.is_here and node.done_at_s == math.inf:
             self._ask_idle(node)
-            self._at(self._now_s + self._world.tick_s, lambda: self._tick(node))
+            self._at(self._now_s + self._world.tick_s, self._tick, node)
 
     def _asked(self, number: int) -> None:
         """A request has reached its server."""
@@ -287,14 +295,14 @@ class Simulation:
             self._serve(number, request)
         elif turn is Turn.REFUSED:
             way_s = self._way_s(request.asker, request.server)
-            self._at(self._now_s + way_s, lambda: self._refused(number))
+            self._at(self._now_s + way_s, self._refused, number)
 
     def _refused(self, number: int) -> None:
         request = self._take(number)
         if request is not None and self._nodes[request.asker].is_here:
             asker = self._nodes[request.asker]
             asker.picker.missed(self._names[request.server], request.piece)
-            self._at(self._now_s + 0.25, lambda: self._ask(asker, request.server))
+            self._at(self._now_s + 0.25, self._ask, asker, request.server)
 
     def _serve(self, number: int, request: _Request) -> None:
         request.transfer = self._fluid.open(request.server, request.asker, self._sizes[request.piece])
@@ -306,7 +314,7 @@ class Simulation:
         request.transfer = -1
         self._free_slot(request, self._sizes[request.piece], at_s)
         way_s = self._way_s(request.asker, request.server)
-        self._at(at_s + way_s, lambda: self._arrived(number, at_s + way_s))
+        self._at(at_s + way_s, self._arrived, number, at_s + way_s)
 
     def _free_slot(self, request: _Request, num_bytes: int, at_s: float) -> None:
         choker = self._nodes[request.server].choker
@@ -330,8 +338,9 @@ class Simulation:
         if others:
             self._cancel(node, piece, others)
         if not node.news:
-            self._at(at_s + self._world.announce_s + 2 * node.home.delay_ms / 1e3, lambda: self._announce(node))
+            self._at(at_s + self._world.announce_s + 2 * node.home.delay_ms / 1e3, self._announce, node)
         node.news |= 1 << piece
+        self._missing_of[node.index] = node.picker.missing
         if node.picker.is_done:
             node.done_at_s = at_s
             self._missing -= node.home.leaves_s == math.inf
@@ -342,8 +351,8 @@ class Simulation:
         for name in others:
             server = self._numbers[name]
             number = node.asked[server, piece]
-            self._at(self._now_s + self._way_s(node.index, server), lambda number=number: self._drop(number))  # type: ignore[misc]
-            self._at(self._now_s, lambda server=server: self._ask(node, server))  # type: ignore[misc]
+            self._at(self._now_s + self._way_s(node.index, server), self._drop, number)
+            self._at(self._now_s, self._ask, node, server)
 
     def _take(self, number: int) -> _Request | None:
         """A request that is over; None where it was over before."""
@@ -373,9 +382,9 @@ class Simulation:
         if not node.is_here:
             return
         for index in node.neighbours:
+            if not news & self._missing_of[index]:
+                continue  # what a peer has it need not hear of
             other = self._nodes[index]
-            if other.done_at_s < math.inf:
-                continue
             other.picker.has(node.name, news)
             if news & other.picker.unasked:
                 self._ask(other, node.index)

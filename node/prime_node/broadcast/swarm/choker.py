@@ -122,9 +122,10 @@ class Choker:
         account = self._accounts.get(peer)
         if account is None:
             account = self._accounts[peer] = _Account(settled_s=now_s)
-        remains = 0.5 ** ((now_s - account.settled_s) / self.rules.half_life_s)
-        account.given_bytes *= remains
-        account.received_bytes *= remains
+        if account.given_bytes or account.received_bytes:
+            remains = 0.5 ** ((now_s - account.settled_s) / self.rules.half_life_s)
+            account.given_bytes *= remains
+            account.received_bytes *= remains
         account.settled_s = now_s
         return account
 

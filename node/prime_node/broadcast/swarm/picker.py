@@ -101,6 +101,8 @@ class Picker:
         """Open pieces, and the sources that were asked for them."""
         self._open: PieceSet = 0
         self._piece_bytes = sum(sizes) / max(1, len(sizes))
+        self._rate_bytes_s_max = 0.0
+        """No source was ever faster."""
 
     # What is known
 
@@ -131,12 +133,13 @@ class Picker:
         self.has(name, self._all)
 
     def has(self, name: str, announced: PieceSet) -> None:
-        """A source says that it has these pieces too."""
+        """A source says that it has these pieces too. Those that are here already are no longer counted."""
         source = self._sources[name]
-        new = announced & self._all & ~source.has
-        source.has |= new
-        if new and not source.is_fallback:
-            self._counts.add(new)
+        new = announced & self._all & ~(source.has | self.have)
+        if new:
+            source.has |= new
+            if not source.is_fallback:
+                self._counts.add(new)
 
     def remove(self, name: str) -> None:
         """A source is gone. What it was asked for is free again."""
@@ -224,6 +227,7 @@ class Picker:
         else:
             weight = -math.expm1(-passed_s / self._rules.rate_memory_s)
             source.rate_bytes_s += weight * (size / passed_s - source.rate_bytes_s)
+        self._rate_bytes_s_max = max(self._rate_bytes_s_max, source.rate_bytes_s)
 
     def _window(self, source: _Source) -> int:
         num_sources = len(self._sources)
@@ -243,10 +247,11 @@ class Picker:
         return sum(known) / len(known) if known else None
 
     def _is_slow(self, source: _Source) -> bool:
-        if source.rate_bytes_s is None:
+        rate = source.rate_bytes_s
+        if rate is None or rate >= self._rules.slow_share * self._rate_bytes_s_max:  # no mean is above the largest
             return False
         mean = self._mean_rate()
-        return mean is not None and source.rate_bytes_s < self._rules.slow_share * mean
+        return mean is not None and rate < self._rules.slow_share * mean
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Of the open pieces that this source has, the one that the others would bring last."""
