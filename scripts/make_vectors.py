@@ -2,7 +2,8 @@
 
     python scripts/make_vectors.py tests/vectors/v3
 
-A folder is written once. Old vectors stay as they are and keep verifying; a change of the wire gets a new folder. All keys
+A folder is written once. Old vectors stay as they are and keep verifying; a change of the wire gets a new folder, of which only
+the files that differ from the last one's need to be kept. All keys
 and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
 
 A folder holds one JSON list per kind, and binary inputs beside it. A case has a `name`, an `input` (a file in the folder, or

@@ -164,6 +164,8 @@ class CheckRequest(WireModel):
     policy_versions: tuple[Step, ...] = Field(max_length=1_024)
     """Policies that it has at hand; bundles of these come first."""
     wait_s: WaitSeconds = 0.0
+    asks_left: bool = Field(default=False, exclude_if=_is_default)
+    """The answer is to say `left_ms`."""
 
 
 class CheckResultRequest(WireModel):
@@ -337,11 +339,13 @@ class CheckTask(WireModel):
     bundle: Digest
     lease: Lease
     deadline_ms: Count
-    """After this the bundle goes to another validator."""
+    """After this, by the coordinator's clock, the bundle goes to another validator."""
     newest_policy: Step | None = Field(default=None, exclude_if=lambda value: value is None)
     """The newest policy that a token may be of, where the run lets completions span policies; null: the lease's."""
     audit: bool = Field(default=True, exclude_if=bool)
     """Make the forward pass. Where false, check the assignment and compute the rewards."""
+    left_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
+    """From the answer to the deadline, for validators whose clock differs; null where they do not ask."""
 
 
 class BatchGroup(WireModel):

@@ -263,10 +263,11 @@ async def test_a_bundle_that_no_validator_judges_goes_to_another_and_then_back_t
         await world.publish()
         await world.join(ANNA)
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
-        for _ in range(2):
-            assert not isinstance(
-                await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0)), NotYet
-            )
+        for asks_left in (False, True):
+            asked = CheckRequest(policy_versions=(), wait_s=5.0, asks_left=asks_left)
+            task = await world.client(VALIDATOR).check(asked)
+            assert not isinstance(task, NotYet)
+            assert task.left_ms == (50 if asks_left else None)
         await world.until_status("pending_bundles", 0)
         assert (await world.status())["rollouts"]["refused"] == {"unverifiable": 8}
 

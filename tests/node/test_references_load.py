@@ -89,18 +89,19 @@ class QueuePort:
     def __init__(self, parcels: Sequence[bytes], clock: VirtualClock, check_s: float) -> None:
         self.stop = asyncio.Event()
         self.results: dict[str, CheckResultRequest | None] = {}
-        self._clock, self._queue = clock, CheckQueue(check_ms=round(check_s * 1_000), attempts_max=3)
+        self._clock, self._queue = clock, CheckQueue(check_s, attempts_max=3)
         self._parcels = {digest_of(parcel): parcel for parcel in parcels}
         for bundle in self._parcels:
             self._queue.add(bundle, 0)
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
-        for bundle in self._queue.overdue(self._clock.now_ms()):
-            self._settle(bundle, None)
-        found = self._queue.take(request.policy_versions, self._clock.now_ms())
-        if found is None:
+        for overdue in self._queue.overdue(self._clock.monotonic_s()):
+            self._settle(overdue, None)
+        bundle = self._queue.take(request.policy_versions, self._clock.monotonic_s())
+        if bundle is None:
             return NotYet(reason="nothing to check", retry_after_s=0.5)
-        return CheckTask(bundle=found[0], lease=make_lease(), deadline_ms=found[1])
+        left_ms = round(self._queue.check_s * 1_000)
+        return CheckTask(bundle=bundle, lease=make_lease(), deadline_ms=0, left_ms=left_ms)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         return self._parcels[request.bundle]

@@ -45,6 +45,7 @@ class MemoryCheckQueue(MemorySource):
         self.results: dict[str, CheckResultRequest] = {}
         self.failures: list[Exception] = []
         self.deadline_ms = 10**12
+        self.left_ms: int | None = None
         self.tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
         self.on_result: Callable[[CheckResultRequest], None] = lambda _: None
         self._stop = stop
@@ -56,7 +57,8 @@ class MemoryCheckQueue(MemorySource):
                 self._stop.set()
             return NotYet(reason="nothing to check", retry_after_s=0.1)
         lease, bundle = self.tasks.pop(0)
-        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms)
+        left_ms = self.left_ms if request.asks_left else None
+        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms, left_ms=left_ms)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         self._fail()
@@ -154,6 +156,14 @@ async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() 
     queue.deadline_ms = 0
     await run(make_validator(queue, TableScorer()), stop)
     assert queue.results == {}
+
+
+async def test_a_validator_whose_clock_is_fast_judges_in_the_time_that_is_left() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0])
+    queue.deadline_ms, queue.left_ms = 0, 30_000
+    await run(make_validator(queue, TableScorer()), stop)
+    assert [result.verdict.accepted for result in queue.results.values()] == [True]
 
 
 class StubbornEnvironment(LengthEnvironment):

@@ -17,35 +17,34 @@ LOOK_AHEAD_MAX = 256
 
 @dataclass(slots=True)
 class CheckQueue:
-    """Bundle digest -> what is known, in order of arrival."""
+    """Bundle digest -> what is known, in order of arrival. Times are of a clock that is never set."""
 
-    check_ms: int
+    check_s: float
     attempts_max: int
     _waiting: dict[str, int] = field(default_factory=dict)
     """Bundle -> its policy."""
-    _handed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _handed: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Bundle -> (deadline, its policy), the earliest deadline first."""
     _attempts: dict[str, int] = field(default_factory=dict)
 
     def add(self, bundle: str, policy_version: int) -> None:
         self._waiting[bundle] = policy_version
 
-    def take(self, policy_versions: Collection[int], now_ms: int) -> tuple[str, int] | None:
-        """A bundle and the deadline for its verdict: the oldest of these policies, or else the oldest."""
+    def take(self, policy_versions: Collection[int], now_s: float) -> str | None:
+        """A bundle, whose verdict is due in `check_s`: the oldest of these policies, or else the oldest."""
         head = [bundle for bundle, _ in zip(self._waiting, range(LOOK_AHEAD_MAX), strict=False)]
         if not head:
             return None
         bundle = next((bundle for bundle in head if self._waiting[bundle] in policy_versions), head[0])
-        deadline_ms = now_ms + self.check_ms
-        self._handed[bundle] = (deadline_ms, self._waiting.pop(bundle))
+        self._handed[bundle] = (now_s + self.check_s, self._waiting.pop(bundle))
         self._attempts[bundle] = self._attempts.get(bundle, 0) + 1
-        return bundle, deadline_ms
+        return bundle
 
-    def overdue(self, now_ms: int) -> list[str]:
+    def overdue(self, now_s: float) -> list[str]:
         """Put bundles whose deadline has passed back in front; returns those that were handed out too often."""
         late = []
-        for bundle, (deadline_ms, policy_version) in self._handed.items():
-            if deadline_ms > now_ms:
+        for bundle, (deadline_s, policy_version) in self._handed.items():
+            if deadline_s > now_s:
                 break
             late.append((bundle, policy_version))
         again, given_up = {}, []

@@ -190,7 +190,7 @@ async def open_core(parts: Parts) -> Core:
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(
-            check_ms=round(config.check_seconds * 1_000) * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1),
+            check_s=config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1),
             attempts_max=config.check_attempts_max,
         ),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),

@@ -98,13 +98,17 @@ async def _fetch(
 
 
 async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
-    request = CheckRequest(policy_versions=validator.policy_versions(), wait_s=validator.config.wait_seconds)
+    request = CheckRequest(
+        policy_versions=validator.policy_versions(), wait_s=validator.config.wait_seconds, asks_left=True
+    )
     task = await _persist(validator, lambda: validator.coordinator.check(request), what="a bundle to judge")
     if task is None:
         return None
     if isinstance(task, NotYet):
         await validator.clock.sleep(task.retry_after_s)
         return None
+    if task.left_ms is not None:  # the deadline by our own clock, which may differ by more than a check takes
+        task = task.model_copy(update={"deadline_ms": validator.clock.now_ms() + task.left_ms})
     if _is_here(validator, task):
         return None
     bundle = await _persist(

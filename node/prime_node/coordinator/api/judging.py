@@ -22,20 +22,25 @@ RETRY_S = 0.2
 
 async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
     """The oldest waiting bundle, first those of the validator's own policies."""
-    found = await core.news.until(
+    bundle = await core.news.until(
         Topic.CHECK,
-        lambda: core.checks.take(request.policy_versions, core.clock.now_ms()),
+        lambda: core.checks.take(request.policy_versions, core.clock.monotonic_s()),
         is_worth_waiting=lambda found: found is None,
         wait_s=request.wait_s,
     )
-    if found is None:
+    if bundle is None:
         return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
-    bundle, deadline_ms = found
+    check_ms = round(core.checks.check_s * 1_000)
     pending = core.state.bundles[bundle]
     lease = core.assigner.lease(pending.lease)
     newest = core.state.head if core.run.spec.schedule.swap.spans_policies else None
     return CheckTask.model_construct(
-        bundle=bundle, lease=lease, deadline_ms=deadline_ms, newest_policy=newest, audit=pending.audited
+        bundle=bundle,
+        lease=lease,
+        deadline_ms=core.clock.now_ms() + check_ms,
+        newest_policy=newest,
+        audit=pending.audited,
+        left_ms=check_ms if request.asks_left else None,
     )
 
 
@@ -112,7 +117,7 @@ async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
 def expire_checks(core: Core) -> None:
     """Bundles whose validator did not answer go to another one; after several, nobody's fault, back to the workers."""
     before = len(core.checks)
-    for overdue in core.checks.overdue(core.clock.now_ms()):
+    for overdue in core.checks.overdue(core.clock.monotonic_s()):
         core.decide(
             ev.VerdictGiven(
                 bundle=overdue,
