@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.node.worker_world import COORDINATOR, WORKER, make_run
 
-from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.receipts import ReceiptBook, Tally
 from prime_node.worker.status import Status
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
@@ -53,6 +53,20 @@ def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them
     assert book.num_sureties(3) == 3
     note(book, 6, BundleStatus.REFUSED, RejectReason.SEED_MISMATCH)
     assert book.num_sureties(3) == 0
+
+
+def test_a_line_that_a_crash_cut_short_costs_no_receipt_that_comes_after_it(book: ReceiptBook, tmp_path: Path) -> None:
+    note(book, 0, BundleStatus.ACCEPTED, num_tokens=5)
+    file = tmp_path / "receipts.jsonl"
+    file.write_bytes(file.read_bytes() * 2)
+    with file.open("rb+") as torn:
+        torn.truncate(file.stat().st_size - 40)
+    again = ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id)
+    note(again, 1, BundleStatus.ACCEPTED, num_tokens=7)
+    note(again, 1, BundleStatus.REFUSED, RejectReason.COPIED)
+    note(again, 2, BundleStatus.PENDING)
+    last = ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id)
+    assert last.tally() == again.tally() == Tally(accepted=4, tokens=5, pending=4, refused={"copied": 4})
 
 
 def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ checkpoint moves on, as easy_examples.jsonl and hard_examples.jsonl, and a run w
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
 import statistics
+from collections.abc import Iterable
 
 from prime_node.coordinator.assignments import DRAWS_MAX
 from prime_node.coordinator.core import Core
@@ -81,11 +83,10 @@ def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
         ratings.append(Rating(slot, example, problem.environment, problem.index, mean, config.pool_of(mean), filtered))
     if ratings:
         core.decide(ev.GroupsRated(lease.step, tuple(ratings)))
-        report(core)
 
 
 def report(core: Core) -> None:
-    """Every figure under the name that prime-rl gives it."""
+    """Every figure under the name that prime-rl gives it. All examples are looked at: for readers, not for each bundle."""
     for name, value in {**core.state.curriculum.shares(), **core.state.curriculum.counts}.items():
         core.metrics.set("prime_curriculum", value, name=name)
 
@@ -110,18 +111,18 @@ async def restore(core: Core, rng: random.Random) -> None:
     if lifted:
         core.decide(ev.ExamplesLifted(tuple(lifted)))
         log.info("curriculum: %d pooled examples are drawn again", len(lifted))
-    report(core)
 
 
 async def save(core: Core) -> None:
-    """Write the pools out, one example a line."""
+    """Write the pools out, one example a line. Beside the event loop: of 100,000 examples that takes a second."""
+    known = list(core.state.curriculum.examples.items())
     for pool, name in _FILES.items():
-        lines = [
-            json.dumps(_line(example, known), sort_keys=True)
-            for example, known in core.state.curriculum.examples.items()
-            if known.pool is pool
-        ]
-        await core.private.write(name, "".join(f"{line}\n" for line in lines).encode())
+        await core.private.write(name, await asyncio.to_thread(_lines, pool, known))
+
+
+def _lines(pool: Pool, known: Iterable[tuple[str, Example]]) -> bytes:
+    lines = (json.dumps(_line(name, example), sort_keys=True) for name, example in known if example.pool is pool)
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 async def _read(core: Core, pool: Pool) -> list[Rating]:

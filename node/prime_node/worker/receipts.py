@@ -16,7 +16,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from prime_node.files import write_durably
 from prime_protocol.assigned import assigned_in
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -25,7 +27,7 @@ from prime_protocol.identity import KeyId
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import ReceiptList
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import BundleStatus, Receipt
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,22 @@ LEASES_KEPT = 64
 """Signed leases that wait for the receipt of their bundle, the newest ones."""
 
 
+_ACCEPTED, _TOKENS, _PENDING = "accepted", "tokens", "pending"
+"""Beside reasons, none of which has these names."""
+
+
+class _Kept(NamedTuple):
+    """What a bundle's last receipt says: a worker that stays for a year has a hundred thousand of them."""
+
+    digest: str
+    status: BundleStatus
+    reason: RejectReason | None
+    num_rollouts: int
+    num_tokens: int
+    settles_all: bool
+    """It was accepted twice: the second receipt credits all that was withheld (SPEC.md, section 11)."""
+
+
 class ReceiptBook:
     """Blocking; a few kilobytes each time."""
 
@@ -56,22 +74,24 @@ class ReceiptBook:
         self._worker = worker
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
-        self._latest: dict[str, Receipt] = {}
+        self._latest: dict[str, _Kept] = {}
+        """By bundle, the one that changed last at the end."""
+        self._totals: Counter[str] = Counter()
+        """Rollouts by what became of them, and the tokens credited."""
         self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
-        self._settles_all: set[str] = set()
-        """Bundles that were accepted twice: the second receipt credits all that was withheld (SPEC.md, section 11)."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = self._file.read_bytes().splitlines() if self._file.exists() else []
+            data = self._file.read_bytes() if self._file.exists() else b""
+            if data and not data.endswith(b"\n"):
+                self._append([b""])  # a crash left half a line, and what comes next is none of it
             cursor = self._cursor_file.read_text(encoding="ascii") if self._cursor_file.exists() else "0"
         except OSError as error:
             raise LocalError(f"receipts {self._file}: {error.strerror}") from None
         self.cursor = int(cursor) if cursor.strip().isdigit() else 0
-        for line in lines:
+        for line in data.splitlines():
             try:
-                envelope = open_envelope(line)
-                kept = run.keys.verify_kept(envelope, PayloadType.RECEIPT, Role.COORDINATOR)
-                self._note(self._parsed(kept))
+                envelope = open_envelope(line)  # its signature was checked when it came
+                self._note(self._parsed(envelope.payload), envelope.digest)
             except PeerError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
 
@@ -97,31 +117,22 @@ class ReceiptBook:
         except OSError as error:
             raise LocalError(f"receipts {self._file}: {error.strerror}; free some space and start again") from None
         self.cursor = answer.next
-        for receipt in receipts:
-            self._note(receipt)
+        for receipt, envelope in zip(receipts, envelopes, strict=True):
+            self._note(receipt, envelope.digest)
 
     def tally(self) -> Tally:
-        accepted = [r for r in self._latest.values() if r.status is BundleStatus.ACCEPTED]
-        refused: Counter[str] = Counter()
-        for receipt in self._latest.values():
-            if receipt.status is BundleStatus.REFUSED:
-                refused[receipt.reason or "unknown"] += receipt.num_rollouts
-        return Tally(
-            accepted=sum(receipt.num_rollouts for receipt in accepted),
-            tokens=sum(receipt.num_tokens for receipt in accepted),
-            pending=sum(r.num_rollouts for r in self._latest.values() if r.status is BundleStatus.PENDING),
-            refused=dict(refused),
-        )
+        counts = +self._totals
+        accepted, tokens, pending = (counts.pop(name, 0) for name in (_ACCEPTED, _TOKENS, _PENDING))
+        return Tally(accepted=accepted, tokens=tokens, pending=pending, refused=dict(counts))
 
     def num_sureties(self, bundles_max: int) -> int:
         """How many of our last accepted bundles stand surety now: with a dishonest one that was found all of them are lost, and
         at the run's end all are credited."""
         held = 0
-        for receipt in self._latest.values():
-            if receipt.status is BundleStatus.ACCEPTED:
-                held = 0 if receipt.bundle in self._settles_all else min(held + 1, bundles_max)
-            elif receipt.reason is not None and receipt.reason.is_dishonest:
-                held = 0
+        for kept in reversed(self._latest.values()):
+            if held == bundles_max or kept.settles_all or (kept.reason is not None and kept.reason.is_dishonest):
+                break
+            held += kept.status is BundleStatus.ACCEPTED
         return held
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
@@ -132,7 +143,7 @@ class ReceiptBook:
         if len(said.draws) in (0, len(groups)) and assigned_in(groups, said.draws) == said:
             return
         file = self._file.with_name(f"contradiction-{receipt.lease_id[:16]}.jsonl")
-        file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
+        write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
         log.error(
             "the coordinator leased us other problems or seeds than its receipt and the ledger say; both are kept in %s: "
             "show them to others of the run",
@@ -145,12 +156,23 @@ class ReceiptBook:
             raise PeerError(ErrorCode.WRONG_RUN, "a receipt of another run or worker")
         return receipt
 
-    def _note(self, receipt: Receipt) -> None:
-        before = self._latest.pop(receipt.bundle, receipt)
-        # One that is fetched twice is the same.
-        if before.status is receipt.status is BundleStatus.ACCEPTED and before != receipt:
-            self._settles_all.add(receipt.bundle)
-        self._latest[receipt.bundle] = receipt
+    def _note(self, receipt: Receipt, digest: str) -> None:
+        before = self._latest.pop(receipt.bundle, None)
+        settles_all = False
+        if before is not None:
+            self._count(before, -1)
+            # One that is fetched twice is the same.
+            is_another = before.status is receipt.status is BundleStatus.ACCEPTED and before.digest != digest
+            settles_all = is_another or before.settles_all
+        kept = _Kept(digest, receipt.status, receipt.reason, receipt.num_rollouts, receipt.num_tokens, settles_all)
+        self._latest[receipt.bundle] = kept
+        self._count(kept, 1)
+
+    def _count(self, kept: _Kept, sign: int) -> None:
+        if kept.status is BundleStatus.ACCEPTED:
+            self._totals[_TOKENS] += sign * kept.num_tokens
+        outcome = _ACCEPTED if kept.status is BundleStatus.ACCEPTED else kept.reason or _PENDING
+        self._totals[outcome] += sign * kept.num_rollouts
 
     def _append(self, lines: Iterable[bytes]) -> None:
         with self._file.open("ab") as file:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from prime_node.coordinator import curation
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.records import State, Worker
@@ -90,6 +91,7 @@ def set_gauges(core: Core) -> None:
     metrics.set("prime_events", core.journal.number)
     metrics.set("prime_problems_redrawn", state.num_redrawn)
     metrics.set("prime_peers", len(core.peers))
+    curation.report(core)
 
 
 def _steps(state: State) -> list[dict[str, Any]]:

@@ -12,12 +12,17 @@ agree on it for ever. curation.py decides; here its decisions are carried out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 EXAMPLES_MAX = 100_000
 """Examples whose last result is remembered; beyond it the one that was looked at longest ago is forgotten."""
+
+
+_PLACE = attrgetter("environment", "pool")
 
 
 class Pool(StrEnum):
@@ -117,17 +122,10 @@ class Curriculum:
 
     def shares(self) -> dict[str, float]:
         """`pool/ENVIRONMENT/easy` and the like: shares of the examples that are known."""
-        totals: dict[str, int] = {}
-        pools: dict[str, int] = {}
-        for example in self.examples.values():
-            totals[example.environment] = totals.get(example.environment, 0) + 1
-            name = f"pool/{example.environment}/{example.pool}"
-            pools[name] = pools.get(name, 0) + 1
-        return {
-            f"pool/{environment}/{pool}": pools.get(f"pool/{environment}/{pool}", 0) / total
-            for environment, total in totals.items()
-            for pool in Pool
-        }
+        counts = Counter(map(_PLACE, self.examples.values()))
+        environments = dict.fromkeys(environment for environment, _ in counts)
+        totals = {name: sum(counts[name, pool] for pool in Pool) for name in environments}
+        return {f"pool/{name}/{pool}": counts[name, pool] / totals[name] for name in environments for pool in Pool}
 
     def _count(self, name: str, amount: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + amount

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from prime_node.broadcast.follow.paths import search
 from prime_node.coordinator.state.evaluations import ATTEMPTS_MAX
 from prime_node.coordinator.state.networks import Network
@@ -130,6 +132,7 @@ def _check_workers(state: State) -> None:
 def _check_networks(state: State) -> None:
     """The sums that change by what workers change are what adding up all keys gives."""
     expected: dict[str, Network] = {}
+    bans = Counter(worker.network for worker in state.workers.values() if worker.banned is not None)
     for worker in state.workers.values():
         known = expected.setdefault(worker.network, Network())
         known.keys += 1
@@ -145,8 +148,7 @@ def _check_networks(state: State) -> None:
         other = expected[name]
         other.bans, other.banned_at_ms, other.broken = known.bans, known.banned_at_ms, known.broken
         assert known == other, f"network {name}: sums {known} where its keys give {other}"
-        bans = sum(worker.banned is not None for worker in state.workers.values() if worker.network == name)
-        assert known.bans >= bans, f"network {name}: a ban is not counted"
+        assert known.bans >= bans[name], f"network {name}: a ban is not counted"
         assert not name or not known.away or name in state.by_away[len(known.away)], f"network {name}: out of its place"
     assert sum(map(len, state.by_away.values())) == sum(bool(name and one.away) for name, one in state.networks.items())
     assert state.crowd == sum(known.crowd for known in state.networks.values()), "a crowd miscounted"
