@@ -52,15 +52,22 @@ def load_or_create(path: Path) -> SigningKey:
 
 def keep_secret(path: Path, secret: bytes) -> bytes:
     """The 32 bytes that `path` keeps; on first use these. Raises LocalError where the file is not safe or cannot be written."""
-    try:
-        return _load(path).to_bytes()
-    except FileNotFoundError:
-        pass
+    kept = read_secret(path)
+    if kept is not None:
+        return kept
     try:
         _create(path, SigningKey(secret))
         return _load(path).to_bytes()
     except OSError as error:
         raise LocalError(f"secret {path}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def read_secret(path: Path) -> bytes | None:
+    """What `keep_secret` keeps in `path`, None where it keeps nothing yet. Raises LocalError where the file is not safe."""
+    try:
+        return _load(path).to_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _load(path: Path) -> SigningKey:

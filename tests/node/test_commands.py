@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from prime_node import __version__
+from prime_node.cli.doctor import GPU_DEVICES
 from prime_node.cli.main import SUMMARIES, Commands, app
 from prime_node.folder_lock import FolderLock
 from prime_protocol.errors import LocalError
 
+HAS_GPU = any(Path(device).exists() for device in GPU_DEVICES)
 PROGRAM = """
 import sys
 from prime_node.cli.main import main
@@ -33,6 +37,7 @@ finally:
         (("ledger", "verify", "no-such-file"), {"torch", "transformers", "numba", "sqlalchemy"}),
         (("operate", "drain", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
         (("join", "http://no.digest:8400"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+        (("doctor",), {"transformers", "numba", "aiohttp", "sqlalchemy", *(() if HAS_GPU else ("torch",))}),
         (("config",), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
     ],
 )
@@ -57,3 +62,33 @@ def test_the_overview_knows_every_command_and_no_other() -> None:
     assert set(commands) == set(SUMMARIES)
     assert len(commands) == len(SUMMARIES)
     assert "no-such-command" not in commands
+
+
+AT_EXIT = """
+import atexit, gc, sys
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))
+sys.argv = ["prime-node", "--version"]
+from prime_node.cli.main import main
+main()
+"""
+
+
+def test_a_command_that_has_ended_does_not_search_for_garbage_before_it_exits() -> None:
+    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n") == [__version__, "frozen: True", ""]
+
+
+def test_what_doctor_tells_programs_is_what_it_shows() -> None:
+    shown = CliRunner().invoke(app, ["doctor"])
+    told = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(told.stdout)["findings"]
+    assert {"Python", "disk", "torch"} <= {finding["what"] for finding in findings}
+    for finding in findings:
+        assert finding["what"] in shown.stdout
+
+
+def test_doctor_says_that_no_coordinator_answers_at_a_link() -> None:
+    ran = CliRunner().invoke(app, ["doctor", f"http://127.0.0.1:1/#{'0' * 64}"])
+    assert "!!  coordinator" in ran.stdout
+    assert "does not tell a status" in ran.stdout
+    assert "cannot take part: coordinator" in str(ran.exception)

@@ -93,16 +93,19 @@ def test_who_waits_for_a_process_that_hangs_compiles_beside_it_after_a_while(
     assert (tmp_path / "kernels-key.compiled").exists()
 
 
-def test_who_has_compiled_clears_away_what_was_compiled_of_older_sources(
+def test_who_has_compiled_clears_away_what_was_compiled_of_sources_that_nobody_starts_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, before = "0123abcd", "4567cdef"
+    now, before, beside = "0123abcd", "4567cdef", "89ab0123"
     stale = {f"decode.apply-{before}-61.py311.nbi", f"full.merge-{before}-22.py311.1.nbc", f"kernels-{before}.compiled"}
     stale.add(f"kernels-{before}-{now}.compiled")
     kept = {f"decode.apply-{now}-61.py311.nbi", f"full.merge-{now}-22.py312.2.nbc", f"kernels-{now}-{before}.compiled"}
     kept |= {"base.cpython-311.pyc", "other.f-12.py311.nbi", "kernels.lock"}
+    kept |= {f"decode.apply-{beside}-61.py311.nbi", f"kernels-{beside}-{now}.compiled"}  # another container's
     for name in stale | kept:
         (tmp_path / name).touch()
+        if before in name:
+            os.utime(tmp_path / name, (0, 0))
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), f"{now}-89abcdef"))
     monkeypatch.setattr(sys, "executable", "/bin/true")
     assert kernels.compile_once(lambda text: None)

@@ -24,10 +24,13 @@ from tests.node.coordinator_world import (
 from tests.node.test_keys_cli import write_key
 from typer.testing import CliRunner, Result
 
+from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.main import app
+from prime_node.cli.new import new
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.shipped import config_path
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.assigned import Assigned
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
@@ -197,6 +200,18 @@ async def test_it_is_read_from_a_url_while_the_coordinator_runs_and_from_its_fol
     by_folder = await asyncio.to_thread(command, "verify", str(place.path), "--known", str(tmp_path / "x"), "--json")
     told = json.loads(by_folder.stdout)
     assert (by_folder.exit_code, told["ok"], told["pinned"], told["num_entries"]) == (0, True, True, 2)
+
+
+async def test_an_export_by_another_key_than_the_first_leaves_no_wrong_secret_behind(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    new(place.path, config=config_path("demo.toml"))
+    await (await open_sqlite(place.coordinator / "state.sqlite")).close()
+    place.key("coordinator").unlink()
+    place.assignment_secret.unlink()
+    write_key(place.key("coordinator"), ANNA)
+    with pytest.raises(LocalError, match="the assignment secret is not the one"):
+        await asyncio.to_thread(command, "export", str(place.path), "--out", str(tmp_path / "x"))
+    assert not place.assignment_secret.exists()
 
 
 async def test_what_convicts_the_coordinator_is_kept_in_a_folder(tmp_path: Path) -> None:

@@ -146,3 +146,11 @@ def test_a_calibration_of_a_smaller_model_is_refused_by_name(tmp_path: Path) -> 
     options = Options(DEMO, [f"run.calibration={file}", "run.model.hidden_size=256"])
     with pytest.raises(LocalError, match="smaller model"):
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
+
+
+def test_a_new_run_says_how_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new(tmp_path / "my run", config=DEMO)
+    said = capsys.readouterr().out
+    for role in ("coordinator", "trainer", "validator"):
+        assert f"  prime-node {role} '{tmp_path / 'my run'}'\n" in said
+    assert f"  prime-node join '{RunDir(tmp_path / 'my run').join_link()}'\n" in said

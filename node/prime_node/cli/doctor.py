@@ -1,23 +1,27 @@
-"""`prime-node doctor`: what this machine can do, what is missing, and what to do about it."""
+"""`prime-node doctor`: what this machine can do, what is missing, and what to do about it. Each line is told when it is found."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from prime_node.cli.place import HOME
+from prime_node.cli.run_status import clock_ahead_s, run_status
 from prime_protocol.errors import LocalError
+from prime_protocol.limits import REQUEST_AGE_S_MAX
 
 DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0
@@ -25,7 +29,7 @@ MEMORY_GIB_MIN = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `needed_for` is empty where everything else works without it."""
+    """One line. `needed_for` is empty where nothing works without it."""
 
     what: str
     ok: bool
@@ -34,21 +38,44 @@ class Finding:
     needed_for: str = ""
 
 
-def doctor() -> None:
-    """Look this machine over: what it can do, and what is missing for the rest."""
-    findings = [check() for check in CHECKS]
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "what", "seen", "what next"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
-        table.add_row(mark, finding.what, finding.seen, "" if finding.ok else finding.advice)
-    Console().print(table)
+def doctor(
+    link: Annotated[
+        str | None, typer.Argument(help="Join link of a run: can this machine work for it?", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Look this machine over: what it can do, and what is missing for the rest.
+
+    \b
+    Exit codes: 0 it can take part; 3 it cannot, and what to do is said.
+
+    \b
+    --json prints one object: ok, and findings: [{what, ok, seen, advice, needed_for}]; needed_for is empty where nothing works
+    without it.
+    """
+    findings = []
+    for finding in _findings(link):
+        findings.append(finding)
+        if not as_json:
+            mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
+            advice = "" if finding.ok else f"   {finding.advice}"
+            print(f"{mark}  {finding.what:<14} {finding.seen}{advice}", flush=True)
     fatal = [finding.what for finding in findings if not finding.ok and not finding.needed_for]
     roles = sorted({finding.needed_for for finding in findings if not finding.ok and finding.needed_for})
-    print(f"\nnot possible here: {'; '.join(roles)}" if roles else "\neverything that this version offers works here")
+    if as_json:
+        print(json.dumps({"ok": not fatal, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        print(
+            f"\nnot possible here: {'; '.join(roles)}" if roles else "\neverything that this version offers works here"
+        )
     if fatal:
         raise LocalError(f"this machine cannot take part: {', '.join(fatal)}")
+
+
+def _findings(link: str | None) -> Iterator[Finding]:
+    yield from (check() for check in CHECKS)
+    if link is not None:
+        yield from _run(link)
 
 
 def _python() -> Finding:
@@ -56,9 +83,14 @@ def _python() -> Finding:
 
 
 def _disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    """Where the roles of a contributor keep what they fetch."""
+    place = HOME if HOME.exists() else HOME.parent
+    free = shutil.disk_usage(place).free / 2**30
     return Finding(
-        "disk", free >= DISK_GIB_MIN, f"{free:.0f} GiB free", f"free {DISK_GIB_MIN:.0f} GiB or start in another folder"
+        "disk",
+        free >= DISK_GIB_MIN,
+        f"{free:.0f} GiB free in {place}",
+        f"free {DISK_GIB_MIN:.0f} GiB there, or name another --folder",
     )
 
 
@@ -83,12 +115,24 @@ def _loopback() -> Finding:
 
 
 def _torch() -> Finding:
+    """Imported, which takes seconds, only where there may be a GPU that it alone can name."""
+    missing = Finding("torch", False, "not installed", _extra("train"), "training, validating, generating")
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", False, "not installed", _extra("train"), "training, validating, generating")
+        return missing
+    version = package_version("torch")
+    if not any(Path(device).exists() for device in GPU_DEVICES):
+        return Finding("torch", True, f"{version}, CPU only")
     import torch
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU only"
-    return Finding("torch", True, f"{torch.__version__}, {device}")
+    if torch.cuda.is_available():
+        return Finding("torch", True, f"{version}, {torch.cuda.get_device_name(0)}")
+    return Finding(
+        "torch",
+        False,
+        f"{version} cannot use the GPU",
+        "see the NVIDIA driver with nvidia-smi; a build of torch for CPUs cannot use one",
+        "generating and training on the GPU",
+    )
 
 
 def _package(distribution: str, extra: str, purpose: str, *alternatives: str) -> Callable[[], Finding]:
@@ -106,6 +150,29 @@ def _package(distribution: str, extra: str, purpose: str, *alternatives: str) ->
 def _extra(name: str) -> str:
     return f'pip install "prime-node[{name}]", or ./scripts/up, which picks the right parts'
 
+
+def _run(link: str) -> Iterator[Finding]:
+    """What its coordinator, or whoever answers in its place, says. Not proven: `join` verifies."""
+    try:
+        status = run_status(link)[0]
+    except LocalError as error:
+        yield Finding("coordinator", False, "", str(error))
+        return
+    over = status.complete or status.draining
+    seen = f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}"
+    yield Finding("coordinator", not over, seen, "the run is over, or its operator lets it drain: ask for another link")
+    ahead_s = clock_ahead_s(link)
+    if ahead_s is not None:
+        yield Finding(
+            "clock",
+            abs(ahead_s) <= REQUEST_AGE_S_MAX,
+            f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's",
+            "set this machine's clock: `timedatectl set-ntp true`",
+        )
+
+
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+"""Of NVIDIA's driver on Linux, and of WSL."""
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,

@@ -129,7 +129,7 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}") from None
+        raise LocalError(f"{path}: {error.strerror}; a case is a file of the run's coordinator/evidence/") from None
     envelopes = [open_envelope(line, bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in lines]
     if not envelopes:
         raise PeerError(ErrorCode.MALFORMED, "an empty file is no case")

@@ -35,6 +35,8 @@ LOCK_S_MAX = COMPILE_S_MAX + 60.0
 """Who holds the lock for longer hangs, or was stopped."""
 LOOK_S = 0.1
 """How often a process that waits looks whether the lock is free."""
+KEPT_S = 14 * 86_400.0
+"""What other sources were compiled to, after its last start."""
 COMPILED = re.compile(r"(\w+\.\w+-(\w{8})-\d+\.py\w+\.(nbi|\d+\.nbc)|kernels-(\w{8})\b.*\.compiled)")
 """The files that numba writes for a kernel, and our own mark. Each name carries the checksum of the kernels' sources."""
 
@@ -69,6 +71,8 @@ def compile_once(say: Say) -> bool:
         return True
     folder, done = Path(place[0]), Path(place[0]) / f"kernels-{place[1]}.compiled"
     if done.exists():
+        with suppress(OSError):  # another user's
+            done.touch()
         return True
     with _turn(folder / "kernels.lock", say):
         if done.exists():
@@ -139,11 +143,13 @@ def _wait_for(descriptor: int, path: Path) -> None:
 
 
 def _clear(folder: Path, key: str) -> None:
-    """Remove what was compiled of sources that are no more: a folder belongs to the sources in one place. Whoever still runs
-    them has loaded them, or compiles anew."""
-    for path in folder.iterdir():
-        found = COMPILED.fullmatch(path.name)
-        if found and not key.startswith(found[2] or found[4]):
+    """Remove what was compiled of sources that nobody starts any more. A folder belongs to the sources in one place, but
+    containers may share it that hold different ones in that place: each start marks its own as used."""
+    found = [(path, match[2] or match[4]) for path in folder.iterdir() if (match := COMPILED.fullmatch(path.name))]
+    since_s = time.time() - KEPT_S
+    used = {sources for path, sources in found if path.suffix == ".compiled" and path.stat().st_mtime > since_s}
+    for path, sources in found:
+        if sources not in used and not key.startswith(sources):
             with suppress(OSError):  # another user's
                 path.unlink()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -93,8 +95,18 @@ def _typer(**settings: Any) -> typer.Typer:
 app = _typer(name="prime-node", cls=Overview)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def overview() -> None:
+def overview(
+    wanted: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Train one model with workers that nobody has to trust."""
 
 
@@ -105,6 +117,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
+    # The interpreter's last collection would look through all that torch and transformers made: seconds after the last word.
+    atexit.register(gc.freeze)
     try:
         app()
     except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 (a bug is raised again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -35,7 +36,11 @@ def new(
         raise LocalError(f"--url {url}: expected http://host:port, as contributors will reach it") from None
     run = make_run(RunDir(directory), options, config_file=config)
     link = write_join_link(RunDir(directory), run, url=url)
-    print(f"run {run.digest[:12]} made in {directory}\njoin link: {link}")
+    print(f"run {run.digest[:12]} made in {directory}\njoin link: {link}\n")
+    print("start it, each in a terminal or a service of its own:")
+    for role in ("coordinator", "trainer", "validator"):
+        print(f"  prime-node {role} {shlex.quote(str(directory))}")
+    print(f"and on each machine that works for it:\n  prime-node join {shlex.quote(str(link))}")
 
 
 def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> PinnedRun:

@@ -22,6 +22,9 @@ from prime_protocol.envelope import open_envelope
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
+SECRET = "assignment.secret"
+"""In the coordinator's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -60,7 +63,7 @@ class RunDir:
     @property
     def assignment_secret(self) -> Path:
         """What problems and seeds follow from. It outlives the coordinator's keys."""
-        return self.coordinator / "assignment.secret"
+        return self.coordinator / SECRET
 
     @property
     def public(self) -> Path:

@@ -6,7 +6,9 @@ Not signed, so nothing in it is proven. It is read up to a bound, and parsed onc
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,16 @@ def get_status(url: str) -> dict[str, Any] | None:
     except (OSError, HTTPException, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def clock_ahead_s(target: str) -> float | None:
+    """How far this machine's clock is ahead of that of whoever answers there, to a second; None where no answer says."""
+    try:
+        with urllib.request.urlopen(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
+            told = parsedate_to_datetime(answer.headers["Date"] or "")
+    except (OSError, HTTPException, ValueError):
+        return None
+    return time.time() - told.timestamp()
 
 
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:

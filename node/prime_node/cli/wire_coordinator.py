@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli import wire
 from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.run_dir import SECRET
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -34,7 +35,6 @@ async def coordinator_parts(
         from prime_node.adapters.web.http_peer import HttpDialBack
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
-    from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.daemon import Parts
     from prime_node.keyfile import keep_secret
     from prime_node.observe import BestEffort, JsonLines
@@ -48,7 +48,7 @@ async def coordinator_parts(
     return Parts(
         run=run,
         key=key,
-        secret=keep_secret(folder / "assignment.secret", secret_of(key)),
+        secret=keep_secret(folder / SECRET, _secret(run, folder, key)),
         config=settings,
         clock=wire.clock(),
         store=await open_sqlite(folder / "state.sqlite"),
@@ -74,11 +74,10 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
         from prime_node.adapters.storage.sqlite_store import open_sqlite
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store", error) from None
-    from prime_node.coordinator.assignments import newest_open, secret_of, secrets_of
+    from prime_node.coordinator.assignments import newest_open, secrets_of
     from prime_node.coordinator.journal import restore_state
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.coordinator.state.rules import rules_of
-    from prime_node.keyfile import keep_secret
 
     path = folder / "state.sqlite"
     if not path.exists():
@@ -88,7 +87,7 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
     async def newest() -> OpenSecret | None:
         if run.spec.seed_chain is None:
             return None
-        secrets = secrets_of(run, keep_secret(folder / "assignment.secret", secret_of(key)))
+        secrets = secrets_of(run, _secret(run, folder, key))
         _, state = await restore_state(store, rules_of(run))
         return newest_open(run, secrets, state.steps_over)
 
@@ -96,6 +95,21 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
         yield StoredLedger(store, run.digest, key, wire.clock().now_ms, newest)
     finally:
         await store.close()
+
+
+def _secret(run: PinnedRun, folder: Path, key: SigningKey) -> bytes:
+    """The assignment secret in a coordinator's folder; where it is not kept there, what the key gives, if that is the run's.
+
+    Raises LocalError before a wrong one is kept for good.
+    """
+    from prime_node.coordinator.assignments import secret_of, secrets_of
+    from prime_node.keyfile import read_secret
+
+    kept = read_secret(folder / SECRET)
+    if kept is None:
+        kept = secret_of(key)
+        secrets_of(run, kept)
+    return kept
 
 
 def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorConfig) -> PeerNetwork | None:
