@@ -19,6 +19,8 @@ from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_js
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.messages import ErrorBody
 
+CONNECT_S_MAX = 10.0
+"""To open a connection."""
 STALL_S = 30.0
 """Without a single byte in either direction."""
 BYTES_PER_SECOND_MIN = 1_024
@@ -117,18 +119,26 @@ async def _until_whole(content: aiohttp.StreamReader, patience: Patience) -> Non
 
 
 async def error_of(answer: aiohttp.ClientResponse, patience: Patience, clock: Clock) -> PeerError:
-    """What an answer of 400 or above means. A proxy's HTML page counts by its status alone."""
+    """What an answer of 400 or above means."""
     try:
         body = await read_bounded(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX)
+    except PeerError:
+        body = b""
+    return explained(answer.status, body, answer.headers.get("Date"), clock)
+
+
+def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerError:
+    """The same of what was read. A proxy's HTML page counts by its status alone."""
+    try:
         fault = parse_json(body, ErrorBody)
     except PeerError:
-        code = _CODE_OF_STATUS.get(answer.status)
+        code = _CODE_OF_STATUS.get(status)
         if code is None:
-            code = ErrorCode.UNAVAILABLE if answer.status >= 500 else ErrorCode.MALFORMED
-        return PeerError(code, f"HTTP {answer.status} without an explanation")
+            code = ErrorCode.UNAVAILABLE if status >= 500 else ErrorCode.MALFORMED
+        return PeerError(code, f"HTTP {status} without an explanation")
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
-        detail += _clock_difference(answer.headers.get("Date"), clock)
+        detail += _clock_difference(date, clock)
     return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s)
 
 

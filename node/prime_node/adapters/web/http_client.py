@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 import aiohttp
 
 from prime_node.adapters.web.http_answers import (
+    CONNECT_S_MAX,
     READ_BYTES,
     STALL_S,
     Patience,
@@ -64,8 +65,6 @@ from prime_protocol.messages import (
 )
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
-CONNECT_S_MAX = 10.0
-"""To open a connection."""
 CONNECTIONS_MAX = 100
 """To one server; what is asked beyond waits for one."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
@@ -156,10 +155,14 @@ class HttpClient:
         if end is not None and end <= start:
             return b""
         bytes_max = self.bounds.blob_bytes_max if end is None else end - start
-        status, body, _ = await self._exchange("GET", f"/v1/blobs/{digest}", headers=wanted, bytes_max=bytes_max)
+        status, body = await self._get_blob(f"/v1/blobs/{digest}", wanted, bytes_max)
         if wanted and status != 206 and not (start == 0 and end == len(body)):
             raise PeerError(ErrorCode.BAD_RANGE, f"{self.url} ignores byte ranges")
         return body
+
+    async def _get_blob(self, path: str, headers: Mapping[str, str], bytes_max: int) -> tuple[int, bytes]:
+        status, body, _ = await self._exchange("GET", path, headers=headers, bytes_max=bytes_max)
+        return status, body
 
     # Worker
 

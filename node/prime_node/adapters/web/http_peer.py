@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import aiohttp
 
-from prime_node.adapters.web.http_answers import Patience, error_of, read_bounded, reason_of
-from prime_node.adapters.web.http_client import CONNECT_S_MAX, HttpClient
+from prime_node.adapters.web.http_answers import CONNECT_S_MAX, Patience, error_of, explained, read_bounded, reason_of
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.adapters.web.http_ranges import RangeClient
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -34,6 +35,19 @@ class HttpPeer(HttpClient):
         """`authorization` is the header that shows our ticket to this peer; None before we have one."""
         super().__init__(url, run=run, clock=clock, bounds=bounds, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
         self._authorization = authorization
+        self._ranges = RangeClient(url, stall_s=self._stall_s, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
+
+    async def close(self) -> None:
+        self._ranges.close()
+        await super().close()
+
+    async def _get_blob(self, path: str, headers: Mapping[str, str], bytes_max: int) -> tuple[int, bytes]:
+        answer = await self._ranges.get(path, {**self._standing_headers(), **headers}, bytes_max=bytes_max)
+        if answer.status >= 400:
+            raise explained(answer.status, answer.body, answer.headers.get("date"), self._clock)
+        if 300 <= answer.status < 400:
+            raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
+        return answer.status, answer.body
 
     def _standing_headers(self) -> Mapping[str, str]:
         shown = self._authorization()
