@@ -7,7 +7,7 @@ the files that differ from the last one's need to be kept. All keys
 and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
 
 A folder holds one JSON list per kind, and binary inputs beside it. A case has a `name`, an `input` (a file in the folder, or
-`hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/test_vectors.py shows
+`hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/vector_kinds.py shows
 in one short function per kind how to read them.
 """
 

@@ -48,3 +48,11 @@ def test_a_policy_that_does_not_exist_yet_is_refused() -> None:
 
 def test_a_rollout_for_a_trained_step_is_stale() -> None:
     assert step.check(3, 3, async_level=2, current_step=4) is StepFault.STALE
+
+
+def test_out_of_order_a_policy_may_be_any_that_exists_and_a_step_any_that_it_may_begin() -> None:
+    for number, version, now, ahead in product(range(9), range(-2, 8), range(5), (4, 6, 8, 13)):
+        rule = Admission(groups_per_step=4, slots_ahead=ahead, is_in_order=False)
+        admissible = 0 <= version <= now and number * 4 < version * 4 + ahead
+        fault = rule.check(number, version, current_step=now)
+        assert fault is (None if admissible else StepFault.FUTURE), (number, version, now, ahead)

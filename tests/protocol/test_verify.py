@@ -44,6 +44,15 @@ def test_1_a_span_of_another_policy_is_refused(version: int, sample: Any) -> Non
     assert check(sample, spans_S3=spans).reason is RejectReason.WRONG_POLICY
 
 
+def test_1_two_spans_of_one_completion_are_of_two_policies(sample: Any) -> None:
+    spans = sample.rollouts.spans_S3
+    (place,) = np.flatnonzero(spans[:, 0] == spans[0, 0])
+    halves = np.stack([spans[place]] * 2)
+    halves[:, 2] = (1, spans[place, 2] - 1)
+    doubled = np.concatenate((spans[:place], halves, spans[place + 1 :]))
+    assert check(sample, spans_S3=doubled).reason is RejectReason.WRONG_POLICY
+
+
 @pytest.mark.parametrize(
     "fields", [{"step": 1}, {"lease_id": digest_of(b"other")}, {"run": digest_of(b"other")}, {"worker": "somebody"}]
 )
@@ -193,3 +202,35 @@ def test_what_a_calibration_speaks_for_is_refused_at_a_stop_token_only_where_any
     assert judge(measured, widened(CheckPolicy())).accepted
     gross = replace(measured, seed_margin_max=2.5, stop_margin_max=2.5)
     assert judge(gross, widened(CheckPolicy())).reason is RejectReason.BAD_TERMINATION
+
+
+@pytest.mark.parametrize(
+    ("number", "bound", "reason"),
+    [
+        ("logprob_error_mean", "logprob_error_mean_max", RejectReason.LOGPROB_MISMATCH),
+        ("logprob_error_max", "logprob_error_max", RejectReason.LOGPROB_MISMATCH),
+        ("seed_flips_share", "seed_flips_share_max", RejectReason.SEED_MISMATCH),
+        ("stop_margin_max", "stop_margin_max", RejectReason.BAD_TERMINATION),
+        ("seed_margin_max", "seed_margin_max", RejectReason.SEED_MISMATCH),
+        ("choice_deviation", "choice_deviation_max", RejectReason.IMPLAUSIBLE),
+        ("proof_error_mean", "proof_error_mean_max", RejectReason.PROOF_MISMATCH),
+        ("proof_error_max", "proof_error_max", RejectReason.PROOF_MISMATCH),
+    ],
+)
+def test_a_number_at_its_threshold_passes_and_the_next_one_is_refused(
+    number: str, bound: str, reason: RejectReason
+) -> None:
+    policy = CheckPolicy()
+    most = float(getattr(policy, bound))
+    assert judge(replace(Measured(0.0, 0.0, 0.0), **{number: most}), policy).accepted
+    beyond = float(np.nextafter(most, np.inf))
+    assert judge(replace(Measured(0.0, 0.0, 0.0), **{number: beyond}), policy).reason is reason
+
+
+def test_almost_certain_tokens_are_not_judged_by_the_little_chance_that_is_in_them(sample: Any) -> None:
+    exact, small = prefill(sample), np.full(11, 0.01, np.float32)
+    found = measure(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + small, variance_T=small))
+    assert found.choice_deviation == pytest.approx(0.11)
+    likely = np.full(11, 4.0, np.float32)
+    found = measure(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + likely, variance_T=likely))
+    assert found.choice_deviation == pytest.approx(44 / 44**0.5)
