@@ -44,14 +44,14 @@ def test_peers_that_gave_nothing_get_the_same() -> None:
 
 
 def test_who_gave_more_gets_more_and_nobody_gets_nothing() -> None:
-    choker = Choker(ChokerRules(slots=2))
+    choker = Choker(ChokerRules(slots=1))
     choker.gave("giver", 400 * MB, 0.0)
     served = serve(choker, {"giver": True, "taker": True}, answers=100)
     assert served["giver"] > 5 * served["taker"] > 0
 
 
 def test_strangers_get_little_beside_members() -> None:
-    served = serve(Choker(ChokerRules(slots=2)), {"member": True, "stranger": False}, answers=100)
+    served = serve(Choker(ChokerRules(slots=1)), {"member": True, "stranger": False}, answers=100)
     assert served["member"] > 5 * served["stranger"] > 0
 
 
@@ -79,11 +79,20 @@ def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
     assert choker.serving == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=80), st.integers(1, 4))
-def test_slots_are_never_exceeded_nor_left_empty_while_somebody_waits(
-    events: list[tuple[int, int]], slots: int
+def test_one_answer_at_a_time_goes_to_a_member_and_strangers_share_all_slots() -> None:
+    choker = Choker(ChokerRules(slots=4))
+    assert [choker.asked("a", number, 0.0) for number in (1, 2)] == [Turn.NOW, Turn.WAIT]
+    assert choker.asked("b", 3, 0.0) is Turn.NOW
+    assert [choker.asked("?", number, 0.0, is_member=False) for number in (4, 5)] == [Turn.NOW, Turn.NOW]
+    assert choker.done("b", MB, 1.0) is None
+    assert choker.done("a", MB, 1.0) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=80), st.integers(1, 4), st.integers(1, 3))
+def test_slots_are_never_exceeded_nor_left_empty_while_somebody_who_may_have_one_waits(
+    events: list[tuple[int, int]], slots: int, each: int
 ) -> None:
-    choker = Choker(ChokerRules(slots=slots, waiting_max=8))
+    choker = Choker(ChokerRules(slots=slots, each_max=each, waiting_max=8))
     owner: dict[int, str] = {}
     serving, waiting = set[int](), set[int]()
     for number, (peer, event) in enumerate(events):
@@ -102,4 +111,6 @@ def test_slots_are_never_exceeded_nor_left_empty_while_somebody_waits(
                 waiting.remove(following)
                 serving.add(following)
         assert choker.serving == len(serving) <= slots
-        assert len(serving) == slots or not waiting
+        served = Counter(owner[request] for request in serving)
+        assert max(served.values(), default=0) <= each
+        assert len(serving) == slots or all(served[owner[request]] == each for request in waiting)

@@ -170,6 +170,19 @@ def test_the_last_pieces_of_a_slow_source_are_taken_over() -> None:
     assert "slow" in of.idle()
 
 
+def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_other_pieces_are_unasked() -> None:
+    for num_unasked, late_s in ((0, 0.1), (5, 2.1)):
+        of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
+        of.add("peer", has=of.missing & ~1)
+        of.add("origin", has=of.missing, is_fallback=True)
+        give(of, "origin", rate=100, until_s=0.01)
+        give(of, "peer", rate=1, until_s=2.0)
+        stuck = of.pick("peer", 2.0)  # expected within a second
+        assert of.unasked.bit_count() == num_unasked
+        assert of.pick("origin", 3.0 + late_s - 0.2) is None
+        assert of.pick("origin", 3.0 + late_s) == stuck
+
+
 def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
     of = picker(4)
     for name in ("a", "b"):

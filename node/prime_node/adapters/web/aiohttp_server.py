@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ BODY_BYTES_PER_S_MIN = 16 * 2**10
 """A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
 BODY_STALL_S_MAX = 20.0
 """A body of which no byte comes for so long is given up, however fast it came before."""
+UNSENT_BYTES_MAX = 2**17
+"""Of an answer in the system's buffers before its first packet is sent. What lies there is lost when the asker withdraws, and its
+slot would be given back with the piece unsent."""
 BODIES_BYTES_MAX = 2**30
 """Memory for bodies on their way in, all connections together."""
 REQUESTS_BYTES_MAX = 2**28
@@ -81,6 +85,8 @@ class AiohttpServer:
             raise LocalError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end what listens there"
             ) from None
+        for listening in self._server.sockets:
+            _keep_little_unsent(listening)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -210,6 +216,13 @@ class _GuardedHandler(web.RequestHandler):
         if self.transport is not None:
             loop = asyncio.get_running_loop()
             self._header_timer = loop.call_later(self._header_s_max, self.transport.abort)
+
+
+def _keep_little_unsent(listening: socket.socket) -> None:
+    """Of this socket and those that it accepts, where the system knows the option (Linux, macOS)."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None:
+        listening.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES_MAX)
 
 
 def _closing(request: web.Request, error: PeerError) -> PeerError:

@@ -37,6 +37,9 @@ class ChokerRules:
 
     slots: int = 16
     """Answers on their way at one time."""
+    each_max: int = 1
+    """Of these, to one member; strangers, who are one peer, may have all. One by one, pieces are whole sooner than side by side,
+    and of a request that is withdrawn while it waits, to be taken over elsewhere, nothing was sent."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Requests that wait, of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
@@ -66,13 +69,15 @@ class Choker:
         self._waiting: dict[str, deque[int]] = {}
         """Requests by peer; whose turn was longest ago comes first."""
         self._num_waiting = 0
+        self._served: dict[str, int] = {}
+        """Answers on their way, by peer."""
 
     def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True) -> Turn:
         """A peer wants something."""
         account = self._account(peer, now_s)
         account.is_member = is_member
-        if self.serving < self.rules.slots:
-            self.serving += 1
+        if self.serving < self.rules.slots and self._may_have_one(peer):
+            self._begin(peer)
             return Turn.NOW
         queue = self._waiting.get(peer, ())
         if self._num_waiting >= self.rules.waiting_max or len(queue) >= self.rules.waiting_per_peer_max:
@@ -85,17 +90,20 @@ class Choker:
         """An answer was sent, or has failed. Returns the waiting request that takes its slot."""
         self._account(peer, now_s).received_bytes += sent_bytes
         self.serving -= 1
-        if not self._waiting:
-            if len(self._accounts) > ACCOUNTS_IDLE_MAX:
-                self._forget(now_s)
+        self._served[peer] -= 1
+        if not self._served[peer]:
+            del self._served[peer]
+        if not self._waiting and len(self._accounts) > ACCOUNTS_IDLE_MAX:
+            self._forget(now_s)
+        longest = islice(filter(self._may_have_one, self._waiting), COMPARED_MAX)
+        chosen = min(longest, key=lambda name: self._received_for_given(name, now_s), default=None)
+        if chosen is None:
             return None
-        longest = islice(self._waiting, COMPARED_MAX)
-        chosen = min(longest, key=lambda name: self._received_for_given(name, now_s))
         queue = self._waiting.pop(chosen)
         request = queue.popleft()
         if queue:
             self._waiting[chosen] = queue
-        self.serving += 1
+        self._begin(chosen)
         self._num_waiting -= 1
         return request
 
@@ -111,6 +119,13 @@ class Choker:
             self._num_waiting -= 1
             if not queue:
                 del self._waiting[peer]
+
+    def _may_have_one(self, peer: str) -> bool:
+        return self._served.get(peer, 0) < self.rules.each_max or not self._accounts[peer].is_member
+
+    def _begin(self, peer: str) -> None:
+        self.serving += 1
+        self._served[peer] = self._served.get(peer, 0) + 1
 
     def _received_for_given(self, peer: str, now_s: float) -> float:
         account = self._account(peer, now_s)
@@ -133,5 +148,10 @@ class Choker:
         """Drop the accounts in which nothing is left. The caller bounds the names: members, and one for all strangers."""
         for peer in list(self._accounts):
             account = self._account(peer, now_s)
-            if peer not in self._waiting and account.given_bytes < 1.0 and account.received_bytes < 1.0:
+            if (
+                peer not in self._waiting
+                and peer not in self._served
+                and account.given_bytes < 1.0
+                and account.received_bytes < 1.0
+            ):
                 del self._accounts[peer]

@@ -42,6 +42,9 @@ class PickerRules:
     """A source below this share of the mean rate gives only what no other has."""
     steal_gain: float = 0.5
     """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
+    fallback_patience: float = 2.0
+    """While there are pieces that nobody was asked for, a fallback takes over what is late by more than so many times the
+    expected time: a slow peer's piece holds up nothing yet, and the bytes of it that have come would be lost."""
     steal_look_s: float = 0.1
     """A source with nothing else to give looks this often for a piece to take over."""
     copies_max: int = 2
@@ -260,6 +263,7 @@ class Picker:
         source.looked_s = now_s
         # What it would bring sooner is not known, or is dear.
         only_late = source.is_fallback or source.rate_bytes_s is None
+        patience = self._rules.fallback_patience if source.is_fallback and self.unasked else 0.0
         latest, longest_s = None, 0.0
         for piece in members(source.has & self._open & ~self.have):
             askers = self._askers[piece]
@@ -267,8 +271,9 @@ class Picker:
                 continue
             left_s = math.inf
             for asker in askers:
-                due_s = self._sources[asker].open[piece].due_s
-                if only_late and now_s < due_s:
+                asked = self._sources[asker].open[piece]
+                due_s = asked.due_s
+                if only_late and now_s < due_s + patience * (due_s - asked.asked_s):
                     left_s = 0.0
                 # An open request takes as long as was expected when it was sent or, once it is late, as long again.
                 left_s = min(left_s, abs(due_s - now_s))
