@@ -44,7 +44,7 @@ class PickerRules:
     """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
     fallback_patience: float = 2.0
     """While there are pieces that nobody was asked for, a fallback takes over what is late by more than so many times the
-    expected time: a slow peer's piece holds up nothing yet, and the bytes of it that have come would be lost."""
+    expected time and `slow_piece_s`: a late piece holds up nothing yet, and the bytes of it that have come would be lost."""
     steal_look_s: float = 0.1
     """A source with nothing else to give looks this often for a piece to take over."""
     copies_max: int = 2
@@ -273,7 +273,8 @@ class Picker:
             for asker in askers:
                 asked = self._sources[asker].open[piece]
                 due_s = asked.due_s
-                if only_late and now_s < due_s + patience * (due_s - asked.asked_s):
+                patience_s = patience * max(due_s - asked.asked_s, self._rules.slow_piece_s)
+                if only_late and now_s < due_s + patience_s:
                     left_s = 0.0
                 # An open request takes as long as was expected when it was sent or, once it is late, as long again.
                 left_s = min(left_s, abs(due_s - now_s))
