@@ -1,7 +1,7 @@
 """Who is served next, when more ask than the uplink carries. Pure.
 
-At most `slots` answers are on their way at one time; other requests wait, few per peer, in a bounded room. A free slot goes to
-the peer that has received the least for what it has given here, both remembered with a half-life: proportional response, under
+At most `slots` answers are on their way at one time, one to each member; other requests wait, few per peer, in a bounded room. A
+free slot goes to the peer that has received the least for what it has given here, both remembered with a half-life: proportional response, under
 which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant lets newcomers begin; members
 of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets the same.
 """
@@ -39,7 +39,7 @@ class ChokerRules:
     """Answers on their way at one time."""
     each_max: int = 1
     """Of these, to one member; strangers, who are one peer, may have all. One by one, pieces are whole sooner than side by side,
-    and of a request that is withdrawn while it waits, to be taken over elsewhere, nothing was sent."""
+    and of a request that is taken over elsewhere while it waits, nothing was sent."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Requests that wait, of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX

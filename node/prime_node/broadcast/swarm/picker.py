@@ -8,7 +8,8 @@ One picker serves one download. The rules, in the order in which they apply to a
         file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
     (3) a fallback source gives what no peer has; a slow source gives what no other has
     (4) where nothing is left to ask for, a piece asked elsewhere is taken over if it comes at least twice as soon from here: the
-        end game and the stealing of work in one. No byte is sent twice that would have been in time
+        end game and the stealing of work in one. No byte is sent twice that would have been in time. A fallback takes over what
+        is late, and before the end only what is very late: what has come of a piece is lost then
 
 A piece is open until `arrived` or `missed`. Nothing is known here of digests: the caller says `arrived` for verified pieces only.
 """
