@@ -183,6 +183,19 @@ def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_oth
         assert of.pick("origin", 3.0 + late_s) == stuck
 
 
+def test_a_piece_that_is_a_little_late_is_taken_over_at_the_end_and_not_while_others_are_unasked() -> None:
+    for num_unasked in (0, 1):
+        of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
+        of.add("third", has=of.missing)
+        for name, rate in (("late", 1.0), ("fast", 1 / 0.55)):
+            of.add(name, has=span(0, 4))
+            give(of, name, rate=rate, until_s=0.1)
+        late = of.pick("late", 2.0)  # expected within a second
+        give(of, "fast", rate=1 / 0.55, until_s=60.0, now_s=2.0)
+        assert of.unasked.bit_count() == num_unasked
+        assert of.pick("fast", 3.2) == (None if num_unasked else late)
+
+
 def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
     of = picker(4)
     for name in ("a", "b"):

@@ -196,6 +196,7 @@ class Download:
                 self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)
             has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
             self._picker.has(name, has & ~self._absent.get(name, 0))
+        for name, named in ready.items():  # now that all have said what they have: a fallback gives what no peer has
             while self._memory_bytes < self.memory_bytes_max:
                 number = self._picker.pick(name, now_s)
                 if number is None:

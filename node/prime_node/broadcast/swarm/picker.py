@@ -264,7 +264,8 @@ class Picker:
         source.looked_s = now_s
         # What it would bring sooner is not known, or is dear.
         only_late = source.is_fallback or source.rate_bytes_s is None
-        patience = self._rules.fallback_patience if source.is_fallback and self.unasked else 0.0
+        is_end = not self.unasked
+        patience = self._rules.fallback_patience if source.is_fallback and not is_end else 0.0
         latest, longest_s = None, 0.0
         for piece in members(source.has & self._open & ~self.have):
             askers = self._askers[piece]
@@ -277,8 +278,10 @@ class Picker:
                 patience_s = patience * max(due_s - asked.asked_s, self._rules.slow_piece_s)
                 if only_late and now_s < due_s + patience_s:
                     left_s = 0.0
-                # An open request takes as long as was expected when it was sent or, once it is late, as long again.
-                left_s = min(left_s, abs(due_s - now_s))
+                # An open request takes as long as was expected when it was sent. Once it is late, it takes as long again as it
+                # is late or, at the end, where it alone is waited for, as it has taken so far.
+                late_since_s = asked.asked_s if is_end else due_s
+                left_s = min(left_s, due_s - now_s if now_s < due_s else now_s - late_since_s)
             if left_s > longest_s:
                 latest, longest_s = piece, left_s
         if latest is None:
