@@ -1,9 +1,10 @@
 """Who is served next, when more ask than the uplink carries. Pure.
 
-At most `slots` answers are on their way at one time, one to each member; other requests wait, few per peer, in a bounded room. A
-free slot goes to the peer that has received the least for what it has given here, both remembered with a half-life: proportional response, under
-which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant lets newcomers begin; members
-of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets the same.
+At most `slots` answers are on their way at one time, one to each member; other requests wait, few per peer, in a bounded room.
+A free slot goes to the peer that has received the least for what it has given here, both remembered with a half-life:
+proportional response, under which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant
+lets newcomers begin; members of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets
+the same.
 """
 
 from __future__ import annotations
