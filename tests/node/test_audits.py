@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.node.coordinator_world import ANNA, ROOT, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, ENGINE, ROOT, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
 from tests.node.test_validator import LetterTokenizer
 
@@ -156,6 +156,21 @@ def test_the_last_step_is_not_over_while_something_may_be_taken_back() -> None:
 def test_a_policy_under_which_cheating_pays_is_refused() -> None:
     with pytest.raises(ValueError, match="a cheat must stake more than it saves"):
         AuditPolicy(share_min=0.1, surety_bundles=8)
+
+
+async def test_what_is_claimed_to_be_sampled_without_the_seeds_is_always_audited() -> None:
+    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, surety_bundles=19)
+    parts = memory_parts(make_run(checks=CheckPolicy(audits=policy, unseeded=True), groups_per_step=64))
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for seeded in (True,) * 12 + (False,) * 6:
+            engine = ENGINE.model_copy(update={"seeded": seeded})
+            lease = await world.lease(ANNA, rollouts_max=2)
+            await world.client(ANNA).upload(make_parcel(lease, ANNA, engine=engine))
+            task = await world.take_task(VALIDATOR)
+            assert task.audit or seeded
+            await world.give_verdict(task)
 
 
 async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_credited() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from tests.builder import build_header
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -19,11 +20,23 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.broadcast.follow.paths import Route
+from prime_node.coordinator.api import intake, leasing
+from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.messages import BlobHeader, BundleRequest, CheckResultRequest, ReturnLeaseRequest
+from prime_protocol.messages import (
+    BlobHeader,
+    BundleRequest,
+    CheckResultRequest,
+    LeaseRequest,
+    NotYet,
+    ReturnLeaseRequest,
+)
 from prime_protocol.parcel import open_parcel, pack_parcel
 from prime_protocol.rollout import RolloutHeader, body_bytes_max, parse_body
 from prime_protocol.verdict import RejectReason, Verdict
@@ -105,6 +118,34 @@ async def test_uploads_count_against_the_workers_rate() -> None:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(2)]
         assert codes == [200, 429]
+
+
+async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict() -> None:
+    bounds = limits.Limits(bundles_pending_per_worker_max=2)
+    core, anna, ben = await open_core(memory_parts(make_run(limits=bounds))), ANNA.key_id, BEN.key_id
+    for worker in (anna, ben):
+        core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    asked = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=2)
+
+    async def leased(worker: str) -> LeaseRecord:
+        assert not isinstance(await leasing.lease(core, worker, asked), NotYet)
+        return list(core.state.leases.values())[-1]
+
+    lapsed = [await leased(worker) for worker in (ben, ben, anna)]
+    core.decide(ev.LeasesExpired(tuple(lease.lease_id for lease in lapsed)))
+    late = lapsed[-1]
+    header = build_header(core.assigner.lease(late), b"", 1, worker=anna)
+    for number in range(2):
+        assert isinstance(intake.decide(core.state, header, late, bundle="late", num_bytes=1), ev.BundleArrived)
+        lease = await leased(anna)  # the slots that were ben's
+        core.decide(ev.BundleArrived(f"{number:064d}", lease.lease_id, anna, 2, 1))
+    with pytest.raises(PeerError, match="your earlier bundles wait") as caught:
+        intake.decide(core.state, header, late, bundle="late", num_bytes=1)
+    assert caught.value.code is ErrorCode.TOO_MANY_REQUESTS
+    refusal = await leasing.lease(core, anna, asked)
+    assert isinstance(refusal, NotYet)
+    assert refusal.reason == "2 of your bundles wait for a validator and you hold 0 leases, the most allowed together"
 
 
 @pytest.mark.parametrize("parcel", [b"", b"PRP0" + b"\0" * 20, b"PRP1" + b"\0\0\1\0" + b"{}"])

@@ -264,6 +264,10 @@ def test_a_nonce_is_remembered_for_twice_the_window() -> None:
         with pytest.raises(PeerError) as caught:
             memory.spend("anna", "n", 1_000.0 + age_s)
         assert caught.value.code is ErrorCode.REPLAYED
+    memory.spend("anna", "late", 1_000.0 + MEMORY_S)
+    for age_s in (1.0, MEMORY_S):  # the generation that held it is the older one by now
+        with pytest.raises(PeerError, match="sent before"):
+            memory.spend("anna", "late", 1_000.0 + MEMORY_S + age_s)
     nonces.spend("anna", "n", 0.0)
     nonces.spend("ben", "n", 0.0)
     nonces.spend("anna", "n", 3 * MEMORY_S)

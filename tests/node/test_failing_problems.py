@@ -157,6 +157,15 @@ def test_an_accepted_group_ends_the_count(run: Run) -> None:
     assert run.state.failing == {}
 
 
+def test_of_a_slot_that_is_filled_nothing_more_can_be_said(run: Run) -> None:
+    run.join("anna", "ben")
+    slow = run.granted("anna", 0, rollouts_max=2)
+    run.accept(run.upload(slow))
+    for worker in ("anna", "ben"):
+        run.do(ev.EpisodesFailed(worker, slow.slots))
+    assert (run.state.failing, run.state.curriculum.redraw) == ({}, set())
+
+
 def test_what_failed_is_leased_alone(run: Run) -> None:
     run.join("anna", "ben")
     lease = run.granted("anna", 0, rollouts_max=4)

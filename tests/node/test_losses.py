@@ -269,6 +269,19 @@ def test_distillation_without_a_teacher_says_what_is_missing() -> None:
         find_loss("opd")(given)
 
 
+def test_a_weight_at_a_bound_of_the_mask_is_kept_and_one_below_the_truncation_is_lifted() -> None:
+    zeros = torch.zeros(1)
+    given = LossInputs(zeros, zeros, torch.ones(1), torch.tensor([True]))  # every weight is exactly 1
+    for name, bounds, weight in (
+        ("mis", {"weight_min": 1.0, "weight_max": 1.0}, 1.0),
+        ("mis", {"weight_min": 1.1, "weight_max": 2.0}, 0.0),
+        ("mis", {"weight_min": 0.5, "weight_max": 0.9}, 0.0),
+        ("tis", {"weight_min": 1.5, "weight_max": 2.0}, 1.5),
+        ("tis", {"weight_min": 0.0, "weight_max": 0.5}, 0.5),
+    ):
+        assert find_loss(name, kwargs=bounds)(given).loss.item() == -weight, (name, bounds)
+
+
 def test_an_unknown_level_is_answered_with_the_known_ones() -> None:
     with pytest.raises(LocalError, match="level 'word': expected one of token, sequence, geometric"):
         find_loss("tis", kwargs={"level": "word"})(inputs())

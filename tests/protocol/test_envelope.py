@@ -95,6 +95,12 @@ def test_a_misshapen_envelope_is_refused(change: Callable[[Any], object], code: 
     raises(code, open_envelope, json.dumps(fields).encode())
 
 
+def test_an_envelope_holds_as_many_signatures_as_the_limit_says() -> None:
+    fields = sealed()
+    fields["signatures"] *= limits.SIGNATURES_MAX
+    assert len(open_envelope(json.dumps(fields).encode()).signatures) == limits.SIGNATURES_MAX
+
+
 def test_an_envelope_is_an_object(raises: Raises) -> None:
     for data in (b"[]", b"1", b"null", b'"x"', b""):
         raises(ErrorCode.MALFORMED, open_envelope, data)

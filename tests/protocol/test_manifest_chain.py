@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from prime_protocol.manifest import (
     open_manifest,
     sign_manifest,
 )
-from prime_protocol.weights import WeightTensor, num_bytes, root_of, state_root
+from prime_protocol.weights import WeightTensor, root_of, state_root
 
 Raises = Callable[..., PeerError]
 Changed = Callable[..., Manifest]
@@ -82,6 +83,14 @@ def test_both_manifests_hold_and_form_a_chain(sample: Any) -> None:
     assert second.manifest.encoding(0) == sample.encoded[1].encoding
     assert second.manifest.encoding(None) is None
     assert len(sample.encoded[0].parts) > 1
+
+
+def test_the_last_policy_of_a_run_is_the_one_of_its_last_step(sample: Any, raises: Raises) -> None:
+    last = sample.manifests[1].manifest
+    ends_there = replace(sample.run, spec=sample.run.spec.model_copy(update={"max_steps": last.policy_version}))
+    check_manifest(last, ends_there)
+    ends_before = replace(sample.run, spec=sample.run.spec.model_copy(update={"max_steps": last.policy_version - 1}))
+    raises(ErrorCode.CHAIN_BROKEN, check_manifest, last, ends_before)
 
 
 def test_a_manifest_by_another_key_is_refused(sample: Any, raises: Raises) -> None:
@@ -344,42 +353,6 @@ def test_a_tensor_that_does_not_have_its_digest_is_refused(sample: Any, raises: 
         for number, part in enumerate(sample.encoded[0].parts):
             decoder.feed_part(number, part)
         raises(ErrorCode.DIGEST_MISMATCH, decoder.finish)
-
-
-# The state root
-
-
-ROWS = [("b", "bf16", (2, 3), "00" * 32), ("a", "fp32", (), "11" * 32)]
-
-
-def test_a_state_root_is_the_digest_of_its_table() -> None:
-    text = b"a\0fp32\0\0" + b"11" * 32 + b"\nb\0bf16\x002,3\0" + b"00" * 32 + b"\n"
-    assert state_root(ROWS) == state_root(ROWS[::-1]) == digest_of(text)
-
-
-OTHER_ROWS = [
-    ("c", "bf16", (2, 3), "00" * 32),
-    ("b", "fp16", (2, 3), "00" * 32),
-    ("b", "bf16", (3, 2), "00" * 32),
-    ("b", "bf16", (23,), "00" * 32),
-    ("b", "bf16", (2, 3), "01" * 32),
-]
-
-
-@pytest.mark.parametrize("row", OTHER_ROWS)
-def test_every_column_counts(row: Any) -> None:
-    assert state_root([row, ROWS[1]]) != state_root(ROWS)
-
-
-def test_a_root_of_weights_is_the_root_of_their_table(sample: Any) -> None:
-    assert root_of(sample.weights[0]) == sample.manifests[0].manifest.state_root
-    assert num_bytes(sample.weights[0]) == 300 * 2 + 300 * 2 + 5 * 4
-
-
-@pytest.mark.parametrize("name", ["a\0b", "a\nb", "a\x7f", "", "x" * 201])
-def test_a_tensor_cannot_be_named_so_that_rows_run_together(name: str, sample: Any, changed: Changed) -> None:
-    with pytest.raises(ValueError, match="name"):
-        changed(sample.manifests[0].manifest.tensors[0], name=name)
 
 
 # Properties

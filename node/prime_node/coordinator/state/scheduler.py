@@ -93,8 +93,9 @@ def choose_slots(
     if len(worker.leases) >= rules.leases_per_worker_max:
         return Refusal(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
     if len(worker.leases) + len(worker.pending) >= rules.bundles_pending_per_worker_max:
-        waiting = len(worker.pending)
-        return Refusal(f"{waiting} of your bundles wait for a validator", is_worth_waiting=waiting > 0)
+        waiting, held = len(worker.pending), len(worker.leases)
+        detail = f"{waiting} of your bundles wait for a validator and you hold {held} leases, the most allowed together"
+        return Refusal(detail, is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
     count_max = 1 if is_wasteful else max(1, groups_max)
     budget = newcomers.budget(state, worker)
