@@ -111,9 +111,7 @@ class ReceiptBook:
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)
             self._append(envelope.to_bytes() for envelope in envelopes)
-            partial = self._cursor_file.with_suffix(".partial")
-            partial.write_text(str(answer.next), encoding="ascii")
-            partial.replace(self._cursor_file)
+            write_durably(self._cursor_file, str(answer.next).encode())
         except OSError as error:
             raise LocalError(f"receipts {self._file}: {error.strerror}; free some space and start again") from None
         self.cursor = answer.next

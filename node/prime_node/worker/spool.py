@@ -143,9 +143,7 @@ class Spool:
         notes = self._folder / "refused.jsonl"
         line = json.dumps({"at_ms": self._clock.now_ms(), "bundle": path.stem, "reason": reason, "detail": detail})
         lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-        partial = notes.with_suffix(".partial")
-        partial.write_text("\n".join([*lines[1 - REFUSED_LINES_MAX :], line]) + "\n", encoding="utf-8")
-        partial.replace(notes)
+        write_durably(notes, "".join(f"{one}\n" for one in [*lines[1 - REFUSED_LINES_MAX :], line]).encode())
 
     def _disk_fault(self, error: OSError) -> LocalError:
         return LocalError(f"spool {self._folder}: {error.strerror or error}; free some space or choose another folder")

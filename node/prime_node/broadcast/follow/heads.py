@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_node.broadcast.follow.known_chain import HeadNews, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
+from prime_node.files import write_durably
 from prime_node.patience import unless
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
@@ -214,9 +215,7 @@ class Heads:
     def _write(self, path: Path, envelope: Envelope) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_bytes(envelope.to_bytes())
-            partial.replace(path)
+            write_durably(path, envelope.to_bytes())
         except OSError as error:
             raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from prime_node.files import write_durably
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, StatementSource
@@ -53,9 +54,7 @@ def _is_there(path: Path, file: ModelFile) -> bool:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    write_durably(path, data)
 
 
 async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> bytes:
