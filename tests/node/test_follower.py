@@ -54,6 +54,23 @@ async def test_any_policy_of_the_chain_can_be_had_by_its_number(tmp_path: Path) 
         assert latest.version == 5
 
 
+async def test_what_is_remembered_of_old_policies_is_bounded_and_they_can_still_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_node.broadcast.follow.known_chain.DIGESTS_MAX", 5)
+    monkeypatch.setattr("prime_node.broadcast.follow.known_chain.RECENT_MAX", 2)
+    monkeypatch.setattr("prime_node.broadcast.follow.ways.ROUTES_MAX", 4)
+    source = MemorySource(RUN)
+    async with following(make_follower(tmp_path, source)) as follower:
+        for version in range(12):
+            source.publish(table_weights(version))
+            await follower.wait_newer(version - 1)
+        chain, ways = follower.heads.chain, follower._ways
+        assert [version for version in range(12) if chain.digest(version)] == [7, 8, 9, 10, 11]
+        assert max(len(ways._routes), len(ways._roots)) <= 5  # four, and the one that was found last
+        assert root_of(await follower.weights(1)) == root_of(table_weights(1))
+
+
 async def test_asking_for_a_policy_waits_until_it_is_published(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     source.publish(table_weights(0))

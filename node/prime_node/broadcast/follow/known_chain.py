@@ -17,6 +17,8 @@ from prime_protocol.manifest import SignedManifest
 
 RECENT_MAX = 16
 """Manifests kept whole; of older ones only the digest."""
+DIGESTS_MAX = 2**16
+"""Of what is still older nothing: it is fetched link by link where somebody asks for it, as a newcomer does."""
 
 
 class HeadNews(StrEnum):
@@ -78,6 +80,8 @@ class KnownChain:
         check_link(new.manifest, self.head)
         self._remember(new)
         self.head = new
+        if len(self._digests) > DIGESTS_MAX:  # one for one: whoever walks back meanwhile arrives
+            del self._digests[self.lowest]
 
     def confirm(self, older: SignedManifest) -> None:
         """A manifest below the head that was fetched again, or for the first time. Raises PeerError(FORK)."""

@@ -54,6 +54,7 @@ class Ways:
 
     async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[Step]:
         """The cheapest way in bytes. Raises PeerError(NOT_FOUND) where none is open, or Unreachable."""
+        self._forget_old()
         self._note(target)
         path = await self._search(target.manifest.policy_version, held, closed)
         steps = []
@@ -119,5 +120,10 @@ class Ways:
                 self._roots[encoding.base.policy_version] = encoding.base
         while len(self._manifests) > MANIFESTS_MAX:
             del self._manifests[next(iter(self._manifests))]
-        while len(self._routes) > ROUTES_MAX:
-            del self._routes[min(self._routes)]
+
+    def _forget_old(self) -> None:
+        """Between two searches: one that reads further back than this needs what it has read until its end."""
+        if len(self._routes) > ROUTES_MAX:
+            self._routes = {version: self._routes[version] for version in sorted(self._routes)[-ROUTES_MAX:]}
+            bases = {route.base_version for routes in self._routes.values() for route in routes}
+            self._roots = {one: root for one, root in self._roots.items() if one in self._routes or one in bases}
