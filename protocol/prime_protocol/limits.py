@@ -152,6 +152,8 @@ PEER_LISTENERS_MAX = 256
 """Peers that hear one peer's news at a time."""
 PEER_LISTENERS_EACH_MAX = 2
 """News that one of them hears at a time: an old link may take a while to end."""
+PEER_STRANGERS_LISTENING_MAX = 16
+"""News that all who show no ticket hear at a time, together."""
 PEER_TOKENS_MAX = 4_096
 """Tickets that were checked and are remembered."""
 PEER_REQUESTS_WAITING_MAX = 512

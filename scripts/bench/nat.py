@@ -5,7 +5,7 @@
 
 Every place runs a process with the libp2p adapter; one public place is bootstrap, relay and dial-back for the others. Measured:
 what each finds out about its own reachability, and how soon; for each pair of kinds whether the link ends up direct, relayed
-or missing, and the time that `connect` took; then a whole street of homes, all pairs.
+or missing, and the time that `connect` took; then a whole street of homes, all pairs, at once and 40 ms apart.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from homes import HOME, PUBLIC, SYMMETRIC, Place, internet, missing
+from homes import CARRIER, HOME, PUBLIC, SYMMETRIC, Place, internet, missing
 
 PORT = 4001
 RUN = "a" * 64
 FOUND_S_MAX = 40.0
-PAIRS = ((HOME, HOME), (PUBLIC, HOME), (HOME, PUBLIC), (HOME, SYMMETRIC), (SYMMETRIC, SYMMETRIC))
+PAIRS = (
+    (HOME, HOME), (PUBLIC, HOME), (HOME, PUBLIC), (HOME, SYMMETRIC), (SYMMETRIC, SYMMETRIC),
+    (CARRIER, HOME), (CARRIER, CARRIER),
+)  # fmt: skip
+ROUND_TRIP_MS = 40.0
 
 
 # A peer, in a process of its own: commands as JSON lines on stdin, answers on stdout
@@ -164,9 +168,9 @@ async def pair(kinds: tuple[str, str], *, wait_s: float = 45.0) -> dict[str, Any
     }
 
 
-async def street_of(homes: int, private: int) -> dict[str, Any]:
+async def street_of(homes: int, private: int, *, round_trip_ms: float = 0.0) -> dict[str, Any]:
     """Many homes, all pairs at once; the last ones are private."""
-    with internet([PUBLIC, *[HOME] * (homes + private)]) as places:
+    with internet([PUBLIC, *[HOME] * (homes + private)], round_trip_ms=round_trip_ms) as places:
         hidden = range(homes + 1, homes + private + 1)
         async with peers(places, private=hidden) as everybody:
             open_ones, closed = everybody[1 : homes + 1], everybody[homes + 1 :]
@@ -191,6 +195,7 @@ async def street_of(homes: int, private: int) -> dict[str, Any]:
     connect_s = sorted(itertools.chain(*took))
     return {
         "homes": homes,
+        "round_trip_ms": round_trip_ms,
         "pairs": num_pairs,
         "direct": direct // 2,
         "all_pairs_s": round(all_s, 2),
@@ -206,6 +211,7 @@ async def measure(quick: bool) -> dict[str, Any]:
     kinds = PAIRS[:2] if quick else PAIRS
     rows = [await pair(kind) for kind in kinds]
     street = await street_of(3 if quick else 6, 1)
+    apart = [] if quick else [await street_of(6, 1, round_trip_ms=ROUND_TRIP_MS)]
     by_kinds = {(row["caller"], row["called"]): row for row in rows}
     checks = [
         ("two homes end up with a direct link", by_kinds[HOME, HOME]["link"] == "direct"),
@@ -213,6 +219,12 @@ async def measure(quick: bool) -> dict[str, Any]:
         ("an open peer finds out that it is open", by_kinds[PUBLIC, HOME]["caller_finds"] == "public"),
         ("an open peer reaches a home directly", by_kinds[PUBLIC, HOME]["link"] == "direct"),
         ("all pairs of a street of homes are direct", street["direct"] == street["pairs"]),
+        *((f"and {ROUND_TRIP_MS:.0f} ms apart", far["direct"] == far["pairs"]) for far in apart),
+        *(
+            (f"{caller} and {called} end up with a direct link", row["link"] == "direct")
+            for (caller, called), row in by_kinds.items()
+            if CARRIER in (caller, called)
+        ),
         (
             "a private peer fetches and announces nothing",
             street["private_fetches"] == 1 and street["private_announces"] == 0,
@@ -220,7 +232,7 @@ async def measure(quick: bool) -> dict[str, Any]:
     ]
     return {
         "pairs": rows,
-        "street": street,
+        "streets": [street, *apart],
         "checks": [{"name": name, "value": int(ok), "bar": 1, "ok": bool(ok)} for name, ok in checks],
     }
 
@@ -241,7 +253,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        for row in [*result["pairs"], result["street"]]:
+        for row in [*result["pairs"], *result["streets"]]:
             print("  ".join(f"{name} {value}" for name, value in row.items()))
         for check in result["checks"]:
             print(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}")

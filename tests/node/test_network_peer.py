@@ -126,10 +126,28 @@ async def test_what_is_not_there_is_said_so(tmp_path: Path, path: str, code: Err
         assert caught.value.code is code
 
 
-async def test_strangers_learn_nothing_of_who_has_what(tmp_path: Path) -> None:
-    async with linked(tmp_path, shows_ticket=False) as (link, _):
-        assert (await link.run_spec()).digest == RUN.digest
-        for ask in (anext(link.news()), link.peers()):
-            with pytest.raises(PeerError) as caught:
-                await ask
-            assert caught.value.code is ErrorCode.BAD_SIGNATURE
+async def test_strangers_hear_what_is_here_and_not_who_is_there(tmp_path: Path) -> None:
+    async with linked(tmp_path, shows_ticket=False) as (link, service):
+        service.holdings.staged(0)
+        assert (await anext(link.news())).head == 0
+        with pytest.raises(PeerError) as caught:
+            await link.peers()
+        assert caught.value.code is ErrorCode.BAD_SIGNATURE
+
+
+async def test_strangers_who_listen_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_protocol.limits.PEER_STRANGERS_LISTENING_MAX", 1)
+    async with linked(tmp_path, shows_ticket=False) as (link, service):
+        first, second = link.news(), link.news()
+        await anext(first)
+        await anext(second)
+        waiting = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
+        while not service._listeners:  # noqa: ASYNC110 - the request is on its way, and tells nobody
+            await asyncio.sleep(0)
+        with pytest.raises(PeerError) as caught:
+            await anext(second)
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        service.holdings.staged(0)
+        assert (await waiting).head == 0
+        assert not service._listeners

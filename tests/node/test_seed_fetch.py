@@ -39,7 +39,7 @@ async def seeder(made: Swarm, folder: Path) -> tuple[Mirror, Peer]:
     client = await made.stack.enter_async_context(
         HttpClient(made.world.url, run=run.digest, clock=SystemClock(), key=CORA, bounds=run.spec.limits)
     )
-    await wire.model_folder(client, run, folder / "model")
+    await wire.pinned_run(client, run.digest, folder)
     mirror, peer = await made.stack.enter_async_context(wire_swarm.mirror(run, CORA, client, folder, SETTINGS))
     made.stack.push_async_callback(ended, asyncio.create_task(mirror.follow()))
     return mirror, peer
@@ -108,6 +108,19 @@ async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:
         assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
         assert root_of(read_weights(tmp_path / "first")) == root_of(first)
         assert (tmp_path / "newest" / "PROVENANCE.json").exists()
+
+
+async def test_fetch_begins_at_a_peer_while_the_coordinator_is_away(tmp_path: Path) -> None:
+    async with swarm(tmp_path, ANNA) as made:
+        await linked(made)
+        await made.publish()
+        follower, peer = made.workers[0]
+        await until(lambda: 0 in follower.versions())
+        await made.lose_coordinator()
+        settings = SETTINGS.model_copy(update={"mirrors": (f"http://127.0.0.1:{peer.port}",)})
+        link = JoinLink(made.world.url, made.world.run.digest)
+        await _fetch(link, settings, tmp_path / "fetch", None, tmp_path / "newest")
+        assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
 
 
 async def test_fetch_says_what_is_not_there_yet(tmp_path: Path) -> None:

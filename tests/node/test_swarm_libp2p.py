@@ -92,3 +92,19 @@ async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) 
                 assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
         announced = [named for follower, _ in workers for named in follower.pool.all if named.name == "announcements"]
         assert [named.head for named in announced] == [1, 1]
+
+
+async def test_a_newcomer_who_knows_one_peer_joins_after_the_coordinator_is_gone(tmp_path: Path) -> None:
+    """He has no ticket, and no list: one bootstrap peer leads him to a policy that a second one has, too."""
+    host = Libp2pNetwork(COORDINATOR, run=make_run().digest, settings=PeerSettings(listen=LISTEN, relay=True))
+    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+        follower, peer = await made.worker(ANNA, p2p="on", p2p_listen=LISTEN)
+        published = await made.publish()
+        await follower.wait_newer(-1)
+        await made.lose_coordinator()
+        assert peer.network is not None
+        known = tuple(f"{address}/p2p/{ANNA.key_id}" for address in peer.network.addresses())
+        newcomer, _ = await made.worker(BEN, p2p="on", p2p_listen=LISTEN, p2p_bootstrap=known)
+        async with asyncio.timeout(20):
+            assert root_of((await newcomer.wait_newer(-1)).weights) == published.manifest.state_root
+        assert from_peers(newcomer, made.world.url) > 0

@@ -333,14 +333,14 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
 async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:
     coordinator = MemoryCoordinator(make_run(name="other"), JumpClock())
     with pytest.raises(PeerError) as caught:
-        await fetch_run(coordinator, RUN.digest, clock=JumpClock())
+        await fetch_run(RUN.digest, coordinator, clock=JumpClock())
     assert caught.value.code is ErrorCode.WRONG_RUN
 
 
 async def test_the_run_is_waited_for_while_the_coordinator_starts() -> None:
     coordinator = MemoryCoordinator(RUN, JumpClock())
     coordinator.away = True
-    task = asyncio.create_task(fetch_run(coordinator, RUN.digest, clock=JumpClock()))
+    task = asyncio.create_task(fetch_run(RUN.digest, coordinator, clock=JumpClock()))
     await asyncio.sleep(0.005)
     assert not task.done()
     coordinator.away = False

@@ -94,7 +94,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
         await parts.public.put(data)
     async with running(parts) as world:
         client, rng = world.client(WORKER), random.Random(1)
-        pinned = await fetch_run(client, RUN.digest, clock=parts.clock)
+        pinned = await fetch_run(RUN.digest, client, clock=parts.clock)
         worker = Worker(
             run=pinned,
             config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 3_600.0}),

@@ -75,7 +75,6 @@ async def _evaluate(
     every: int,
     stop: asyncio.Event,
 ) -> int:
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.cli.join import download_bar
     from prime_node.folder_lock import FolderLock
@@ -86,10 +85,9 @@ async def _evaluate(
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await fetch_run(client, link.run, clock=wire.clock())
-            client.bounds = run.spec.limits
+            run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             console.print(f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}")
-            model = await wire.model_folder(client, run, folder / "model")
+            model = folder / "model"
             engine = await asyncio.to_thread(wire.engine, settings, model, run, cheat=None)
             worlds = await asyncio.to_thread(wire.environments, run.spec, model, folder=folder)
             evaluator = wire_training.evaluator_of(run, how, engine, wire.tokenizer(model), worlds)

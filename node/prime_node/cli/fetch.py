@@ -72,7 +72,6 @@ async def _fetch(
 ) -> tuple[Path, int]:
     from prime_node.broadcast.audit.audit import Verified
     from prime_node.broadcast.audit.export import check_free, export
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.cli.join import download_bar
     from prime_node.keyfile import load_or_create
@@ -82,9 +81,7 @@ async def _fetch(
     key = load_or_create(folder / "identity.key")
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await fetch_run(client, link.run, clock=wire.clock())
-            client.bounds = run.spec.limits
-            model = await wire.model_folder(client, run, folder / "model")
+            run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)
             async with following as (follower, _, peer):
                 if peer is not None:
@@ -92,7 +89,7 @@ async def _fetch(
                 policy = await _policy(follower, policy_version)
     place = out or Path(f"policy-{policy.version}")
     check_free(place)
-    files = {file.name: (model / file.name).read_bytes() for file in run.spec.model_files}
+    files = {file.name: (folder / "model" / file.name).read_bytes() for file in run.spec.model_files}
     verified = Verified(run, policy.signed, policy.weights, files)
     return place, len(export(verified, place, software=f"prime-node {__version__}"))
 

@@ -93,7 +93,6 @@ async def _join(
     cheat: tuple[str, int] | None,
     stop: asyncio.Event,
 ) -> int:
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.observe import BestEffort, JsonLines
@@ -107,9 +106,8 @@ async def _join(
 
             async def set_up() -> tuple[PinnedRun, Engine, dict[str, TurnEnvironment]]:
                 """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
-                run = await fetch_run(client, link.run, clock=wire.clock())
-                client.bounds = run.spec.limits
-                model = await wire.model_folder(client, run, folder / "model")
+                run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
+                model = folder / "model"
                 # The environments' process starts while this one imports what the engine needs: seconds each.
                 made, worlds = await asyncio.gather(
                     asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat),

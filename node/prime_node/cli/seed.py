@@ -60,7 +60,6 @@ def seed(
 
 
 async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: Path, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
     from prime_node.patience import first_of, unless
@@ -69,9 +68,7 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: 
     async with wire.client(link, key) as client:
 
         async def serve() -> None:
-            run = await fetch_run(client, link.run, clock=wire.clock())
-            client.bounds = run.spec.limits
-            await wire.model_folder(client, run, folder / "model")
+            run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             async with wire_swarm.mirror(run, key, client, folder, settings) as (mirror, peer):
                 await first_of(mirror.follow(), _tell(peer, mirror.holdings))
 

@@ -139,7 +139,6 @@ def _given(option: str, path: Path | None) -> list[str]:
 
 
 async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.patience import unless
     from prime_node.trainer.loop import run as run_trainer
@@ -148,9 +147,8 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
 
         async def set_up() -> Trainer:
             """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
-            run = await fetch_run(client, place.link.run, clock=wire.clock())
-            client.bounds = run.spec.limits
-            model = await wire.model_folder(client, run, place.folder / "model")
+            run = await wire.pinned_run(client, place.link.run, place.folder)
+            model = place.folder / "model"
             trust = await wire.trust(run, [(client.url, client)], place.folder)
             publish_to: TrainerPort = client
             if settings.swarm.enabled and not settings.swarm.private:

@@ -47,7 +47,6 @@ def validator(
 
 
 async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event) -> int:
-    from prime_node.broadcast.follow.pinned import fetch_run
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.loop import Validator
@@ -58,9 +57,7 @@ async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event
 
         async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
             """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
-            run = await fetch_run(client, place.link.run, clock=wire.clock())
-            client.bounds = run.spec.limits
-            await wire.model_folder(client, run, model)
+            run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
             lanes = wire.scoring_lanes(run.spec, model, folder=place.folder, lanes_max=settings.scorers)
             # The environments' process starts while this one imports what the scorer needs: seconds each.
             scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
-    from prime_node.ports.transport import CheckpointSource, PublicSource, TrainerPort
+    from prime_node.ports.transport import PublicSource, TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
@@ -144,11 +144,20 @@ def pin_datasets(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})
 
 
-async def model_folder(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
-    """The run's configuration and tokenizer, verified."""
-    from prime_node.broadcast.follow.pinned import fetch_model_files
+async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
+    """The run of that digest, its configuration and tokenizer in `folder`/model: from the coordinator, or a mirror that answers
+    while it is away. Raises PeerError or Unreachable."""
+    from prime_node.adapters.web.http_client import HttpClient
+    from prime_node.broadcast.follow.pinned import fetch_model_files, fetch_run
 
-    return await fetch_model_files(source, run, folder)
+    async with contextlib.AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(HttpClient(url, run=digest, clock=clock())) for url in mirrors]
+        sources = (client, *others)
+        run = await fetch_run(digest, *sources, clock=clock())
+        for source in sources:
+            source.bounds = run.spec.limits
+        await fetch_model_files(sources, run, folder / "model")
+    return run
 
 
 def tokenizer(model: Path) -> Tokenizer:

@@ -171,7 +171,9 @@ def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNe
         private=config.private,
         lan=config.p2p_lan,
     )
-    return Libp2pNetwork(key, run=run.digest, settings=settings)
+    network = Libp2pNetwork(key, run=run.digest, settings=settings)
+    network.learn(bootstrap)  # whom a newcomer asks while no coordinator names anybody
+    return network
 
 
 @contextlib.asynccontextmanager

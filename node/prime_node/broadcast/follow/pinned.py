@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from prime_node.files import write_durably
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource, StatementSource
+from prime_node.ports.transport import CheckpointSource, StatementSource, Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -18,11 +21,17 @@ from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-async def fetch_run(source: CheckpointSource, pinned: str, *, clock: Clock) -> PinnedRun:
-    """The RunSpec of that digest, waiting for a source that is away. Raises PeerError for a wrong one."""
-    envelope = await ask_until_answered(source.run_spec, what="the run's description", clock=clock)
-    run = open_run_spec(envelope, pinned=pinned)
+
+async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> PinnedRun:
+    """The RunSpec of that digest, from the first source that has it, waiting while they are away. Raises PeerError for a wrong
+    one."""
+
+    async def from_one(source: CheckpointSource) -> PinnedRun:
+        return open_run_spec(await source.run_spec(), pinned=pinned)
+
+    run = await ask_until_answered(lambda: _in_turn(sources, from_one), what="the run's description", clock=clock)
     log.info("run %s is '%s'; getting ready for it", run.digest[:12], run.spec.name)
     return run
 
@@ -39,13 +48,25 @@ async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
         keys.add(envelope)
 
 
-async def fetch_model_files(source: CheckpointSource, run: PinnedRun, folder: Path) -> Path:
-    """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError."""
+async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:
+    """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError or
+    Unreachable."""
     for file in run.spec.model_files:
         path = folder / file.name
         if not await asyncio.to_thread(_is_there, path, file):
-            await asyncio.to_thread(_write, path, await _fetch(source, file, run))
+            await asyncio.to_thread(_write, path, await _in_turn(sources, partial(_fetch, file=file, run=run)))
     return folder
+
+
+async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[CheckpointSource], Awaitable[T]]) -> T:
+    """What the first source answers that does; where none does, what was wrong with the first."""
+    errors: list[PeerError | Unreachable] = []
+    for source in sources:
+        try:
+            return await ask(source)
+        except (PeerError, Unreachable) as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _is_there(path: Path, file: ModelFile) -> bool:

@@ -1,11 +1,11 @@
 """What a peer serves: the same paths as a coordinator's public half, so that whoever can read one can read the other.
 
 Everything that is served proves itself by a digest or a signature; so strangers may read too, as far as members leave room. Who
-has what, and who else is there, is for members of the run only: those who show a ticket (prime_protocol/peers.py).
+else is there is for members of the run only: those who show a ticket (prime_protocol/peers.py).
 
     GET /v1/run  /v1/keys/{version}  /v1/timestamp                                 for everybody
-    GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}               for everybody
-    GET /v1/have  /v1/peers                                                        for members
+    GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}  /v1/have      for everybody
+    GET /v1/peers                                                                  for members
     GET /v1/identity                                                               for the coordinator's dial-back
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -199,20 +199,37 @@ class PeerService:
                 return path if path.exists() else None
         return None
 
-    # For members
+    # News
 
     async def _have(self, request: Request) -> Response:
-        member = self._require_member(request)
-        if (
-            self._listeners.get(member, 0) >= limits.PEER_LISTENERS_EACH_MAX
-            or len(self._listeners) >= limits.PEER_LISTENERS_MAX
-        ):
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
-        return Response(self._lines(member), content_type="application/x-ndjson")
+        listener = self._listener(request)
+        each_max = limits.PEER_STRANGERS_LISTENING_MAX if listener == STRANGERS else limits.PEER_LISTENERS_EACH_MAX
+        self._check_room(listener, each_max)
+        return Response(self._lines(listener), content_type="application/x-ndjson")
 
-    async def _lines(self, member: str) -> AsyncIterator[bytes]:
-        self._listeners[member] = self._listeners.get(member, 0) + 1
+    def _listener(self, request: Request) -> str:
+        """A newcomer has no ticket while the coordinator is away, so strangers hear news too: all of them together are one."""
+        member = self.member(request)
+        if member is not None:
+            self.met(member)
+        return member or STRANGERS
+
+    def _check_room(self, listener: str, each_max: int) -> None:
+        if self._listeners.get(listener, 0) >= each_max or len(self._listeners) >= limits.PEER_LISTENERS_MAX:
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
+
+    @contextlib.contextmanager
+    def _listening(self, listener: str) -> Iterator[None]:
+        self._listeners[listener] = self._listeners.get(listener, 0) + 1
         try:
+            yield
+        finally:
+            self._listeners[listener] -= 1
+            if not self._listeners[listener]:
+                del self._listeners[listener]
+
+    async def _lines(self, listener: str) -> AsyncIterator[bytes]:
+        with self._listening(listener):
             news = self.holdings.news(0)
             while not self._is_closing:
                 yield _line(news) + b"\n"
@@ -221,15 +238,17 @@ class PeerService:
                     async with asyncio.timeout(KEEP_ALIVE_S):
                         await self.holdings.changed(news)
                 news = self.holdings.news(news.cursor)
-        finally:
-            self._listeners[member] -= 1
-            if not self._listeners[member]:
-                del self._listeners[member]
 
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
         """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
-        member = self._require_member(request)
-        return _line(await self._fresh(member, cursor, head) if cursor else self.holdings.news(0))
+        listener = self._listener(request)
+        if not cursor:
+            return _line(self.holdings.news(0))
+        if listener != STRANGERS:  # whose requests are bounded one by one
+            return _line(await self._fresh(listener, cursor, head))
+        self._check_room(listener, limits.PEER_STRANGERS_LISTENING_MAX)
+        with self._listening(listener):
+            return _line(await self._fresh(listener, cursor, head))
 
     async def _fresh(self, member: str, cursor: int, head: int) -> News:
         """News since the last ones, as soon as there is a piece that the listener lacks, or a policy is whole; what he has waits
@@ -244,17 +263,15 @@ class PeerService:
                     await self.holdings.changed(news)
         return self.holdings.news(cursor)
 
-    async def _peers(self, request: Request) -> Response:
-        self._require_member(request)
-        text = self.peer_list()
-        return Response(status=204) if text is None else Response(text.encode())
+    # For members
 
-    def _require_member(self, request: Request) -> str:
+    async def _peers(self, request: Request) -> Response:
         member = self.member(request)
         if member is None:
             raise PeerError(ErrorCode.BAD_SIGNATURE, "this is for members of the run: show a ticket")
         self.met(member)
-        return member
+        text = self.peer_list()
+        return Response(status=204) if text is None else Response(text.encode())
 
     # For the coordinator
 
