@@ -24,6 +24,27 @@ def run() -> Run:
     return run
 
 
+def test_a_worker_holds_no_more_leases_than_the_run_lets(run: Run) -> None:
+    for _ in range(run.state.rules.leases_per_worker_max):
+        run.granted("anna", 0, rollouts_max=2)
+    refusal = run.lease("anna", 0, rollouts_max=2)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "you hold 3 leases, the most allowed"
+
+
+def test_what_the_trainer_would_resume_with_is_kept(run: Run) -> None:
+    for _ in range(2):
+        run.train("anna", run.state.head)
+    of_step = {number: set(run.state.steps[number].bundles) for number in (0, 1)}
+    forgotten = {effect.bundle for effect in run.do(ev.TrainerDurable(1)) if isinstance(effect, BundleForgotten)}
+    assert forgotten == of_step[0]
+    assert of_step[1]
+    assert list(run.state.batches) == [1]
+    assert {effect.bundle for effect in run.do(ev.TrainerDurable(2)) if isinstance(effect, BundleForgotten)} == of_step[
+        1
+    ]
+
+
 def test_the_lowest_open_slots_are_leased_first_and_shared_fairly(run: Run) -> None:
     assert run.granted("anna", 0).slots == (0, 1, 2)
     assert run.granted("ben", 0).slots == (3, 4, 5)

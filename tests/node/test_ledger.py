@@ -7,6 +7,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.node.test_keys_cli import write_key
 from typer.testing import CliRunner, Result
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite
+from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.main import app
@@ -35,7 +37,7 @@ from prime_node.ports.store import StoredReceipt
 from prime_protocol.assigned import Assigned
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.ledger import LedgerChain
+from prime_protocol.ledger import LedgerChain, LedgerHead
 from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX, LEDGER_PAGE_BYTES_MAX
 from prime_protocol.messages import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
@@ -245,6 +247,32 @@ async def test_receipts_of_a_release_without_a_ledger_are_its_first_lines(tmp_pa
         await world.judge()
         report = await audit_ledger(world.client(ANNA), run, receipts=[*mine, *await receipts_of(world)])
     assert (report.faults, report.num_entries, report.accounts[ANNA.key_id].rollouts) == ([], 3, 4)
+
+
+class SetClock(SystemClock):
+    """Somebody sets it."""
+
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+
+async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothing_that_it_signs() -> None:
+    clock = SetClock()
+    async with running(replace(memory_parts(make_run()), clock=clock)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        shown = []
+        for clock.ahead_ms in (60_000, 0):
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            await world.judge()
+            shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
+        told = await receipts_of(world)
+    for one, other in (shown, shown[::-1]):  # a mirror may show the older one later
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
+    times = [parse_json(one.head.payload, LedgerHead).at_ms for one in shown]
+    assert times[0] <= times[1]
 
 
 async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:

@@ -48,6 +48,20 @@ def test_a_stragglers_groups_are_leased_to_an_idle_worker_and_the_first_accepted
     assert anna.wasted == 0, "it is no fault of hers"
 
 
+def test_of_a_stragglers_groups_only_those_that_wait_for_somebody_else_are_leased_again() -> None:
+    run, slow = with_straggler()
+    run.join("carl")
+    copy = run.granted("ben", 0, 2)
+    assert copy.slots == (0,)
+    assert run.granted("ben", 0, 4).slots == (1,), "of slot 0 he has a copy himself"
+    assert isinstance(run.lease("carl", 0, 4), Refusal), "two work on each"
+    run.accept(run.upload(copy))
+    assert (slow.lease_id in run.state.leases, slow.slots) == (True, (0, 1))
+    run.do(ev.WorkerLeft("ben"))
+    run.now_ms += 500
+    assert run.granted("carl", 0, 4).slots == (1,), "slot 0 is filled"
+
+
 def test_whoever_is_overtaken_after_uploading_is_credited_and_trained_on_by_nobody() -> None:
     run, slow = with_straggler()
     copy = run.granted("ben", 0, 4)

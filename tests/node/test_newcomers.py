@@ -121,6 +121,9 @@ def test_new_keys_of_a_network_wait_longer_after_each_ban() -> None:
     assert pauses == [60_000, 120_000]
     assert newcomers.pause_ms(run.state, "theirs", run.now_ms + 120_000) == 0
     assert newcomers.pause_ms(run.state, "another", run.now_ms) == 0
+    for bans, pause_ms in ((11, 61_440_000), (12, 86_400_000), (60, 86_400_000)):
+        run.state.networks["theirs"].bans = bans
+        assert newcomers.pause_ms(run.state, "theirs", run.now_ms) == pause_ms, "a day at most"
 
 
 def request(**changes: object) -> JoinRequest:

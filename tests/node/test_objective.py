@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from prime_node.adapters.training.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
+from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.shares import batch_counts
 from prime_node.ports.train_backend import AggregationKind, TrainingMode, TrainSample
 from prime_protocol.errors import LocalError
@@ -198,3 +200,11 @@ def test_a_loss_of_ones_own_that_is_not_there_is_explained(tmp_path: Path, monke
     for path, why in (("my_losses.no", "my_losses has no no"), ("nothing.here", "No module named"), ("x", "expected")):
         with pytest.raises(LocalError, match=why):
             find_loss("unused", import_path=path)
+
+
+def test_what_stands_on_a_masked_token_is_no_part_of_the_sum_whatever_it_is() -> None:
+    zeros = torch.zeros(3)
+    given = LossInputs(zeros, zeros, zeros, torch.tensor([True, False, True]), lengths=(2, 1))
+    for kind, expected in ((AggregationKind.TOKEN_MEAN, 5.0), (AggregationKind.SEQUENCE_MEAN, 5.0)):
+        for nothing in (math.inf, math.nan):
+            assert Aggregation(kind).sum(torch.tensor([2.0, nothing, 3.0]), given).item() == expected

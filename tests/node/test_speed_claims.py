@@ -64,6 +64,14 @@ def test_who_lies_about_his_speed_holds_up_a_group_for_a_share_of_one_lease_and_
     invariants.check(run.state)
 
 
+def test_who_has_wasted_a_lease_is_not_believed_wherever_he_is() -> None:
+    run, held = slow_first_lease(Claim(2**40, 0, 0))
+    run.do(ev.LeaseReturned(held.lease_id))
+    run.granted("slow", 0, rollouts_max=2)
+    assert run.state.workers["slow"].wasted == 1
+    assert lost_after_ms(run) <= scheduler.SILENCE_MS_MIN + 1_000
+
+
 def test_a_claim_gives_a_slow_worker_no_more_than_it_can_finish() -> None:
     run = Run(dataclasses.replace(RULES, slow_factor=2.0))
     run.join("honest", "slow")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
-from prime_node.coordinator.ledger import begin_ledger, load_chain
+from prime_node.coordinator.ledger import begin_ledger, load_chain, settled_last_ms
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
@@ -48,14 +48,17 @@ class Journal:
         clock: Clock,
         sign_receipt: Callable[[Settled, int], Envelope],
         ledger: LedgerChain,
+        said_ms: int,
         snapshot_events: int,
     ) -> None:
+        """`said_ms`: of the ledger's last line."""
         self.state = state
         self.ledger = ledger
         """To be read only. What it says is durable once `synced` returns."""
         self._store = store
         self._clock = clock
         self._sign_receipt = sign_receipt
+        self._said_ms = said_ms
         self._snapshot_events = snapshot_events
         self._number = number
         self._durable = number
@@ -89,7 +92,7 @@ class Journal:
         self._number += 1
         self._events.append(LoggedEvent(self._number, at_ms, ev.to_json(event)))
         for settled in (effect for effect in effects if isinstance(effect, Settled)):
-            self._note(settled, at_ms)
+            self._note(settled)
         self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
         self._wanted.set()
         return effects
@@ -123,13 +126,19 @@ class Journal:
                     future.set_exception(_unavailable())
             raise
 
+    def said_ms(self) -> int:
+        """The time for a receipt or a head of the ledger. It never goes back, though the machine's clock be set back: by these
+        times two statements are compared, and an honest coordinator's must not contradict each other."""
+        self._said_ms = max(self._said_ms, self._clock.now_ms())
+        return self._said_ms
+
     def close(self) -> None:
         """No more events; the writer finishes."""
         self._closing = True
         self._wanted.set()
 
-    def _note(self, settled: Settled, at_ms: int) -> None:
-        envelope, lease = self._sign_receipt(settled, at_ms), settled.lease
+    def _note(self, settled: Settled) -> None:
+        envelope, lease = self._sign_receipt(settled, self.said_ms()), settled.lease
         text = envelope.to_bytes().decode()
         stored = StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, text)
         self._receipts.append(stored)
@@ -191,6 +200,7 @@ async def open_journal(
         clock=clock,
         sign_receipt=sign_receipt,
         ledger=chain,
+        said_ms=await settled_last_ms(store),
         snapshot_events=snapshot_events,
     )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
-from prime_protocol.ledger import LedgerChain
+from prime_protocol.ledger import LedgerChain, LedgerEntry
 from prime_protocol.seed_chain import OpenSecret
 from prime_protocol.verdict import BundleStatus
 
@@ -18,8 +18,19 @@ from prime_protocol.verdict import BundleStatus
 async def load_chain(store: Store, run: str) -> LedgerChain:
     """Where the stored ledger stands."""
     length = await store.ledger_length()
-    last = await store.ledger(start=length - 1, limit=1) if length else []
-    return LedgerChain(run, length, digest_of(last[0].encode()) if last else "")
+    last = await _last(store)
+    return LedgerChain(run, length, digest_of(last) if last else "")
+
+
+async def settled_last_ms(store: Store) -> int:
+    """When the last line was settled; 0 where there is none."""
+    last = await _last(store)
+    return parse_json(last, LedgerEntry).receipt.at_ms if last else 0
+
+
+async def _last(store: Store) -> bytes:
+    length = await store.ledger_length()
+    return (await store.ledger(start=length - 1, limit=1))[0].encode() if length else b""
 
 
 async def begin_ledger(store: Store, chain: LedgerChain) -> None:
@@ -54,7 +65,8 @@ class StoredLedger:
 
     async def ledger_head(self) -> Envelope:
         chain = await load_chain(self.store, self.run)
-        return seal(chain.head(self.now_ms(), await self.secret()), PayloadType.LEDGER_HEAD, self.key)
+        at_ms = max(self.now_ms(), await settled_last_ms(self.store))
+        return seal(chain.head(at_ms, await self.secret()), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:
         return [line.encode() for line in await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)]

@@ -128,13 +128,13 @@ class _Reader:
             self._report.faults += faults
             self._report.evidence.append(signed)
         for known, envelope in self._heads[1:]:
-            if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
+            if known.num_entries > head.num_entries and known.at_ms < head.at_ms:
                 self._report.faults.append(
                     f"an earlier head speaks of {known.num_entries} entries, this one of {head.num_entries}"
                 )
                 self._report.evidence += [signed, envelope]
         for receipt, envelope in self._missing.values():
-            if receipt.at_ms > head.at_ms:  # settled after the head was signed
+            if receipt.at_ms >= head.at_ms:  # perhaps settled after the head was signed
                 continue
             self._report.faults.append(f"a signed receipt is not in it: bundle {receipt.bundle[:12]}, {receipt.status}")
             self._report.evidence += [envelope] if self._report.evidence else [signed, envelope]

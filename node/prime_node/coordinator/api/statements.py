@@ -130,7 +130,7 @@ async def renew_timestamp(core: Core) -> None:
 
 async def ledger_head(core: Core) -> Envelope:
     """How long the ledger is and what its last line is. Signed anew where it has grown, or where the last one is old."""
-    now_ms, chain = core.clock.now_ms(), core.journal.ledger
+    now_ms, chain = core.journal.said_ms(), core.journal.ledger
     if core.ledger_head is not None:
         last, envelope = core.ledger_head
         if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
