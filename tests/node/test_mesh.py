@@ -170,6 +170,27 @@ async def test_hints_are_few_and_never_in_the_way_of_what_the_coordinator_says()
     assert directory.candidates[BEN.key_id] == where(BEN)
 
 
+async def test_a_hole_that_was_not_punched_is_told_and_what_follows_from_it(tmp_path: Path) -> None:
+    class Home(MemoryNetwork):
+        holes = (0, 0)
+
+        def punched(self) -> tuple[int, int]:
+            return self.holes
+
+    clock = SystemClock()
+    network = Home(MemorySwitch(), ANNA.key_id, run=RUN.digest)
+    directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
+    parts = PartStore(tmp_path / "parts", bytes_max=2**20)
+    service = PeerService(RUN, ANNA, Holdings(), parts, Uplink(clock=clock), clock, lambda version: None)
+    peer = Peer(SwarmConfig(), service, AiohttpServer(), directory, None, network)
+    assert "holes" not in peer.describe()
+    network.holes = (3, 3)
+    assert peer.describe().endswith("(holes punched to 3 of 3 peers)")
+    network.holes = (2, 3)
+    assert "holes punched to 2 of 3 peers" in peer.describe()
+    assert peer.describe().endswith("what the others have comes from whoever is reached, and the coordinator")
+
+
 async def test_where_the_peer_network_ends_the_swarm_goes_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     class Ended(MemoryNetwork):
         async def providers(self, digest: str) -> tuple[PeerAddress, ...]:

@@ -86,6 +86,9 @@ class Peer:
             punched, tried = self.network.punched()
             standing += f", libp2p {self.network.reachability()}"
             standing += f" (holes punched to {punched} of {tried} peers)" if tried else ""
+            standing += (
+                "; what the others have comes from whoever is reached, and the coordinator" if punched < tried else ""
+            )
         linked = 0 if self.neighbours is None else len(self.neighbours.linked)
         return f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
 
