@@ -130,7 +130,8 @@ async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
 async def test_a_full_spool_makes_the_generator_wait(tmp_path: Path) -> None:
     spool = make_spool(tmp_path, bytes_max=100)
     await spool.put(b"x" * 80, LEASE)
-    waiting = asyncio.create_task(spool.put(b"y" * 80, LEASE))
+    await spool.put(b"x" * 20, LEASE)
+    waiting = asyncio.create_task(spool.put(b"y", LEASE))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not waiting.done()
