@@ -289,5 +289,5 @@ class Arena:
 
 
 async def _receipts(world: World, key: SigningKey) -> list[Receipt]:
-    stored, _ = await world.parts.store.receipts_of(key.key_id, after=0, limit=10_000)
+    stored, _ = await world.parts.store.receipts_of(key.key_id, after=0, limit=10_000, chars_max=2**30)
     return [parse_json(open_envelope(one.envelope.encode()).payload, Receipt) for one in stored]
