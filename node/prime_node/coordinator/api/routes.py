@@ -32,6 +32,7 @@ from prime_node.coordinator.api import (
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.publishing import Publisher
 from prime_node.coordinator.api.requests import Caller, Gate
+from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.web import Handler, Request, Response, Route
@@ -197,13 +198,14 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
     async def healthz(request: Request) -> Response:
         return _json({"ok": True, "run": core.run.digest})
 
+    told = Spared(lambda: _json(status.status(core)), core.clock)
+    measured = Spared(lambda: _measured(core), core.clock)
+
     async def show_status(request: Request) -> Response:
-        return _json(status.status(core))
+        return told.get()
 
     async def metrics(request: Request) -> Response:
-        status.set_gauges(core)
-        body, content_type = core.metrics.exposition()
-        return Response(body, content_type=content_type)
+        return measured.get()
 
     return [
         ("/v1/run", run),
@@ -218,6 +220,12 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         ("/healthz", healthz),
         ("/metrics", metrics),
     ]
+
+
+def _measured(core: Core) -> Response:
+    status.set_gauges(core)
+    body, content_type = core.metrics.exposition()
+    return Response(body, content_type=content_type)
 
 
 def _number(text: str) -> int:

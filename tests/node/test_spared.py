@@ -1,0 +1,55 @@
+"""What anybody may ask for takes a share of the coordinator's time at most, however often it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from tests.node.batch_coordinator import JumpClock
+from tests.node.coordinator_world import make_run, memory_parts, running
+
+from prime_node.coordinator.api import spared
+from prime_node.coordinator.api.spared import Spared
+
+
+def made_in(clock: JumpClock, *, make_s: float, asked_every_s: float, times: int) -> int:
+    """How often the answer was made."""
+    made = 0
+
+    def make() -> int:
+        nonlocal made
+        made += 1
+        clock.seconds += make_s
+        return made
+
+    answer = Spared(make, clock)
+    for _ in range(times):
+        assert answer.get() == made
+        clock.seconds += asked_every_s
+    return made
+
+
+def test_what_takes_long_is_made_again_only_in_its_share_of_the_time() -> None:
+    clock = JumpClock()
+    began_s = clock.seconds
+    made = made_in(clock, make_s=0.05, asked_every_s=0.001, times=20_000)
+    assert 0.9 * spared.SHARE < made * 0.05 / (clock.seconds - began_s) < 1.1 * spared.SHARE
+
+
+def test_what_is_made_at_once_is_always_new_and_what_is_asked_for_seldom_too() -> None:
+    assert made_in(JumpClock(), make_s=0.001, asked_every_s=0.0, times=100) == 100
+    assert made_in(JumpClock(), make_s=0.05, asked_every_s=1.0, times=100) == 100
+
+
+async def test_a_flood_of_questions_for_a_large_status_is_answered_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def slow(core: object) -> dict[str, int]:
+        nonlocal asked
+        asked += 1
+        return {"asked": asked}
+
+    monkeypatch.setattr("prime_node.coordinator.api.status.status", slow)
+    monkeypatch.setattr(spared, "SHORT_S", -1.0)
+    monkeypatch.setattr(spared, "SHARE", 1e-9)
+    async with running(memory_parts(make_run())) as world:
+        answers = [(await world.get("/v1/status"))[1] for _ in range(20)]
+    assert set(answers) == {b'{"asked":1}'}
