@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,8 @@ async def peer() -> AsyncIterator[MakePeer]:
     """Makes started peers that echo: `await peer(bootstrap=(address,))`."""
     made: list[Libp2pNetwork] = []
 
-    async def make(*, bootstrap: tuple[PeerAddress, ...] = (), heartbeat_s: float = 4.0) -> Libp2pNetwork:
-        settings = PeerSettings(listen=LOOPBACK, bootstrap=bootstrap, heartbeat_s=heartbeat_s)
+    async def make(**changed: Any) -> Libp2pNetwork:
+        settings = PeerSettings(**{"listen": LOOPBACK, "heartbeat_s": 4.0} | changed)
         network = Libp2pNetwork(SigningKey(bytes([len(made) + 1]) * 32), run=RUN, settings=settings)
         network.serve("echo", echo, request_bytes_max=1_024)
         made.append(network)
@@ -172,6 +173,30 @@ async def test_what_identify_tells_is_what_is_announced(peer: MakePeer) -> None:
     assert anna._host is not None
     told = [str(address) for address in anna._host.get_addrs()]
     assert told == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
+
+
+async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: MakePeer) -> None:
+    anna, cora = await peer(), await peer()
+    hidden = await peer(private=True, announce=("/ip4/203.0.113.7/tcp/4001",))
+    for other in (cora, hidden):
+        await other.connect(where(anna))
+        await hello(other, anna)
+        await other.provide(RUN)
+
+    def learned(of: Libp2pNetwork) -> tuple[int, bool]:
+        """What anna remembers: addresses that Identify told, and a place in her table of hints."""
+        assert anna._host is not None
+        assert anna._hints is not None
+        told, name = anna._host.get_peerstore(), ID.from_string(of.peer_id)
+        addresses = told.addrs(name) if name in told.peer_ids() else []
+        return len(addresses), name in anna._hints.table.routing_table.get_peer_ids()
+
+    await until(lambda: learned(cora) == (1, True))
+    assert learned(hidden) == (0, False)
+    assert hidden._host is not None
+    assert not hidden._host.get_transport_addrs()
+    assert [one.peer for one in await anna.providers(RUN)] == [cora.peer_id]
+    assert hidden.peer_id not in {one.peer for one in anna.known()}
 
 
 async def test_after_the_thread_has_ended_everybody_is_unreachable(peer: MakePeer) -> None:
