@@ -87,12 +87,14 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
 
 
 def _steps(run: RunStatus) -> Table:
+    """Where the groups of each step are, and how long after its publication its policy was usable: half of the workers, all."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained"):
+    for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained", "policy usable after"):
         table.add_column(column, justify="right")
+    usable = {one.policy_version: f"{one.median_s:.1f} to {one.last_s:.1f} s" for one in run.usable}
     for step in run.steps:
-        cells = (step.step, step.open, step.leased, step.pending, step.accepted, step.trained)
-        table.add_row(*map(str, cells))
+        groups = (step.step, step.open, step.leased, step.pending, step.accepted, step.trained)
+        table.add_row(*map(str, groups), usable.get(step.step, "-"))
     return table
 
 
