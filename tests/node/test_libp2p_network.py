@@ -41,7 +41,7 @@ async def peer() -> AsyncIterator[MakePeer]:
     made: list[Libp2pNetwork] = []
 
     async def make(**changed: Any) -> Libp2pNetwork:
-        settings = PeerSettings(**{"listen": LOOPBACK, "heartbeat_s": 4.0} | changed)
+        settings = PeerSettings(**{"listen": LOOPBACK, "heartbeat_s": 4.0, **changed})
         network = Libp2pNetwork(SigningKey(bytes([len(made) + 1]) * 32), run=RUN, settings=settings)
         network.serve("echo", echo, request_bytes_max=1_024)
         made.append(network)
