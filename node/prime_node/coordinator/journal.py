@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
@@ -68,7 +69,7 @@ class Journal:
         self._lines: list[str] = []
         self._forgotten: list[str] = []
         self._wanted = asyncio.Event()
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._failed = False
         self._fault: BaseException | None = None
         self._closing = False
@@ -155,7 +156,7 @@ class Journal:
             await self._store.append(written, _latest(receipts), lines)
         self._durable = number
         while self._waiting and self._waiting[0][0] <= number:
-            _, future = self._waiting.pop(0)
+            _, future = self._waiting.popleft()
             if not future.done():
                 future.set_result(None)
         if payload is not None:
