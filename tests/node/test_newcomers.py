@@ -29,13 +29,14 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BundleForgotten
 from prime_node.coordinator.state.records import LeaseRecord, Worker
 from prime_node.coordinator.state.scheduler import Refusal, fair_share
+from prime_protocol import limits
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
-from prime_protocol.messages import AdminRequest, Hardware, JoinRequest
+from prime_protocol.messages import AdminRequest, Hardware, JoinRequest, LeaveRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason
 
@@ -109,6 +110,15 @@ def test_who_has_passed_his_audits_stands_for_himself() -> None:
     assert isinstance(refusal, Refusal)
     assert "newcomers of your network" in refusal.reason
     invariants.check(run.state)
+
+
+async def test_a_run_takes_as_many_workers_as_it_says_and_one_who_leaves_makes_room() -> None:
+    async with running(memory_parts(make_run(limits=limits.Limits(workers_max=1)))) as world:
+        await world.join(ANNA)
+        await world.join(ANNA)
+        await turned_away(world, BEN, ErrorCode.UNAVAILABLE)
+        await world.client(ANNA).leave(LeaveRequest())
+        await world.join(BEN)
 
 
 def test_new_keys_of_a_network_wait_longer_after_each_ban() -> None:

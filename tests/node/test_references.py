@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from tests.node.table_engine import table_weights
 from tests.node.test_validator import LengthEnvironment, TableScorer, make_bundle, make_lease
 from tests.node.test_validator_loop import MemoryCheckQueue, make_validator
@@ -26,6 +27,7 @@ from prime_protocol.noise import SEED_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
 from prime_protocol.rollout import rollouts_for
 from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
+from prime_protocol.verdict import RejectReason
 
 COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
 RUN = make_run(rollouts_per_group=16, checks=COMPARED)
@@ -87,6 +89,18 @@ async def test_what_was_compared_is_told_where_the_run_says_so_and_gives_the_sam
     summed = await with_ranks(empty, lease, scored, beyond, spec=RUN.spec.model_copy(update={"checks": checks}))
     assert set(summed.sums) == set(REWARD_RANKS)
     assert summed.compared == (), "what is too much to tell is summed all the same"
+    one_is_missing = Scored(tuple(range(lease.num_rollouts)), (1,), "", enough=True, spread_mean=None)
+    told = await with_ranks(
+        empty, lease, one_is_missing, {0: (0.0,)}, spec=RUN.spec.model_copy(update={"checks": checks})
+    )
+    assert told.compared[0].mine == (0, *range(2, 16)), "what could not be scored is no reward of the worker's"
+
+
+async def test_a_bundle_that_says_one_text_twice_is_refused_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = make_lease()
+    monkeypatch.setattr("prime_node.validator.judge.is_repetitive", lambda marks: True)
+    result = await judged(await sampled(1, lease), lease)
+    assert (result.verdict.reason, result.rewards) == (RejectReason.COPIED, ())
 
 
 async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> None:
