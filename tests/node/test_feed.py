@@ -30,10 +30,10 @@ from prime_node.ports.transport import Unreachable
 from prime_node.replay.bundles import groups_of, open_batch, open_bundle
 from prime_node.replay.feed import Feed, StepBatch
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
 from prime_protocol.weights import WeightTensor
 
 
@@ -100,6 +100,31 @@ async def test_what_goes_wrong_ahead_is_raised_where_the_batch_is_taken(feed: Fe
     await feed.take(0)
     with pytest.raises(LocalError, match="too long"):
         await feed.take(1)
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+async def test_a_batch_that_does_not_follow_the_one_before_it_in_its_step_is_refused(
+    coordinator: BatchCoordinator, is_honest: bool
+) -> None:
+    run = make_run(max_steps=20, async_level=0, preset="verl_stream", trigger_parameter_sync_step=GROUPS)
+    coordinator.run, honest = run, coordinator.batch
+
+    async def batch(request: BatchRequest) -> Envelope | NotYet:
+        answer = await honest(request)
+        if is_honest or request.part == 0 or isinstance(answer, NotYet):
+            return answer
+        told = parse_json(answer.payload, TrainBatch)
+        return seal(told.model_copy(update={"previous": digest_of(b"another")}), PayloadType.BATCH, COORDINATOR)
+
+    coordinator.batch = batch  # type: ignore[method-assign]
+    feed = Feed(coordinator, run, clock=JumpClock())
+    await feed.take(0)
+    if is_honest:
+        assert (await feed.take(0, 1)).part == 1
+    else:
+        with pytest.raises(PeerError, match="does not follow"):
+            await feed.take(0, 1)
+    await feed.close()
 
 
 async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator) -> None:

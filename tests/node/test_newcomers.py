@@ -189,6 +189,7 @@ async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compare
     async with running(memory_parts(make_run(), software_min="0.10")) as world:
         refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")
         assert "pip install --upgrade prime-node" in refusal.detail
+        await world.client(ANNA).join(request(software="prime-node 0.10"))
         await world.client(ANNA).join(request(software="prime-node 0.10.0.dev1"))
         await world.client(BEN).join(request(software="another client 0.1"))
 

@@ -81,6 +81,14 @@ def test_a_group_longer_than_a_row_is_split_and_its_prompt_repeated() -> None:
     assert contexts(packed) == expected_contexts(samples, packed)
 
 
+def test_what_fills_a_row_to_its_end_shares_it() -> None:
+    apart, group = [sample("aaaa", "xy"), sample("bbbb", "xy")], [sample("bbb", "xyz"), sample("bbb", "xzz")]
+    (packed,) = pack(apart, row_tokens=10, micro_batch_tokens=100)
+    assert packed.subtree_end_RW.shape == (1, 10)
+    (packed,) = pack([apart[0], *group], row_tokens=6, micro_batch_tokens=100)
+    assert (packed.subtree_end_RW.shape, packed.num_distinct) == ((2, 6), 5 + 6), "the prompt is not repeated"
+
+
 def test_a_sample_longer_than_the_wished_row_makes_the_rows_longer() -> None:
     samples = [sample("p" * 30, "abc"), sample("q", "d")]
     (packed,) = pack(samples, row_tokens=4, micro_batch_tokens=1_000)
