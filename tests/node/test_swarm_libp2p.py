@@ -69,6 +69,7 @@ async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: 
         shown = await announced.source.head()
         assert shown is not None
         assert shown.digest == published.digest
+        assert peer.describe().startswith("0 peers"), "what is announced is no neighbour"
 
 
 async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Neighbours:
     @property
     def linked(self) -> tuple[KeyId, ...]:
         """Peers whose news we hear."""
-        return tuple(named.name for named in self._pool.peers)
+        return tuple(named.name for named in self._pool.peers if named.name in self._links)
 
     def links(self) -> list[PeerLink]:
         return [self._links[peer] for peer in self.linked if peer in self._links]
