@@ -131,14 +131,14 @@ class Swarm:
         if self.world.parts.network is not None:
             await self.world.parts.network.close()
 
-    async def worker(self, key: SigningKey, **swarm: object) -> tuple[Follower, Peer]:
+    async def worker(self, key: SigningKey, *, mirrors: tuple[str, ...] = (), **swarm: object) -> tuple[Follower, Peer]:
         """One more, following."""
         run, folder = self.world.run, self.folder / key.key_id[-8:]
         client = await self.stack.enter_async_context(
             HttpClient(self.world.url, run=run.digest, clock=SystemClock(), key=key, bounds=run.spec.limits)
         )
         self.clients[key.key_id] = client
-        settings = WorkerConfig(swarm=LOCAL.model_copy(update=swarm), poll_seconds=0.05)
+        settings = WorkerConfig(swarm=LOCAL.model_copy(update=swarm), poll_seconds=0.05, mirrors=mirrors)
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
         following = wire_swarm.swarm_follower(run, key, client, folder, settings)

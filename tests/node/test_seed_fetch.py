@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.node.coordinator_world import CONFIG_JSON, TRAINER
 from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm, until
 
@@ -121,6 +124,25 @@ async def test_fetch_begins_at_a_peer_while_the_coordinator_is_away(tmp_path: Pa
         link = JoinLink(made.world.url, made.world.run.digest)
         await _fetch(link, settings, tmp_path / "fetch", None, tmp_path / "newest")
         assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
+
+
+async def test_a_bucket_of_files_is_a_mirror(tmp_path: Path) -> None:
+    """Whatever serves a folder with ranges: nothing of ours runs there."""
+    blobs = tmp_path / "bucket" / "v1" / "blobs"
+    blobs.mkdir(parents=True)
+    app = web.Application()
+    app.router.add_static("/", tmp_path / "bucket")
+    async with swarm(tmp_path) as made, TestServer(app, host="127.0.0.1") as bucket:
+        published = await made.publish()
+        for part in (tmp_path / "trainer" / "seed" / "parts").iterdir():
+            shutil.copy(part, blobs)
+        made.chunks.is_cut = True
+        await made.seeder.web.stop(grace_s=0.0)
+        url = str(bucket.make_url("/")).rstrip("/")
+        follower, _ = await made.worker(ANNA, mirrors=(url,))
+        async with asyncio.timeout(20):
+            assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
+        assert follower.received == {url: sum(part.size for part in published.manifest.encodings[0].parts)}
 
 
 async def test_fetch_says_what_is_not_there_yet(tmp_path: Path) -> None:
