@@ -112,6 +112,8 @@ ANNOUNCEMENT_BYTES_MAX = 256 * 2**10
 """What peers pass on to all others: a signed manifest, or its digest where that is longer."""
 ANNOUNCEMENT_JUDGE_S_MAX = 4.0
 """A peer judges an announcement within this time or drops it, blaming nobody."""
+ANNOUNCEMENTS_JUDGED_MAX = 16
+"""Announcements that a peer judges at one time; others wait."""
 ANNOUNCEMENTS_REJECTED_MAX = 8
 """Announcements of one peer that do not verify, before its links are closed for good."""
 PEER_REQUESTS_MAX = 32

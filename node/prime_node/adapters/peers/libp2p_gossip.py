@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = "/meshsub/1.1.0"
 RPC_BYTES_MAX = 4 * limits.ANNOUNCEMENT_BYTES_MAX
-JUDGED_AT_ONCE_MAX = 16
 JUDGED_KEPT = 1_024
 
 Judge = Callable[[str, bytes], Awaitable[Judgement]]
@@ -67,7 +66,7 @@ class Gossip:
             strict_signing=True,
             max_inbound_rpc_size=RPC_BYTES_MAX,
             validation_timeout=2 * limits.ANNOUNCEMENT_JUDGE_S_MAX,  # ours is stricter, and blames nobody
-            max_concurrent_validator_count=JUDGED_AT_ONCE_MAX,
+            max_concurrent_validator_count=limits.ANNOUNCEMENTS_JUDGED_MAX,
         )
         # A peer that restarts must not number its announcements as before: they would pass for old ones.
         self.pubsub.counter = time.time_ns()
