@@ -56,6 +56,13 @@ def test_a_proxy_that_nobody_has_named_is_noticed_once(caplog: pytest.LogCapture
     assert "coordinator.proxies" in caplog.text
 
 
+def test_a_proxy_that_is_named_is_not_asked_for_where_a_caller_is_on_the_same_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert address("127.0.0.1", "127.0.0.1") == "127.0.0.1"
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [

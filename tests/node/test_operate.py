@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
+from prime_node.coordinator.api import status
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.invite import open_invite
 
@@ -84,3 +85,16 @@ async def test_a_worker_is_named_by_the_end_of_its_key_where_that_is_one_key(tmp
         for unclear in ("aaaaaaaa", BEN.key_id[-3:]):
             with pytest.raises(LocalError, match="must name one"):
                 await operate("ban", place.path, unclear)
+
+
+async def test_a_key_is_found_by_its_end_beyond_the_workers_that_status_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "WORKERS_SHOWN_MAX", 1)
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        place = run_dir_of(world, tmp_path)
+        for worker in (ANNA, BEN):
+            assert f"banned {worker.key_id}" in await operate("ban", place.path, worker.key_id[-8:])
+            assert f"forgave {worker.key_id}" in await operate("unban", place.path, worker.key_id[-8:])

@@ -25,6 +25,8 @@ from prime_protocol.limits import REQUEST_AGE_S_MAX
 
 DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0
+CLOCK_S_SEEN = 3.0
+"""An answer tells whole seconds, and was under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +165,11 @@ def _run(link: str) -> Iterator[Finding]:
     yield Finding("coordinator", not over, seen, "the run is over, or its operator lets it drain: ask for another link")
     ahead_s = clock_ahead_s(link)
     if ahead_s is not None:
+        differs = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"
         yield Finding(
             "clock",
             abs(ahead_s) <= REQUEST_AGE_S_MAX,
-            f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's",
+            "like the coordinator's" if abs(ahead_s) < CLOCK_S_SEEN else differs,
             "set this machine's clock: `timedatectl set-ntp true`",
         )
 

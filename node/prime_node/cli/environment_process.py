@@ -190,7 +190,9 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         asyncio.Runner().run(serve(Host(out)))
-    except Exception:  # noqa: BLE001 (the process's edge: a host that is killed while it is answered is a broken pipe)
+    except BrokenPipeError:
+        os._exit(1)  # the host was killed while it was answered: nobody is left to tell
+    except Exception:  # noqa: BLE001 (the process's edge)
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # without its host it must end, whatever hangs in its threads

@@ -85,7 +85,9 @@ async def _evaluate(
     key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
-            run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
+            run = await unless(stop.wait(), wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors))
+            if run is None:
+                return 0
             console.print(f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}")
             model = folder / "model"
             engine = await asyncio.to_thread(wire.engine, settings, model, run, cheat=None)

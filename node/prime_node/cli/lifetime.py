@@ -35,7 +35,11 @@ async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_pa
     stop, cut = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (cut if stop.is_set() else stop).set()
+        if stop.is_set():
+            cut.set()
+            return
+        log.info("stopping in order, within %.0f s; the same signal again (Ctrl-C) stops at once", grace_s)
+        stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.run_status import run_status
+from prime_node.cli.run_status import keys_that_end
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal
@@ -86,10 +86,10 @@ def _whole(run: Path, worker: str) -> str:
     """The one key id that ends so. Raises LocalError where that is not one."""
     if len(worker) >= KEY_ID_MIN:
         return worker
-    found = [line.worker for line in run_status(str(run))[0].workers if line.worker.endswith(worker)]
-    if len(worker) < ENDING_MIN or len(found) != 1:
+    found = keys_that_end(str(run), worker) if len(worker) >= ENDING_MIN else []
+    if len(found) != 1:
         raise LocalError(
-            f"{len(found)} keys end in {worker!r}, and {ENDING_MIN} characters or more must name one: "
+            f"{len(found) or 'no'} keys end in {worker!r}, and {ENDING_MIN} characters or more must name one: "
             f"`prime-node status {run}` shows their last 8, with --json all of them"
         )
     return found[0]

@@ -6,18 +6,21 @@ Not signed, so nothing in it is proven. It is read up to a bound, and parsed onc
 from __future__ import annotations
 
 import json
+import ssl
 import time
 import urllib.request
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import is_url, pinned_by
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, printable
 
 STATUS_BYTES_MAX = 16 * 2**20
 """Ten times what a thousand workers take."""
@@ -109,12 +112,40 @@ class RunStatus(Told):
 def get_status(url: str) -> dict[str, Any] | None:
     """What the coordinator at `url` says of its run; None where there is no answer, or none that makes sense."""
     try:
-        with urllib.request.urlopen(f"{url}/v1/status", timeout=ANSWER_S_MAX) as answer:
+        return _get(url, "/v1/status")
+    except LocalError:
+        return None
+
+
+def keys_that_end(target: str, ending: str) -> list[str]:
+    """Key ids of workers that a run's coordinator knows, active or not; no more than it tells at once. Raises LocalError."""
+    found = _get(_url_of(target), f"/v1/workers/{quote(ending, safe='')}").get("workers")
+    return [str(key) for key in found] if isinstance(found, list) else []
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    """An answer of the coordinator at `url`. Raises LocalError with what stands in the way."""
+    try:
+        with urllib.request.urlopen(f"{url}{path}", timeout=ANSWER_S_MAX) as answer:
             body = answer.read(STATUS_BYTES_MAX + 1)
             value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
-    except (OSError, HTTPException, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        raise LocalError(f"{url} does not tell a status: {_why(error)}") from None
+    if not isinstance(value, dict):
+        raise LocalError(f"{url} does not tell a status: is it the address of a coordinator?")
+    return value
+
+
+def _why(error: Exception) -> str:
+    """And what next."""
+    cause = error.reason if isinstance(error, URLError) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here ({cause.verify_message}); see this machine's clock, or tell the operator"
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused: is the coordinator running, and is the address right?"
+    if isinstance(cause, HTTPError):
+        return f"HTTP {cause.code}: is it the address of a coordinator?"
+    return f"{printable(str(cause))[:200]}: is the coordinator running, and is the address right?"
 
 
 def clock_ahead_s(target: str) -> float | None:
@@ -130,9 +161,7 @@ def clock_ahead_s(target: str) -> float | None:
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
     """Of a run directory, a join link or a URL: parsed, and as it came. Raises LocalError."""
     url = _url_of(target)
-    raw = get_status(url)
-    if raw is None:
-        raise LocalError(f"{url} does not tell a status: is the coordinator running, and is the address right?")
+    raw = _get(url, "/v1/status")
     try:
         parsed = RunStatus.model_validate(raw)
     except ValidationError as error:

@@ -45,7 +45,13 @@ async def run(worker: Worker, stop: asyncio.Event) -> Ending:
         error = next((cause for cause in causes if isinstance(cause, Banned)), causes[0])
         if not isinstance(error, Banned):
             raise error from None
-        log.error("banned from this run: %s. What is not uploaded stays in %s", error, worker.folder / "spool")
+        log.error(
+            "banned from this run: %s. What is not uploaded stays in %s. Where that is unjust, tell the run's operator your "
+            "key, %s",
+            error,
+            worker.folder / "spool",
+            worker.key.key_id,
+        )
         await unless(worker.clock.sleep(LAST_RECEIPTS_S_MAX), last_receipts(worker))  # they say why
         worker.session.notice, outcome = str(error), Ending.BANNED.value
         return Ending.BANNED

@@ -7,6 +7,7 @@ import contextlib
 import email.utils
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self, TypeVar
@@ -185,6 +186,8 @@ _CODE_OF_STATUS = {
 def reason_of(error: Exception) -> str:
     """Why a connection failed, without the library's own terms. Example: "Connection refused"."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {cause.verify_message}"
     if isinstance(cause, ConnectionError) and cause.errno:
         return os.strerror(cause.errno)
     if isinstance(cause, socket.gaierror) and cause.strerror:

@@ -36,7 +36,8 @@ class Callers:
             return address
         while hops and is_in(address, self._proxies):
             address = _without_port(printable(hops.pop().strip())[:64])
-        if address == request.remote and not self._has_warned and is_in(address, self._trusted):
+        is_named = is_in(request.remote, self._proxies)
+        if not (is_named or self._has_warned) and is_in(address, self._trusted):
             self._has_warned = True
             log.warning(
                 "a request from %s says that it was made for somebody else: if that is a reverse proxy, name it in "

@@ -204,6 +204,9 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
     async def show_status(request: Request) -> Response:
         return told.get()
 
+    async def named(request: Request) -> Response:
+        return _json(status.named(core, request.params["ending"]))
+
     async def metrics(request: Request) -> Response:
         return measured.get()
 
@@ -217,6 +220,7 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         ("/v1/ledger/{start}", ledger),
         ("/v1/blobs/{digest}", blob),
         ("/v1/status", show_status),
+        ("/v1/workers/{ending}", named),
         ("/healthz", healthz),
         ("/metrics", metrics),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from prime_node.coordinator import curation
@@ -18,6 +19,8 @@ USABLE_SHOWN_MAX = 16
 """Policies in one status of which it is told when they could be used."""
 WORKERS_SHOWN_MAX = 1_000
 """Workers in one status; those that take part come first."""
+NAMED_MAX = 8
+"""Keys with one ending that are told."""
 
 METRICS = (
     Metric(MetricKind.GAUGE, "prime_head", "Newest published policy."),
@@ -75,6 +78,12 @@ def status(core: Core) -> dict[str, Any]:
         "workers": [_worker(core, worker) for worker in workers[:WORKERS_SHOWN_MAX]],
         "server_time_ms": core.clock.now_ms(),
     }
+
+
+def named(core: Core, ending: str) -> dict[str, Any]:
+    """Which keys end so, of all that ever joined. Example: {"workers": ["12D3KooW..."]}."""
+    found = (key for key in core.state.workers if key.endswith(ending))
+    return {"workers": list(islice(found, NAMED_MAX))}
 
 
 def set_gauges(core: Core) -> None:
