@@ -69,6 +69,11 @@ def test_a_line_that_a_crash_cut_short_costs_no_receipt_that_comes_after_it(book
     assert last.tally() == again.tally() == Tally(accepted=4, tokens=5, pending=4, refused={"copied": 4})
 
 
+def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path: Path) -> None:
+    book.add(ReceiptList(receipts=(), next=0))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:
     for number in (0, 1, 2, 2):
         note(book, number, BundleStatus.ACCEPTED)

@@ -104,6 +104,8 @@ class ReceiptBook:
     def add(self, answer: ReceiptList) -> None:
         """Verify and keep. Raises PeerError where a receipt is not the coordinator's word to us,
         LocalError for the disk."""
+        if not answer.receipts and answer.next == self.cursor:
+            return  # most answers: they need not wake a disk
         envelopes = [open_envelope(text.encode()) for text in answer.receipts]
         verify = self._run.keys.verify
         receipts = [self._parsed(verify(one, PayloadType.RECEIPT, Role.COORDINATOR)) for one in envelopes]
