@@ -154,3 +154,10 @@ def test_a_new_run_says_how_it_is_started(tmp_path: Path, capsys: pytest.Capture
     for role in ("coordinator", "trainer", "validator"):
         assert f"  prime-node {role} '{tmp_path / 'my run'}'\n" in said
     assert f"  prime-node join '{RunDir(tmp_path / 'my run').join_link()}'\n" in said
+
+
+def test_a_run_without_a_config_is_told_where_an_example_lies(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="copy an example") as refused:
+        new(tmp_path / "run")
+    assert str(DEMO) in str(refused.value)
+    assert not (tmp_path / "run").exists()

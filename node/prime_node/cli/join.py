@@ -55,7 +55,11 @@ def join(
     unsafe_cheat_after: Annotated[int, typer.Option(help="Policies to serve honestly before cheating.")] = 0,
     stop_with_parent: StopWithParent = False,
 ) -> None:
-    """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly."""
+    """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly.
+
+    \b
+    Exit codes: 0 left as asked, or the run is over; 3 this machine is at fault; 4 banned, or refused; 130 stopped at once.
+    """
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
     from prime_node.folder_lock import FolderLock

@@ -13,7 +13,7 @@ import typer
 from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.shipped import read_calibration, shipped_calibration
+from prime_node.cli.shipped import config_path, read_calibration, shipped_calibration
 from prime_node.files import write_durably
 from prime_node.keyfile import create_key, keep_secret
 from prime_protocol.calibration import Calibration
@@ -29,6 +29,11 @@ def new(
 ) -> None:
     """Make a run: keys, model files, the signed RunSpec and the join link."""
     options = Options(config, assignments)
+    if config is None and "environments" not in options.overrides.get("run", {}):
+        raise LocalError(
+            "a run needs a config that names its environments and model: copy an example, change it, and give it with "
+            f"--config; the demo's is {config_path('demo.toml')}"
+        )
     check_settings(options, with_run=True)
     try:
         JoinLink.parse(f"{url.rstrip('/')}/#{'0' * 64}")

@@ -1,7 +1,7 @@
 """What every command does with an error.
 
 Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
-side refused (banned, wrong run, ...); 130 interrupted.
+side refused (banned, wrong run, ...); 5 a trainer was asked to stop before the run was over; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -48,7 +48,12 @@ def trainer(
     nproc: NumProcesses = None,
     outcome_file: OutcomeFile = None,
 ) -> None:
-    """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped."""
+    """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped.
+
+    \b
+    Exit codes: 0 the run is over; 3 this machine is at fault; 4 refused; 5 stopped as asked before the run was over; 130 stopped
+    at once.
+    """
     from prime_node.cli import wire_training
     from prime_node.cli.kernels import ready_kernels
     from prime_node.observe import setup_logging
