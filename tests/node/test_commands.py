@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_node import __version__
-from prime_node.cli.doctor import GPU_DEVICES
+from prime_node.cli import doctor
 from prime_node.cli.main import SUMMARIES, Commands, app
 from prime_node.folder_lock import FolderLock
 from prime_protocol.errors import LocalError
 
-HAS_GPU = any(Path(device).exists() for device in GPU_DEVICES)
+HAS_GPU = any(Path(device).exists() for device in doctor.GPU_DEVICES)
 PROGRAM = """
 import sys
 from prime_node.cli.main import main
@@ -85,6 +85,15 @@ def test_what_doctor_tells_programs_is_what_it_shows() -> None:
     assert {"Python", "disk", "torch"} <= {finding["what"] for finding in findings}
     for finding in findings:
         assert finding["what"] in shown.stdout
+
+
+def test_doctor_tells_whoever_has_no_home_where_his_files_would_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "HOME", tmp_path / "nobody" / ".prime-node")
+    told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (disk,) = (finding for finding in told["findings"] if finding["what"] == "disk")
+    assert disk["seen"].endswith(f"free in {tmp_path}")
 
 
 def test_doctor_says_that_no_coordinator_answers_at_a_link() -> None:

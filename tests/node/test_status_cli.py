@@ -83,11 +83,12 @@ async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> N
 
 
 @contextmanager
-def server_that_answers(body: bytes, *, is_http: bool = True) -> Iterator[str]:
+def server_that_answers(body: bytes, *, is_http: bool = True, date: str = "") -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if is_http:
-                self.send_response(200)
+                self.send_response_only(200)
+                self.send_header("Date", date or self.date_time_string())
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
             self.wfile.write(body)
@@ -109,6 +110,29 @@ def server_that_answers(body: bytes, *, is_http: bool = True) -> Iterator[str]:
 def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
     with server_that_answers(body) as url, pytest.raises(LocalError, match=r"tells? a status"):
         shown(url)
+
+
+@pytest.mark.parametrize(
+    "date", ["now", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", f"1 Jan 2026 0:0 +{'9' * 30}"]
+)
+def test_doctor_shows_nothing_that_steers_a_terminal_and_takes_no_date_that_is_none(date: str) -> None:
+    told = {"run": "0" * 64, "name": "\x1b[2Jred", "step": 1, "head": 1, "max_steps": 5}
+    with server_that_answers(json.dumps(told).encode(), date=date) as url:
+        ran = CliRunner().invoke(app, ["doctor", f"{url}/#{'0' * 64}"])
+    assert "ok  coordinator    run 000000000000 '?[2Jred', step 1 of 5" in ran.stdout
+    assert "clock" not in ran.stdout
+    assert (ran.exit_code, ran.exception) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "told", [{"workers": [{"worker": "x", "refused": {"\x1b[2J": "many"}}]}, {"run": "\x1b[2J" + "0" * 60}]
+)
+def test_a_fault_of_a_status_is_told_without_what_steers_a_terminal(told: dict[str, object]) -> None:
+    body = json.dumps({"run": "0" * 64, "step": 1, "head": 1, "max_steps": 5, **told}).encode()
+    with server_that_answers(body) as url, pytest.raises(LocalError) as caught:
+        shown(f"{url}/#{'0' * 64}")
+    assert str(caught.value).isprintable()
+    assert "?[2J" in str(caught.value)
 
 
 def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:

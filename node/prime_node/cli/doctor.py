@@ -20,7 +20,7 @@ import typer
 
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import clock_ahead_s, run_status
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, printable
 from prime_protocol.limits import REQUEST_AGE_S_MAX
 
 DISK_GIB_MIN = 5.0
@@ -85,13 +85,13 @@ def _python() -> Finding:
 
 
 def _disk() -> Finding:
-    """Where the roles of a contributor keep what they fetch."""
-    place = HOME if HOME.exists() else HOME.parent
-    free = shutil.disk_usage(place).free / 2**30
+    """Where the roles of a contributor keep what they fetch. A service's user may have no home at all."""
+    place = next(folder for folder in (HOME, *HOME.parents) if os.access(folder, os.F_OK))
+    free, is_ours = shutil.disk_usage(place).free / 2**30, os.access(place, os.W_OK | os.X_OK)
     return Finding(
         "disk",
-        free >= DISK_GIB_MIN,
-        f"{free:.0f} GiB free in {place}",
+        free >= DISK_GIB_MIN and is_ours,
+        f"{free:.0f} GiB free in {place}{'' if is_ours else ', which this user may not write to'}",
         f"free {DISK_GIB_MIN:.0f} GiB there, or name another --folder",
     )
 
@@ -161,7 +161,7 @@ def _run(link: str) -> Iterator[Finding]:
         yield Finding("coordinator", False, "", str(error))
         return
     over = status.complete or status.draining
-    seen = f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}"
+    seen = printable(f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}")
     yield Finding("coordinator", not over, seen, "the run is over, or its operator lets it drain: ask for another link")
     ahead_s = clock_ahead_s(link)
     if ahead_s is not None:

@@ -153,9 +153,9 @@ def clock_ahead_s(target: str) -> float | None:
     try:
         with urllib.request.urlopen(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
             told = parsedate_to_datetime(answer.headers["Date"] or "")
-    except (OSError, HTTPException, ValueError):
+            return time.time() - told.timestamp()
+    except (OSError, HTTPException, ValueError, OverflowError):  # a number in a date may have any size
         return None
-    return time.time() - told.timestamp()
 
 
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
@@ -165,11 +165,12 @@ def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
     try:
         parsed = RunStatus.model_validate(raw)
     except ValidationError as error:
-        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
         raise LocalError(f"{url} tells a status that makes no sense at {where}: is it a coordinator?") from None
     pinned = pinned_by(target)
     if pinned is not None and parsed.run != pinned:
-        raise LocalError(f"{url} serves another run than the link names: {parsed.run[:16]}..., not {pinned[:16]}...")
+        served = printable(parsed.run[:16])
+        raise LocalError(f"{url} serves another run than the link names: {served}..., not {pinned[:16]}...")
     return parsed, raw
 
 
