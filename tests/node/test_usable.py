@@ -22,6 +22,8 @@ def test_only_the_newest_policies_are_remembered() -> None:
         usable.heard("a", version, 1)
     assert len(usable.spreads()) == POLICIES_MAX
     assert usable.spreads()[-1].policy_version == 2 * POLICIES_MAX - 1
+    assert not usable.heard("a", POLICIES_MAX - 1, 1), "else who says it again and again is counted each time"
+    assert usable.heard("b", POLICIES_MAX, 1)
 
 
 async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:

@@ -32,13 +32,16 @@ class Usable:
         """By policy, then by worker."""
 
     def heard(self, worker: str, policy_version: int, after_ms: int) -> bool:
-        """True for the first word of a worker about a policy."""
+        """True for the first word of a worker about a policy that is remembered."""
+        if policy_version not in self._seconds and len(self._seconds) == POLICIES_MAX:
+            oldest = min(self._seconds)
+            if policy_version < oldest:
+                return False
+            del self._seconds[oldest]
         known = self._seconds.setdefault(policy_version, {})
         if worker in known:
             return False
         known[worker] = after_ms / 1_000
-        while len(self._seconds) > POLICIES_MAX:
-            del self._seconds[min(self._seconds)]
         return True
 
     def spreads(self) -> list[Spread]:
