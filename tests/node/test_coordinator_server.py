@@ -29,6 +29,7 @@ async def stream(request: Request) -> Response:
 ROUTES = [
     Route("GET", "/stream", stream),
     Route("POST", "/echo", echo, 1_000),
+    Route("GET", "/bulk", stream, is_bulk=True),  # so each connection begins with plain_gets.py
     Route("POST", "/upload", echo, limits.REQUEST_BYTES_MAX + 1),
 ]
 

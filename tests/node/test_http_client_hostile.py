@@ -14,11 +14,13 @@ from tests.node.worker_world import WORKER, make_run
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.adapters.web.http_peer import HttpPeer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import LimitExceeded, PeerError
 from prime_protocol.limits import Limits
 from prime_protocol.messages import HeartbeatRequest, LeaseRequest, NotYet, ReceiptsRequest, WorkerState
+from prime_protocol.peers import PeerNews
 
 RUN = make_run()
 HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
@@ -261,3 +263,24 @@ async def test_nobody_there_is_said_in_plain_words() -> None:
         async with HttpClient(f"http://127.0.0.1:{port}", run="0" * 64, clock=SystemClock()) as client:
             with pytest.raises(Unreachable, match=rf"^http://127\.0\.0\.1:{port}: Connection refused$"):
                 await client.head()
+
+
+async def test_a_peer_whose_news_end_in_silence_is_unreachable(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PEER_SILENCE_S_MAX", 0.05)
+    over = asyncio.Event()
+
+    async def one_line(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await stream.write(PeerNews(cursor=1, head=2).model_dump_json().encode() + b"\n")
+        await over.wait()
+        return stream
+
+    server.answer = one_line
+    peer = HttpPeer(server.url, run=RUN.digest, clock=SystemClock(), bounds=Limits(), authorization=lambda: None)
+    news = peer.news()
+    assert (await anext(news)).head == 2
+    with pytest.raises(Unreachable):
+        await asyncio.wait_for(anext(news), 5.0)
+    over.set()
+    await peer.close()

@@ -46,6 +46,9 @@ class Route:
     handler: Handler
     body_bytes_max: int = 0
     """A longer body is refused while it streams in, compressed or not; 0 means that no body is read."""
+    is_bulk: bool = False
+    """A GET that is asked for again and again over kept connections, as pieces are: the adapter spares what it can. The handler's
+    `headers` say the Content-Length of an iterator."""
 
 
 class WebServer(Protocol):

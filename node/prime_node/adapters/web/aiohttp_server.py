@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 from aiohttp import ClientConnectionError, web
 
+from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, BODY_GRACE_S, explanation, send_s_max
+from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
@@ -26,9 +27,6 @@ log = logging.getLogger(__name__)
 
 HEADER_S_MAX = 75.0
 """From the start of a connection, or its last answer, to the end of the next header. An idle connection is kept as long."""
-BODY_GRACE_S = 20.0
-BODY_BYTES_PER_S_MIN = 16 * 2**10
-"""A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
 BODY_STALL_S_MAX = 20.0
 """A body of which no byte comes for so long is given up, however fast it came before."""
 UNSENT_BYTES_MAX = 2**17
@@ -66,6 +64,7 @@ class AiohttpServer:
         self._server: asyncio.Server | None = None
         self._manager: web.Server | None = None
         self._runner: web.AppRunner | None = None
+        self._bulk: BulkRoutes | None = None
 
     async def start(self, routes: Sequence[Route], *, host: str, port: int) -> int:
         app = web.Application(middlewares=[_explain_unknown])
@@ -77,6 +76,10 @@ class AiohttpServer:
         await self._runner.setup()
         self._manager = self._runner.server
         assert self._manager is not None
+        if any(route.is_bulk for route in routes):
+            self._bulk = BulkRoutes(
+                routes, idle_s_max=self._header_s_max, is_full=self._is_full, hand_over=self._guarded
+            )
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self._connection, host, port, backlog=1_024, reuse_address=True)
@@ -94,14 +97,26 @@ class AiohttpServer:
         if self._server is None or self._manager is None or self._runner is None:
             return
         self._server.close()
+        if self._bulk is not None:
+            await self._bulk.close(grace_s)
         self._manager.pre_shutdown()  # closes idle connections
         await self._manager.shutdown(max(grace_s, 0.01))  # 0 means to aiohttp: without an end
         await self._runner.cleanup()
         self._server = None
 
-    def _connection(self) -> _GuardedHandler:
+    def _connection(self) -> asyncio.Protocol:
+        if self._bulk is None:
+            return self._guarded(self._header_s_max)
+        return PlainGets(self._bulk)
+
+    def _is_full(self) -> bool:
         assert self._manager is not None
-        return _GuardedHandler(self._manager, header_s_max=self._header_s_max)
+        plain = 0 if self._bulk is None else len(self._bulk.connections)
+        return len(self._manager.connections) + plain >= limits.HTTP_CONNECTIONS_MAX
+
+    def _guarded(self, first_header_s: float) -> _GuardedHandler:
+        assert self._manager is not None
+        return _GuardedHandler(self._manager, header_s_max=self._header_s_max, first_header_s=first_header_s)
 
     def _adapt(self, route: Route) -> Any:
         memory = self._requests if route.body_bytes_max <= limits.REQUEST_BYTES_MAX else self._uploads
@@ -178,9 +193,9 @@ class AiohttpServer:
 class _GuardedHandler(web.RequestHandler):
     """One connection, which is cut when the header of its next request does not come in time."""
 
-    __slots__ = ("_header_s_max", "_header_timer", "is_given_up")
+    __slots__ = ("_first_header_s", "_header_s_max", "_header_timer", "is_given_up")
 
-    def __init__(self, manager: web.Server, *, header_s_max: float) -> None:
+    def __init__(self, manager: web.Server, *, header_s_max: float, first_header_s: float) -> None:
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
@@ -190,6 +205,7 @@ class _GuardedHandler(web.RequestHandler):
             lingering_time=2.0,
         )
         self._header_s_max = header_s_max
+        self._first_header_s = first_header_s
         self._header_timer: asyncio.TimerHandle | None = None
         self.is_given_up = False  # a body was not read to its end, so no other request can follow
 
@@ -200,7 +216,7 @@ class _GuardedHandler(web.RequestHandler):
         if len(self._manager.connections) > limits.HTTP_CONNECTIONS_MAX:
             self.transport.abort()
             return
-        self.answered()
+        self._wait_for_header(self._first_header_s)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.header_came()
@@ -212,10 +228,12 @@ class _GuardedHandler(web.RequestHandler):
             self._header_timer = None
 
     def answered(self) -> None:
+        self._wait_for_header(self._header_s_max)
+
+    def _wait_for_header(self, seconds: float) -> None:
         self.header_came()
         if self.transport is not None:
-            loop = asyncio.get_running_loop()
-            self._header_timer = loop.call_later(self._header_s_max, self.transport.abort)
+            self._header_timer = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
 
 def _keep_little_unsent(listening: socket.socket) -> None:
@@ -245,17 +263,9 @@ async def _explain_unknown(request: web.Request, handler: Any) -> web.StreamResp
 
 
 def _error(error: PeerError) -> web.Response:
-    body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
-    headers = {}
-    if error.retry_after_s is not None:
-        body["retry_after_s"] = error.retry_after_s
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return web.Response(
-        body=json.dumps(body).encode(),
-        status=error.http_status,
-        content_type="application/json",
-        headers=headers,
-    )
+    told = explanation(error)
+    assert isinstance(told.body, bytes)
+    return web.Response(body=told.body, status=told.status, content_type=told.content_type, headers=told.headers)
 
 
 async def _send(request: web.Request, response: Response) -> web.StreamResponse:
@@ -268,7 +278,8 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
         with contextlib.suppress(ClientConnectionError, ConnectionError):
             await stream.prepare(request)
             if request.method != "HEAD":
-                async with asyncio.timeout(_send_s_max(response)):
+                # What holds something scarce has a time; others may be streams without an end.
+                async with asyncio.timeout(None if response.after is None else send_s_max(response)):
                     await _copy(response.body, stream)
     except (TimeoutError, PeerError):
         if request.transport is not None:
@@ -278,14 +289,6 @@ async def _send(request: web.Request, response: Response) -> web.StreamResponse:
         if response.after is not None:
             response.after()
     return stream
-
-
-def _send_s_max(response: Response) -> float | None:
-    """How long a body may take that holds something scarce; None for others, which may be streams without an end."""
-    if response.after is None:
-        return None
-    num_bytes = len(response.body) if isinstance(response.body, bytes) else int(response.headers["Content-Length"])
-    return BODY_GRACE_S + num_bytes / BODY_BYTES_PER_S_MIN
 
 
 async def _copy(body: bytes | AsyncIterator[bytes], stream: web.StreamResponse) -> None:

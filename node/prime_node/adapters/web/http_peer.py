@@ -80,20 +80,34 @@ class HttpPeer(HttpClient):
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The lines of a body that does not end, each bounded in length and in the time that it takes to come."""
-    rest = bytearray()
-    while True:
-        async with asyncio.timeout(limits.PEER_SILENCE_S_MAX):
-            data = await answer.content.readany()
-        if not data:
-            return
-        rest += data
-        *whole, last = rest.split(b"\n")
-        for line in whole:
-            yield bytes(line)
-        rest = bytearray(last)
-        if len(rest) > limits.PEER_NEWS_BYTES_MAX:
-            raise LimitExceeded("PEER_NEWS_BYTES_MAX", None, limits.PEER_NEWS_BYTES_MAX)
+    """The lines of a body that does not end, each bounded in length and in the time that it takes to come.
+
+    One timer looks now and then whether anything came: to set one for each line would cost as much as the line.
+    """
+    loop = asyncio.get_running_loop()
+    came_s = loop.time()
+    timer: asyncio.TimerHandle | None = None
+
+    def look() -> None:
+        nonlocal timer
+        if loop.time() - came_s >= limits.PEER_SILENCE_S_MAX:
+            answer.close()  # the reading ends with aiohttp.ClientConnectionError
+        else:
+            timer = loop.call_at(came_s + limits.PEER_SILENCE_S_MAX, look)
+
+    look()
+    rest = b""
+    try:
+        while data := await answer.content.readany():
+            came_s = loop.time()
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                yield line
+            if len(rest) > limits.PEER_NEWS_BYTES_MAX:
+                raise LimitExceeded("PEER_NEWS_BYTES_MAX", None, limits.PEER_NEWS_BYTES_MAX)
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class HttpDialBack:

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from pydantic import Field
 
-from prime_node.broadcast.swarm.serving import KEEP_ALIVE_S, PeerService
+from prime_node.broadcast.swarm.serving import PeerService
+from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S
 from prime_node.ports.peers import Answer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Handler, Request, Response, Route

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from prime_node.broadcast.swarm.holdings import Holdings, News
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.piece_sets import PieceSet, runs
+from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.ranges import parse_range
+from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, Telling, told
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
@@ -29,17 +30,13 @@ from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.peers import PeerAnswer, PeerNews, check_authorization
+from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
 """All who show no ticket are one peer to the uplink."""
-NEWS_EVERY_S = 0.1
-"""Between two lines of news to one listener: what comes meanwhile goes into one."""
 READ_BYTES_MAX = 2**20
 """Held of one answer at a time; pieces are no longer."""
-KEEP_ALIVE_S = 15.0
-"""A line is sent at least so often, so that a lost link is noticed on both sides."""
 
 
 @dataclass
@@ -67,6 +64,9 @@ class PeerService:
     _listeners: dict[str, int] = field(default_factory=dict)
     _is_closing: bool = False
 
+    def __post_init__(self) -> None:
+        self._telling = Telling(self.holdings, self.clock)
+
     def routes(self) -> list[Route]:
         gets: list[tuple[str, Handler]] = [
             ("/v1/run", self._run),
@@ -79,12 +79,13 @@ class PeerService:
             ("/v1/peers", self._peers),
             ("/v1/identity", self._identity),
         ]
-        return [Route("GET", path, handler) for path, handler in gets]
+        return [Route("GET", path, handler, is_bulk=handler == self._blob) for path, handler in gets]
 
     def close(self) -> None:
         """End what is open: whoever listens is told no more."""
         self._is_closing = True
         self.holdings.tell()
+        self._telling.close()
 
     def member(self, request: Request) -> str | None:
         """The key that a request's ticket names; None for a stranger. Raises PeerError for a ticket that does not hold."""
@@ -230,25 +231,20 @@ class PeerService:
 
     async def _lines(self, listener: str) -> AsyncIterator[bytes]:
         with self._listening(listener):
-            news = self.holdings.news(0)
-            while not self._is_closing:
-                yield _line(news) + b"\n"
-                await self.clock.sleep(NEWS_EVERY_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        await self.holdings.changed(news)
-                news = self.holdings.news(news.cursor)
+            async with contextlib.aclosing(self._telling.lines()) as lines:
+                async for line in lines:
+                    yield line
 
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
         """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
         listener = self._listener(request)
         if not cursor:
-            return _line(self.holdings.news(0))
+            return told(self.holdings.news(0))
         if listener != STRANGERS:  # whose requests are bounded one by one
-            return _line(await self._fresh(listener, cursor, head))
+            return told(await self._fresh(listener, cursor, head))
         self._check_room(listener, limits.PEER_STRANGERS_LISTENING_MAX)
         with self._listening(listener):
-            return _line(await self._fresh(listener, cursor, head))
+            return told(await self._fresh(listener, cursor, head))
 
     async def _fresh(self, member: str, cursor: int, head: int) -> News:
         """News since the last ones, as soon as there is a piece that the listener lacks, or a policy is whole; what he has waits
@@ -282,9 +278,3 @@ class PeerService:
         return Response(
             seal(PeerAnswer(run=self.run.digest, nonce=nonce), PayloadType.PEER_ANSWER, self.key).to_bytes()
         )
-
-
-def _line(news: News) -> bytes:
-    """As it is told."""
-    pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
-    return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()

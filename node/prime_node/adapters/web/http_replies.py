@@ -1,0 +1,28 @@
+"""What every reply of a server keeps to, whoever writes it to the connection."""
+
+from __future__ import annotations
+
+import json
+
+from prime_node.ports.web import Response
+from prime_protocol.errors import PeerError
+
+BODY_GRACE_S = 20.0
+BODY_BYTES_PER_S_MIN = 16 * 2**10
+"""A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
+
+
+def explanation(error: PeerError) -> Response:
+    """Its status, and an ErrorBody."""
+    body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
+    headers = {}
+    if error.retry_after_s is not None:
+        body["retry_after_s"] = error.retry_after_s
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return Response(json.dumps(body).encode(), error.http_status, headers=headers)
+
+
+def send_s_max(response: Response) -> float:
+    """How long a body may take whose length is known: an iterator's stands in its headers."""
+    num_bytes = len(response.body) if isinstance(response.body, bytes) else int(response.headers["Content-Length"])
+    return BODY_GRACE_S + num_bytes / BODY_BYTES_PER_S_MIN

@@ -1,0 +1,209 @@
+"""Plain GET requests for bulk routes, answered without the framework: of a peer's answers nearly all are pieces.
+
+A connection begins here. As long as each request comes whole, in one reading, and is a GET of a bulk route that asks for nothing
+special, it is answered here; anything else (another route, a body, a header in two packets) is handed over, and with it the
+connection for good. So one parser alone sees each request, and this one refuses whatever it need not understand. What aiohttp's
+server takes for each piece was a third of a sender's processor time (scripts/bench/RESULTS.md, section "Broadcast").
+
+Who waits for whom: an answer waits for its handler, then until the transport has taken it; the next request waits for that. Who
+goes away cancels his answer. A timer looks whether the connection is used, and whether its reader reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import http
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from prime_node.adapters.web.http_replies import explanation, send_s_max
+from prime_node.ports.web import Handler, Request, Response, Route
+from prime_protocol.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+LOOKS = 8
+"""How often the timer looks in the time that a connection may be idle."""
+_REQUEST = re.compile(rb"GET (/[!-~]{1,300}) HTTP/1\.1\r\n((?:[A-Za-z-]{1,40}: ?[!-~](?:[ -~]{0,8000})\r\n){1,16})\r\n")
+_NOT_PLAIN = {"connection", "content-length", "expect", "transfer-encoding", "upgrade"}
+_REASONS = {status.value: status.phrase for status in http.HTTPStatus}
+
+
+class BulkRoutes:
+    """What is answered here, and what all connections share."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        *,
+        idle_s_max: float,
+        is_full: Callable[[], bool],
+        hand_over: Callable[[float], asyncio.Protocol],
+    ) -> None:
+        """`is_full`: no connection more is taken. `hand_over` makes the protocol that takes one over, whose next header may still
+        take so many seconds."""
+        self.connections: set[PlainGets] = set()
+        self.idle_s_max = idle_s_max
+        self.is_full = is_full
+        self.hand_over = hand_over
+        self._paths = [
+            (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/?#%]+)", route.path)), route.handler)
+            for route in routes
+            if route.is_bulk
+        ]
+
+    def find(self, data: bytes, remote: str) -> tuple[Handler, Request] | None:
+        """What is asked, where it is plain."""
+        found = _REQUEST.fullmatch(data)
+        if found is None:
+            return None
+        path = found[1].decode("ascii")
+        for pattern, handler in self._paths:
+            if asked := pattern.fullmatch(path):
+                lines = (line.split(":", 1) for line in found[2].decode("ascii").split("\r\n")[:-1])
+                headers = {name.lower(): value.strip() for name, value in lines}
+                if headers.keys() & _NOT_PLAIN:
+                    return None
+                return handler, Request(params=asked.groupdict(), body=b"", headers=headers, remote=remote)
+        return None
+
+    async def close(self, grace_s: float) -> None:
+        """Answers under way may end; then all connections are cut."""
+        tasks = [connection.task for connection in self.connections if connection.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for connection in list(self.connections):
+            connection.abort()
+
+
+class PlainGets(asyncio.Protocol):
+    """One connection, until it is handed over."""
+
+    def __init__(self, shared: BulkRoutes) -> None:
+        self.task: asyncio.Task[None] | None = None
+        """The answer under way."""
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._remote = ""
+        self._due_s = math.inf
+        """When the next request should have come, or the answer should have been taken."""
+        self._next = b""
+        """What came while an answer was under way."""
+        self._room = asyncio.Event()
+        """The transport takes more."""
+        self._room.set()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
+        self._remote = str((transport.get_extra_info("peername") or ("",))[0])
+        if self._shared.is_full():
+            self.abort()
+            return
+        self._shared.connections.add(self)
+        self._due_s = self._loop.time() + self._shared.idle_s_max
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._transport = None
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self.task is not None:
+            self._next += data
+            assert self._transport is not None
+            self._transport.pause_reading()  # one request ahead is enough
+            return
+        asked = self._shared.find(data, self._remote)
+        if asked is None:
+            self._hand_over(data)
+        else:
+            self._due_s = math.inf
+            self.task = self._loop.create_task(self._answer(*asked))
+
+    # Inside
+
+    def _leave(self) -> None:
+        self._shared.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _hand_over(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._leave()
+        transport, self._transport = self._transport, None
+        other = self._shared.hand_over(max(0.0, self._due_s - self._loop.time()))
+        transport.set_protocol(other)
+        other.connection_made(transport)
+        other.data_received(data)
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._due_s:
+            self.abort()
+        else:
+            self._timer = self._loop.call_later(self._shared.idle_s_max / LOOKS, self._look)
+
+    async def _answer(self, handler: Handler, request: Request) -> None:
+        response: Response | None = None
+        try:
+            try:
+                response = await handler(request)
+            except PeerError as error:
+                response = explanation(error)
+            self._due_s = self._loop.time() + send_s_max(response)
+            await self._send(response)
+        except PeerError:
+            self.abort()  # a body that broke off must not look whole
+        except Exception:
+            log.exception("GET of %s", request.params)
+            self.abort()
+        finally:
+            self.task = None
+            if response is not None and response.after is not None:
+                response.after()
+        self._due_s = self._loop.time() + self._shared.idle_s_max
+        if self._next and self._transport is not None:
+            data, self._next = self._next, b""
+            self._transport.resume_reading()
+            self.data_received(data)
+
+    async def _send(self, response: Response) -> None:
+        headers = {
+            "Date": email.utils.formatdate(usegmt=True),
+            "Content-Type": response.content_type,
+            **response.headers,
+        }
+        if isinstance(response.body, bytes):
+            headers["Content-Length"] = str(len(response.body))
+        lines = [f"HTTP/1.1 {response.status} {_REASONS.get(response.status, '')}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, "\r\n"]).encode("latin-1")
+        if isinstance(response.body, bytes):
+            await self._write(head, response.body)
+        else:
+            await self._write(head)
+            async for chunk in response.body:
+                await self._write(chunk)
+
+    async def _write(self, *data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.writelines(data)
+            await self._room.wait()

@@ -1,0 +1,80 @@
+"""News in one beat for all who listen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.node.swarm_world import until
+
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm import telling
+from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.telling import Telling
+from prime_protocol.envelope import parse_json
+from prime_protocol.peers import PeerNews
+
+
+@pytest.fixture
+def holdings(monkeypatch: pytest.MonkeyPatch) -> Holdings:
+    monkeypatch.setattr(telling, "NEWS_EVERY_S", 0.0)
+    return Holdings()
+
+
+@contextlib.asynccontextmanager
+async def listener(made: Telling) -> AsyncIterator[AsyncIterator[bytes]]:
+    async with contextlib.aclosing(made.lines()) as lines:
+        yield lines
+
+
+def head_of(line: bytes) -> int:
+    assert line.endswith(b"\n")
+    return parse_json(line[:-1], PeerNews).head
+
+
+async def test_all_who_have_heard_as_much_are_told_the_same_line(holdings: Holdings) -> None:
+    made = Telling(holdings, SystemClock())
+    async with listener(made) as first, listener(made) as second:
+        assert head_of(await anext(first)) == head_of(await anext(second)) == -1
+        waiting = [asyncio.ensure_future(anext(lines)) for lines in (first, second)]
+        await asyncio.sleep(0)
+        holdings.staged(3)
+        one, other = await asyncio.gather(*waiting)
+        assert one is other
+        assert head_of(one) == 3
+
+
+async def test_who_reads_slowly_is_told_at_once_what_he_missed(holdings: Holdings) -> None:
+    made = Telling(holdings, SystemClock())
+    async with listener(made) as slow, listener(made) as quick:
+        await anext(slow)
+        await anext(quick)
+        for version in (1, 2):
+            waiting = asyncio.ensure_future(anext(quick))
+            await asyncio.sleep(0)
+            holdings.staged(version)
+            assert head_of(await waiting) == version
+        assert head_of(await anext(slow)) == 2
+
+
+async def test_a_line_comes_now_and_then_although_nothing_is_new(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "KEEP_ALIVE_S", 0.01)
+    async with listener(Telling(holdings, SystemClock())) as lines:
+        assert [head_of(await anext(lines)) for _ in range(3)] == [-1, -1, -1]
+
+
+async def test_listeners_end_when_it_is_closed_and_nothing_runs_on_without_them(holdings: Holdings) -> None:
+    made = Telling(holdings, SystemClock())
+    async with listener(made) as lines:
+        await anext(lines)
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 3
+        made.close()
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+    await until(lambda: len(asyncio.all_tasks()) == 1)
