@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
+from aiohttp import ClientOSError, web
 from tests.node.http_server import Server, served
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import WORKER, MemorySource, make_run
 
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.http_answers import reason_of
 from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
@@ -212,3 +213,8 @@ async def test_a_plain_mirror_is_understood_by_its_status(
     with pytest.raises(PeerError) as caught:
         await client.blob("0" * 64)
     assert caught.value.code is code
+
+
+def test_a_link_that_ends_while_something_is_sent_is_told_in_words() -> None:
+    broken = ClientOSError(None, "Can not write request body for http://127.0.0.1:8400/v1/receipts")
+    assert reason_of(broken) == "the link was closed while something was on its way"

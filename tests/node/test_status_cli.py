@@ -72,8 +72,9 @@ async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
         assert "was banned at step 0: noise in the cellar" in text
         raw = json.loads(await text_of(place.path, "--json"))
         assert [worker["worker"] for worker in raw["workers"] if worker["banned"]] == [BEN.key_id]
-    with pytest.raises(LocalError, match="is the coordinator running"):
+    with pytest.raises(LocalError, match="is the coordinator running") as away:
         await text_of(place.path)
+    assert str(away.value).endswith(f"`prime-node coordinator {place.path}` starts it here")
 
 
 async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> None:
@@ -83,11 +84,11 @@ async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> N
 
 
 @contextmanager
-def server_that_answers(body: bytes, *, is_http: bool = True, date: str = "") -> Iterator[str]:
+def server_that_answers(body: bytes, *, is_http: bool = True, code: int = 200, date: str = "") -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if is_http:
-                self.send_response_only(200)
+                self.send_response_only(code)
                 self.send_header("Date", date or self.date_time_string())
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -133,6 +134,16 @@ def test_a_fault_of_a_status_is_told_without_what_steers_a_terminal(told: dict[s
         shown(f"{url}/#{'0' * 64}")
     assert str(caught.value).isprintable()
     assert "?[2J" in str(caught.value)
+
+
+def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
+    with server_that_answers(b"", code=404) as url, pytest.raises(LocalError, match="HTTP 404: is it the address of a"):
+        shown(url)
+    with (
+        server_that_answers(b"<html>") as url,
+        pytest.raises(LocalError, match="makes no sense: is it the address of a"),
+    ):
+        shown(url)
 
 
 def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:

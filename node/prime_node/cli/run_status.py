@@ -6,6 +6,7 @@ Not signed, so nothing in it is proven. It is read up to a bound, and parsed onc
 from __future__ import annotations
 
 import json
+import shlex
 import ssl
 import time
 import urllib.request
@@ -138,13 +139,15 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 def _why(error: Exception) -> str:
     """And what next."""
+    if isinstance(error, HTTPError):
+        return f"HTTP {error.code}: is it the address of a coordinator?"
+    if isinstance(error, ValueError | RecursionError | HTTPException):
+        return "what answers there makes no sense: is it the address of a coordinator?"
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not valid here ({cause.verify_message}); see this machine's clock, or tell the operator"
     if isinstance(cause, ConnectionRefusedError):
         return "connection refused: is the coordinator running, and is the address right?"
-    if isinstance(cause, HTTPError):
-        return f"HTTP {cause.code}: is it the address of a coordinator?"
     return f"{printable(str(cause))[:200]}: is the coordinator running, and is the address right?"
 
 
@@ -161,7 +164,12 @@ def clock_ahead_s(target: str) -> float | None:
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
     """Of a run directory, a join link or a URL: parsed, and as it came. Raises LocalError."""
     url = _url_of(target)
-    raw = _get(url, "/v1/status")
+    try:
+        raw = _get(url, "/v1/status")
+    except LocalError as error:
+        if is_url(target):
+            raise
+        raise LocalError(f"{error} `prime-node coordinator {shlex.quote(target)}` starts it here") from None
     try:
         parsed = RunStatus.model_validate(raw)
     except ValidationError as error:

@@ -192,6 +192,8 @@ def reason_of(error: Exception) -> str:
         return os.strerror(cause.errno)
     if isinstance(cause, socket.gaierror) and cause.strerror:
         return cause.strerror
+    if type(error) is aiohttp.ClientOSError and error.errno is None:
+        return "the link was closed while something was on its way"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "cut off in the middle of an answer"
     return str(error)[:200] or type(error).__name__
