@@ -25,8 +25,10 @@ ROWS: dict[str, tuple[Row, float]] = {
         (Row("6 equal, 256 MB", 256, SIX), 1.15),
         (Row("6 slow up, 64 MB", 64, links(100, [20] * 6, 100)), 1.15),
         (Row("12 equal, 64 MB", 64, TWELVE), 1.25),
+        (Row("12 equal, 256 MB", 256, TWELVE), 1.25),
         (Row("12 fast, 64 MB", 64, links(200, [100] * 12, 100)), 1.25),
         (Row("12 unequal, 64 MB", 64, links(100, UNEQUAL_MBIT, 100)), 1.4),
+        (Row("12 unequal, 256 MB", 256, links(100, UNEQUAL_MBIT, 100)), 1.4),
         (Row("6 behind NAT, 64 MB", 64, links(200, [100] * 6, 100, is_nat=True)), 1.35),
     )
 }
