@@ -98,6 +98,14 @@ async def test_answers_of_any_length_come_over_one_connection() -> None:
         assert b"\r\nRange: bytes=0-9\r\n" in server.asked[0]
 
 
+async def test_a_connection_is_made_before_it_is_needed_and_used_then() -> None:
+    async with listening(answer(PIECE)) as (server, client):
+        for _ in range(2):
+            await client.prepare()
+        await client.get("/v1/blobs/ab", {}, bytes_max=len(PIECE))
+        assert server.connections == 1
+
+
 async def test_a_header_may_come_byte_by_byte() -> None:
     async def byte_by_byte(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -23,6 +23,10 @@ class PeerLink(CheckpointSource, Protocol):
         """The newest list of peers that it has, as the coordinator signed it."""
         ...
 
+    async def prepare(self) -> None:
+        """Pieces are about to be asked for: what they need before can be done now. Idempotent."""
+        ...
+
     async def close(self) -> None:
         """Idempotent."""
         ...

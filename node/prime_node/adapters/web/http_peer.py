@@ -41,6 +41,9 @@ class HttpPeer(HttpClient):
         self._ranges.close()
         await super().close()
 
+    async def prepare(self) -> None:
+        await self._ranges.prepare()
+
     async def _get_blob(self, path: str, headers: Mapping[str, str], bytes_max: int) -> tuple[int, bytes]:
         answer = await self._ranges.get(path, {**self._standing_headers(), **headers}, bytes_max=bytes_max)
         if answer.status >= 400:

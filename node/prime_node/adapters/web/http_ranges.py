@@ -63,6 +63,12 @@ class RangeClient:
         for connection in list(self._open):
             connection.give_up(Unreachable(f"{self.url}: the link was closed meanwhile"))
 
+    async def prepare(self) -> None:
+        """Make a connection, where there is none, for a request that is to come. Raises Unreachable."""
+        async with self._turns:
+            if not self._open and not self._is_closed:
+                self._idle.append(await self._connect())
+
     async def get(self, path: str, headers: Mapping[str, str], *, bytes_max: int) -> Answer:
         """One request and its whole answer, of any status. Raises PeerError or Unreachable."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

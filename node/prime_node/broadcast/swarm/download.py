@@ -98,14 +98,13 @@ class Download:
         self._picker = Picker(sizes, rng=self.rng, rules=self.rules, have=have, share=share)
         self._parents = self.pool.parents(self.encoding.sent_bytes)
         self._tree_until_s = self.clock.monotonic_s() + TREE_S_MAX
-        listening = asyncio.create_task(self._listen())
+        beside = asyncio.create_task(self._listen()), asyncio.create_task(self.pool.prepare())
         try:
             await self._fetch_all()
         finally:
-            listening.cancel()
-            for task in self._tasks:
+            for task in (*beside, *self._tasks):
                 task.cancel()
-            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*beside, *self._tasks, return_exceptions=True)
 
     # From the disk
 

@@ -69,6 +69,7 @@ class Neighbours:
         self._wake = asyncio.Event()
         pool.lied = self._lied
         pool.share = self._share
+        pool.prepare = self._prepare
         pool.parents = self._parents
 
     @property
@@ -159,6 +160,10 @@ class Neighbours:
             if task is not None:
                 task.cancel()
             self._pool.remove(named.name)
+
+    async def _prepare(self) -> None:
+        """A link that fails here fails again when it is used, and is judged then."""
+        await asyncio.gather(*(link.prepare() for link in self.links()), return_exceptions=True)
 
     def _share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
         """Ours, among the listed peers that do not have the encoding whole yet: the same list at everybody, as far as may be."""

@@ -137,6 +137,9 @@ class NetworkPeer:
         except UnicodeDecodeError:
             raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
 
+    async def prepare(self) -> None:
+        """The link is there already: news came over it."""
+
     async def close(self) -> None:
         """The link stays: the network keeps what it may need again."""
 

@@ -77,6 +77,8 @@ class SourcePool:
         """The part of an encoding of so many pieces that this machine asks for first."""
         self.parents: Callable[[int], frozenset[str] | None] = lambda sent_bytes: None
         """Whom alone to ask at first for an encoding of so many bytes: our parents in the tree. None: everybody."""
+        self.prepare: Callable[[], Awaitable[None]] = _nothing_to_prepare
+        """Makes the links to peers ready for pieces, which are asked for soon."""
         self.download_turn: Callable[[int], Awaitable[None]] | None = None
         """Waits until so many bytes may be asked for: the owner's limit."""
         self.gave: Callable[[NamedSource, int], None] = lambda named, num_bytes: None
@@ -203,6 +205,10 @@ class SourcePool:
                 raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
         raise Unreachable(f"no source gives blob {entry.digest[:12]}")
+
+
+async def _nothing_to_prepare() -> None:
+    """Without peers."""
 
 
 async def fetch_from(source: CheckpointSource, entry: PartEntry) -> bytes:
