@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -77,7 +77,7 @@ class SourcePool:
         """The part of an encoding of so many pieces that this machine asks for first."""
         self.parents: Callable[[int], frozenset[str] | None] = lambda sent_bytes: None
         """Whom alone to ask at first for an encoding of so many bytes: our parents in the tree. None: everybody."""
-        self.prepare: Callable[[], Awaitable[None]] = _nothing_to_prepare
+        self.prepare: Callable[[], Coroutine[None, None, None]] = _nothing_to_prepare
         """Makes the links to peers ready for pieces, which are asked for soon."""
         self.download_turn: Callable[[int], Awaitable[None]] | None = None
         """Waits until so many bytes may be asked for: the owner's limit."""
