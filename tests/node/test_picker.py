@@ -183,6 +183,31 @@ def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_oth
         assert of.pick("origin", 3.0 + late_s) == stuck
 
 
+def test_peers_that_claim_everything_and_give_nothing_do_not_keep_a_receiver_from_the_fallback() -> None:
+    claimers = [f"claims-{number}" for number in range(16)]
+    of = picker(256, size=2**18)
+    of.add("origin", has=of.missing, is_fallback=True)
+    for name in claimers:
+        of.add(name, has=of.missing)
+    now_s = 0.0
+    while not of.is_done and now_s < 60.0:
+        for name in claimers:
+            picks(of, name, now_s=now_s)
+        now_s = max(now_s + 0.1, give(of, "origin", rate=100, until_s=now_s + 0.1, now_s=now_s))
+    assert now_s < 10.0
+
+
+def test_a_peer_that_was_late_is_believed_again_once_it_gives_something() -> None:
+    of = picker(8)
+    of.add("peer", has=of.missing)
+    of.add("origin", has=of.missing, is_fallback=True)
+    asked = picks(of, "peer")
+    assert of.pick("origin", 5.0) in asked
+    assert of.pick("origin", 5.0) not in asked
+    of.arrived("peer", asked[0], 6.0)
+    assert of.pick("origin", 6.0) is None
+
+
 def test_a_piece_that_is_a_little_late_is_taken_over_at_the_end_and_not_while_others_are_unasked() -> None:
     for num_unasked in (0, 1):
         of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
@@ -257,8 +282,9 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
     """Sources announce, fail, lie and vanish at random. The last one has everything and is honest."""
     rng, now_s = random.Random(seed), 0.0
     of = Picker(sizes, rng=random.Random(seed))
+    fallbacks = {number for number, _ in enumerate(rates) if rng.random() < 0.2}
     for number, _ in enumerate(rates):
-        of.add(str(number), is_fallback=rng.random() < 0.2)
+        of.add(str(number), is_fallback=number in fallbacks)
     of.has_all(str(len(rates) - 1))
     asked: dict[str, set[int]] = {name: set() for name in of.sources}
     for _ in range(200 * len(sizes) + 1000):
@@ -288,5 +314,6 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
         assert of.idle() == [one for one in of.sources if not asked[one]]
         open_now = [piece for pieces_of in asked.values() for piece in pieces_of]
         assert not any(1 << piece & of.have for piece in open_now)
-        assert all(count <= PickerRules().copies_max for count in Counter(open_now).values())
+        copies_max = len(rates) if fallbacks else PickerRules().copies_max  # a fallback sees who is to be doubted
+        assert all(count <= copies_max for count in Counter(open_now).values())
     assert of.is_done

@@ -6,7 +6,8 @@ One picker serves one download. The rules, in the order in which they apply to a
         window), less where there are many sources, which keep the downlink busy between them
     (2) rarest first among the pieces that it has and nobody was asked for; of equally rare ones those of one's own share of the
         file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
-    (3) a fallback source gives what no peer has; a slow source gives what no other has
+    (3) a fallback source gives what no peer has; a slow source gives what no other has. What a peer says that it has counts until
+        it lets us wait for very long, and again once it gives something: who gives nothing is not to keep us from the origin
     (4) where nothing is left to ask for, a piece asked elsewhere is taken over if it comes at least twice as soon from here: the
         end game and the stealing of work in one. No byte is sent twice that would have been in time. A fallback takes over what
         is late, and before the end only what is very late: what has come of a piece is lost then
@@ -44,8 +45,8 @@ class PickerRules:
     steal_gain: float = 0.5
     """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
     fallback_patience: float = 2.0
-    """While there are pieces that nobody was asked for, a fallback takes over what is late by more than so many times the
-    expected time and `slow_piece_s`: a late piece holds up nothing yet, and the bytes of it that have come would be lost."""
+    """A piece is very late by more than so many times the expected time and `slow_piece_s`. While there are pieces that nobody
+    was asked for, a fallback takes over nothing else: a late piece holds up nothing yet, and what came of it would be lost."""
     steal_look_s: float = 0.1
     """A source with nothing else to give looks this often for a piece to take over."""
     copies_max: int = 2
@@ -64,6 +65,10 @@ class _Open:
     due_s: float
     """When it was expected to arrive."""
 
+    def very_late_s(self, rules: PickerRules) -> float:
+        """When it will be very late."""
+        return self.due_s + rules.fallback_patience * max(self.due_s - self.asked_s, rules.slow_piece_s)
+
 
 @dataclass(slots=True)
 class _Source:
@@ -77,6 +82,12 @@ class _Source:
     """When it last looked for a piece to take over."""
     counted_s: float = 0.0
     """The rate has taken in everything until then."""
+    is_doubted: bool = False
+    """Its answer is very late, and nothing has come since: what it says that it has is not counted."""
+
+    @property
+    def is_counted(self) -> bool:
+        return not self.is_fallback and not self.is_doubted
 
 
 class Picker:
@@ -100,7 +111,7 @@ class Picker:
         self._rules = rules or PickerRules()
         self._sources: dict[str, _Source] = {}
         self._counts = Counts()
-        """Of the sources that are no fallback."""
+        """Of the sources that are no fallback, nor doubted."""
         self._askers: dict[int, list[str]] = {}
         """Open pieces, and the sources that were asked for them."""
         self._open: PieceSet = 0
@@ -142,7 +153,7 @@ class Picker:
         new = announced & self._all & ~(source.has | self.have)
         if new:
             source.has |= new
-            if not source.is_fallback:
+            if source.is_counted:
                 self._counts.add(new)
 
     def remove(self, name: str) -> None:
@@ -150,7 +161,7 @@ class Picker:
         source = self._sources[name]
         for piece in list(source.open):
             self._close(name, piece)
-        if not source.is_fallback and source.has:
+        if source.is_counted and source.has:
             self._counts.remove(source.has)
         del self._sources[name]
 
@@ -195,6 +206,9 @@ class Picker:
     def arrived(self, name: str, piece: int, now_s: float) -> tuple[str, ...]:
         """A verified piece. Returns the other sources that were asked for it: those requests can be cancelled."""
         source = self._sources[name]
+        if source.is_doubted:
+            source.is_doubted = False
+            self._counts.add(source.has)
         request = source.open.get(piece)
         if request is not None:
             self._measure(source, request, self._sizes[piece], now_s)
@@ -235,6 +249,8 @@ class Picker:
 
     def _window(self, source: _Source) -> int:
         num_sources = len(self._sources)
+        if source.is_doubted:
+            return 1
         if source.rate_bytes_s is None:
             return 2 if num_sources <= self._rules.sources_few else 1
         if self._piece_bytes / source.rate_bytes_s > self._rules.slow_piece_s:
@@ -259,24 +275,25 @@ class Picker:
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Of the open pieces that this source has, the one that the others would bring last."""
-        if now_s - source.looked_s < self._rules.steal_look_s:
+        if now_s - source.looked_s < self._rules.steal_look_s or source.is_doubted:
             return None
         source.looked_s = now_s
+        if source.is_fallback:
+            self._doubt(now_s)
         # What it would bring sooner is not known, or is dear.
         only_late = source.is_fallback or source.rate_bytes_s is None
         is_end = not self.unasked
-        patience = self._rules.fallback_patience if source.is_fallback and not is_end else 0.0
+        only_very_late = source.is_fallback and not is_end
         latest, longest_s = None, 0.0
         for piece in members(source.has & self._open & ~self.have):
             askers = self._askers[piece]
-            if piece in source.open or len(askers) >= self._rules.copies_max:
+            if piece in source.open or self._num_copies(askers) >= self._rules.copies_max:
                 continue
             left_s = math.inf
             for asker in askers:
                 asked = self._sources[asker].open[piece]
                 due_s = asked.due_s
-                patience_s = patience * max(due_s - asked.asked_s, self._rules.slow_piece_s)
-                if only_late and now_s < due_s + patience_s:
+                if only_late and now_s < (asked.very_late_s(self._rules) if only_very_late else due_s):
                     left_s = 0.0
                 # An open request takes as long as was expected when it was sent. Once it is late, it takes as long again as it
                 # is late or, at the end, where it alone is waited for, as it has taken so far.
@@ -288,3 +305,21 @@ class Picker:
             return None
         here_s = (source.open_bytes + self._sizes[latest]) / self._rate(source)
         return latest if here_s <= self._rules.steal_gain * longest_s else None
+
+    def _num_copies(self, askers: Sequence[str]) -> int:
+        """Of a piece under way; a doubted source's does not keep it from others."""
+        return (
+            len(askers)
+            if len(askers) < self._rules.copies_max
+            else sum(not self._sources[a].is_doubted for a in askers)
+        )
+
+    def _doubt(self, now_s: float) -> None:
+        """Sources that let us wait for very long, and have given nothing since."""
+        for source in self._sources.values():
+            if source.is_counted and any(
+                source.counted_s < asked.due_s and now_s >= asked.very_late_s(self._rules)
+                for asked in source.open.values()
+            ):
+                source.is_doubted = True
+                self._counts.remove(source.has)
