@@ -79,7 +79,16 @@ def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
     assert choker.serving == 0
 
 
-def test_one_answer_at_a_time_goes_to_a_member_and_strangers_share_all_slots() -> None:
+def test_strangers_leave_slots_to_members_however_slowly_they_read() -> None:
+    choker = Choker(ChokerRules(slots=4))
+    turns = [choker.asked("?", number, 0.0, is_member=False) for number in range(4)]
+    assert turns == [Turn.NOW, Turn.NOW, Turn.NOW, Turn.WAIT]
+    assert choker.asked("a", 4, 0.0) is Turn.NOW
+    assert choker.done("a", MB, 1.0) is None
+    assert choker.done("?", MB, 1.0) == 3
+
+
+def test_one_answer_at_a_time_goes_to_a_member_and_several_to_strangers() -> None:
     choker = Choker(ChokerRules(slots=4))
     assert [choker.asked("a", number, 0.0) for number in (1, 2)] == [Turn.NOW, Turn.WAIT]
     assert choker.asked("b", 3, 0.0) is Turn.NOW

@@ -9,7 +9,7 @@ import pytest
 from tests.node.worker_world import JumpClock
 
 from prime_node.broadcast.swarm.choker import ChokerRules
-from prime_node.broadcast.swarm.uplink import BURST_S, DataCap, RateLimit, Uplink
+from prime_node.broadcast.swarm.uplink import BURST_S, PACE_BYTES, DataCap, RateLimit, Uplink
 from prime_protocol.errors import ErrorCode, PeerError
 
 DAY_MS = 86_400_000
@@ -22,12 +22,46 @@ class StillClock(JumpClock):
         self.seconds += seconds
 
 
+class StandingClock(StillClock):
+    """Who sleeps is not woken."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
 async def test_a_rate_limit_holds_over_many_small_takes() -> None:
     clock = StillClock()
     limit, began_s = RateLimit(1_000.0, clock), clock.seconds
     for _ in range(100):
         await limit.take(100)
     assert clock.seconds - began_s >= 100 * 100 / 1_000 - BURST_S - 0.11
+
+
+async def test_who_asks_for_much_and_goes_away_uses_up_neither_rate_nor_cap(tmp_path: Path) -> None:
+    clock = StandingClock()
+    cap = DataCap(10**7, days=1, file=tmp_path / "uploaded.json", clock=clock)
+    rate = RateLimit(1_000.0, clock)
+    uplink = Uplink(clock=clock, rate=rate, cap=cap)
+    (await uplink.slot("anna", 1_000, is_member=True))()
+    gone = asyncio.create_task(uplink.slot("ben", 10**6, is_member=True))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert cap.used_bytes == 1_000
+    clock.seconds += 1.0
+    (await asyncio.wait_for(uplink.slot("cora", 1_000, is_member=True), 1.0))()
+
+
+async def test_a_long_answer_under_a_rate_limit_does_not_hold_up_a_short_one() -> None:
+    clock = StillClock()
+    uplink = Uplink(clock=clock, rate=RateLimit(PACE_BYTES, clock))
+    await uplink.slot("anybody", 64 * PACE_BYTES, is_member=False)
+    began_s = clock.seconds
+    await uplink.slot("member", 1_000, is_member=True)
+    assert clock.seconds - began_s <= 1.0
+    await uplink.pace(PACE_BYTES)
+    await uplink.pace(PACE_BYTES)
+    assert clock.seconds - began_s >= 2.0 - BURST_S
 
 
 async def test_no_rate_limit_is_no_wait() -> None:

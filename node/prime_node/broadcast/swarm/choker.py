@@ -39,8 +39,10 @@ class ChokerRules:
     slots: int = 16
     """Answers on their way at one time."""
     each_max: int = 1
-    """Of these, to one member; strangers, who are one peer, may have all. One by one, pieces are whole sooner than side by side,
-    and of a request that is taken over elsewhere while it waits, nothing was sent."""
+    """Of these, to one member. One by one, pieces are whole sooner than side by side, and of a request that is taken over
+    elsewhere while it waits, nothing was sent."""
+    members_share: float = 0.25
+    """Of the slots, only for members: strangers, who are one peer and may be anybody, could keep all others by reading slowly."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Requests that wait, of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
@@ -122,7 +124,10 @@ class Choker:
                 del self._waiting[peer]
 
     def _may_have_one(self, peer: str) -> bool:
-        return self._served.get(peer, 0) < self.rules.each_max or not self._accounts[peer].is_member
+        rules = self.rules
+        is_member = self._accounts[peer].is_member
+        most = rules.each_max if is_member else max(1, rules.slots - int(rules.slots * rules.members_share))
+        return self._served.get(peer, 0) < most
 
     def _begin(self, peer: str) -> None:
         self.serving += 1

@@ -23,7 +23,7 @@ from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, Telling, told
-from prime_node.broadcast.swarm.uplink import Uplink
+from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
@@ -35,7 +35,7 @@ from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
 """All who show no ticket are one peer to the uplink."""
-READ_BYTES_MAX = 2**20
+READ_BYTES_MAX = PACE_BYTES
 """Held of one answer at a time; pieces are no longer."""
 
 
@@ -174,7 +174,10 @@ class PeerService:
     async def _in_turn(self, digest: str, start: int, end: int, file: Path | None) -> AsyncIterator[bytes]:
         """No more at a time than READ_BYTES_MAX: what waits for a slow reader stays on the disk."""
         for begin in range(start, end, READ_BYTES_MAX):
-            yield await self._read(digest, begin, min(begin + READ_BYTES_MAX, end), file)
+            until = min(begin + READ_BYTES_MAX, end)
+            if begin > start:  # its slot came with the first
+                await self.uplink.pace(until - begin)
+            yield await self._read(digest, begin, until, file)
 
     async def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes:
         """Raises PeerError(NOT_FOUND) where the blob is removed meanwhile."""

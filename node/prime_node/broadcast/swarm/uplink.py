@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 RETRY_CLOSED_S = 30.0
 """Where the owner's machine is busy, or his cap is reached."""
+PACE_BYTES = 2**20
+"""Of one answer that leave together under a rate limit."""
 BURST_S = 0.25
 """How much of a rate limit may be used at once."""
 
@@ -45,7 +47,13 @@ class RateLimit:
         begins_s = max(self._free_s, now_s - BURST_S)
         self._free_s = begins_s + num_bytes / self._bytes_per_s
         if begins_s > now_s:
-            await self._clock.sleep(begins_s - now_s)
+            try:
+                await self._clock.sleep(begins_s - now_s)
+            except BaseException:
+                self._free_s -= (
+                    num_bytes / self._bytes_per_s
+                )  # else who asks and goes away would keep the others waiting
+                raise
 
 
 class DataCap:
@@ -68,6 +76,10 @@ class DataCap:
         if self._bytes_max and (self.used_bytes - self._written_bytes > self._bytes_max // 1_000 or self.is_reached):
             self._write()
         return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Bytes that were counted, and of which none was sent."""
+        self.used_bytes = max(0, self.used_bytes - num_bytes)  # a period may have ended meanwhile
 
     @property
     def is_reached(self) -> bool:
@@ -144,13 +156,20 @@ class Uplink:
         if not self._may_serve() or (self._cap is not None and not self._cap.take(num_bytes)):
             self._done(peer, 0)  # while it waited
             raise _does_not_serve()
-        if self._rate is not None:
-            try:
-                await self._rate.take(num_bytes)
-            except BaseException:
-                self._done(peer, 0)
-                raise
+        try:
+            await self.pace(min(num_bytes, PACE_BYTES))
+        except BaseException:
+            if self._cap is not None:
+                self._cap.give_back(num_bytes)
+            self._done(peer, 0)
+            raise
         return functools.partial(self._done, peer, num_bytes)
+
+    async def pace(self, num_bytes: int) -> None:
+        """Until so many bytes may leave. An answer of more than PACE_BYTES asks before each that follow the first, so that a long
+        one does not hold up all others."""
+        if self._rate is not None:
+            await self._rate.take(num_bytes)
 
     def _done(self, peer: str, sent_bytes: int) -> None:
         self.served_bytes += sent_bytes
