@@ -133,6 +133,23 @@ async def test_a_server_that_wants_to_close_is_not_asked_again_over_that_connect
         assert server.connections == 2
 
 
+@pytest.mark.parametrize("more", ["Connection: close\r\n", "HTTP/1.0"])
+async def test_a_connection_that_is_not_kept_is_closed_by_us_where_the_server_does_not(more: str) -> None:
+    raw = answer(b"1").replace(b"HTTP/1.1", b"HTTP/1.0") if more == "HTTP/1.0" else answer(b"1", more=more)
+    ended = asyncio.Event()
+
+    async def keep_open(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(raw)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        ended.set()
+
+    async with listening(serve=keep_open, stall_s=60.0) as (_, client):
+        await client.get("/", {}, bytes_max=1)
+        await asyncio.wait_for(ended.wait(), 5.0)
+
+
 async def test_no_more_connections_are_opened_than_are_allowed() -> None:
     async with listening(answer(b"1"), answer(b"2"), answer(b"3")) as (server, client):
         answers = await asyncio.gather(*(client.get("/", {}, bytes_max=1) for _ in range(3)))

@@ -86,6 +86,8 @@ class RangeClient:
                     continue  # it was closed while nobody used it; a new one may do
                 if connection.is_kept:
                     self._idle.append(connection)
+                else:
+                    connection.close()
                 return answer
         raise Unreachable(f"{self.url}: the link was closed meanwhile")
 
@@ -152,7 +154,7 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             return await self._answered
         except BaseException:
-            self._close()
+            self.close()
             raise
         finally:
             self._answered = None
@@ -160,9 +162,9 @@ class _Connection(asyncio.BufferedProtocol):
     def give_up(self, error: Exception) -> None:
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(error)
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self.is_kept = False
         if self._transport is not None:
             self._transport.abort()
