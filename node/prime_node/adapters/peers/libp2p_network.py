@@ -25,7 +25,7 @@ from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
-from prime_node.adapters.peers.libp2p_streams import Serve, Streams, leads_through_relay
+from prime_node.adapters.peers.libp2p_streams import Serve, Streams, leads_through_relay, settle
 from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.peers import (
@@ -217,7 +217,7 @@ class Libp2pNetwork:
 
     def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | Answer]]:
         async def there(asker: str, payload: bytes) -> bytes | Answer:
-            given = await self._thread.to_asyncio(handler, asker, payload)
+            given = await self._thread.borrow(functools.partial(handler, asker, payload), settle)
             if isinstance(given, Answer):
                 after = given.after
                 return Answer(given.payload, lambda: self._thread.soon(after))

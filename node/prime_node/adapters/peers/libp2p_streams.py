@@ -257,11 +257,16 @@ class Streams:
                 frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "a fault of this peer"))
             await _send(stream, writing, frame)
         finally:
-            if isinstance(given, Answer):
-                given.after()
+            settle(given)
             self._answering[peer] -= 1
             if not self._answering[peer]:
                 del self._answering[peer]
+
+
+def settle(given: bytes | Answer) -> None:
+    """An answer is on its way, or will not be."""
+    if isinstance(given, Answer):
+        given.after()
 
 
 _relayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

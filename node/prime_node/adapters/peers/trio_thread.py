@@ -170,6 +170,24 @@ class TrioThread:
             raise errors[0]
         return outcome[0]
 
+    async def borrow(self, function: Callable[[], Awaitable[_T]], give_back: Callable[[_T], None]) -> _T:
+        """As `to_asyncio`. Where the caller is cancelled as the result comes, `give_back` gets it, in the asyncio loop."""
+        given: list[_T] = []
+
+        async def keep() -> _T:
+            given.append(await function())
+            return given[0]
+
+        def unseen() -> None:  # after the cancellation has come to the asyncio task
+            for one in given:
+                give_back(one)
+
+        try:
+            return await self.to_asyncio(keep)
+        except BaseException:
+            self.soon(unseen)
+            raise
+
     def soon(self, function: Callable[[], None]) -> None:
         """From a trio task: call `function` in the asyncio loop, without waiting."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
