@@ -15,14 +15,17 @@ from tests.node.swarm_world import policy_weights
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import download as module
+from prime_node.broadcast.swarm import sources
 from prime_node.broadcast.swarm.download import Download
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.ports.transport import CheckpointSource
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import open_index
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.manifest import PartEntry
 
 
 class Origin:
@@ -90,3 +93,25 @@ async def test_a_download_that_is_cancelled_decodes_nothing_any_more(
         await asyncio.gather(task, return_exceptions=True)
         free.set()
     assert decoded == []
+
+
+class Dripping(Origin):
+    """Announces everything, and does not give it."""
+
+    async def blob(self, digest: str, *, start: int, end: int) -> bytes:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+async def test_a_peer_that_announces_a_blob_and_does_not_give_it_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "BLOB_S_MAX", 0.01)
+    blob = b"index"
+    entry = PartEntry(digest=digest_of(blob), size=len(blob))
+    origin = cast("CheckpointSource", Origin(blob))
+    pool = SourcePool([("origin", origin)], clock=SystemClock(), rng=random.Random(0))
+    peer = NamedSource("peer", cast("CheckpointSource", Dripping(blob)), SourceKind.PEER, has={entry.digest: 1})
+    pool.add(peer)
+    assert await asyncio.wait_for(pool.fetch_blob(entry), 5.0) == blob
+    assert peer.failures == 1

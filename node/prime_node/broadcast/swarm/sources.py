@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 REST_S_MIN, REST_S_MAX = 0.5, 60.0
 RANGE_BYTES = 4 * 2**20
 """One request for a blob asks for no more; what came before a cut is kept."""
+BLOB_S_MAX = 3.0
+"""A peer is given so long for a small blob, and twice that in the next round; then another source is asked. Whoever announces
+something and then drips could hold up everybody else with the index alone."""
 ROUNDS_MAX = 8
 """Rounds over all sources before a blob is given up for now."""
 
@@ -181,12 +184,16 @@ class SourcePool:
         that it has; Unreachable after ROUNDS_MAX rounds.
         """
         partial = bytearray()
-        for is_asked_twice in range(ROUNDS_MAX):
+        for round_number in range(ROUNDS_MAX):
             absent = set()
             for named in self.having(entry.digest):
                 named.fetching += 1
+                seconds = BLOB_S_MAX * 2**round_number if named.kind is SourceKind.PEER else None
                 try:
-                    await _download(named.source, entry, partial)
+                    async with asyncio.timeout(seconds):
+                        await _download(named.source, entry, partial)
+                except TimeoutError:
+                    self.failed(named, Unreachable(f"a blob of {entry.size} bytes took longer than {seconds:g} s"))
                 except PeerError as error:
                     if error.code is ErrorCode.DIGEST_MISMATCH:
                         partial.clear()
@@ -201,7 +208,7 @@ class SourcePool:
                     return bytes(partial)
                 finally:
                     named.fetching -= 1
-            if absent.issuperset(named.name for named in self.lasting) and (is_asked_twice or not self.peers):
+            if absent.issuperset(named.name for named in self.lasting) and (round_number or not self.peers):
                 raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
         raise Unreachable(f"no source gives blob {entry.digest[:12]}")
