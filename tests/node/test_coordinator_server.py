@@ -103,6 +103,25 @@ async def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
+NO_HTTP = (
+    b"\x16\x03\x01\x00\xa5\r\n\r\n",
+    b"GET /stream HTTP/1.1\r\nHost: x\r\nb\x00d: 1\r\n\r\n",
+    b"GET /stream HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    b"GET /stream HTTP/9\r\n\r\n",
+    b"GET /stream HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("raw", NO_HTTP)
+async def test_what_is_no_http_is_refused_and_leaves_no_traceback(
+    raw: bytes, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await exchange(port, raw)
+    assert answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+    assert b'"malformed"' in answer
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
 async def test_a_chunk_that_is_none_is_refused(port: int) -> None:
     head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert (await exchange(port, head, b"3\r\nabc\r\n", b"zz\r\n", pause_s=0.02)).startswith(b"HTTP/1.1 400")

@@ -227,6 +227,21 @@ class _GuardedHandler(web.RequestHandler):
             self._header_timer.cancel()
             self._header_timer = None
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP is a peer's fault, and scanners send it all day: not the traceback with which aiohttp tells of it."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        log.debug("%s does not speak HTTP: %r", request.remote, exc)
+        answer = _error(PeerError(ErrorCode.MALFORMED, "this is no HTTP"))
+        answer.force_close()
+        return answer
+
     def answered(self) -> None:
         self._wait_for_header(self._header_s_max)
 
@@ -240,7 +255,8 @@ def _keep_little_unsent(listening: socket.socket) -> None:
     """Of this socket and those that it accepts, where the system knows the option (Linux, macOS)."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None:
-        listening.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES_MAX)
+        with contextlib.suppress(OSError):  # it only spares bytes
+            listening.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES_MAX)
 
 
 def _closing(request: web.Request, error: PeerError) -> PeerError:
