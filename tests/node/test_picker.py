@@ -64,7 +64,6 @@ def test_counts_are_those_of_a_plain_counter(held: list[set[int]], data: st.Data
             counts.remove(pieces(one))
     plain = Counter(number for one in kept for number in one)
     assert set(members(counts.is_held())) == set(plain)
-    assert set(members(counts.is_held_once())) == {number for number, count in plain.items() if count == 1}
     asked = data.draw(numbers.filter(bool))
     fewest = min(plain[number] for number in asked)
     assert set(members(counts.rarest(pieces(asked)))) == {number for number in asked if plain[number] == fewest}
@@ -131,6 +130,22 @@ def test_a_source_far_below_the_others_gives_only_what_no_other_has() -> None:
     assert 99 in members(of.have) or "slow" not in of.idle()
 
 
+def test_pieces_that_only_slow_sources_have_are_asked_of_them_and_of_a_fallback() -> None:
+    for is_fallback in (True, False):
+        of = picker(100)
+        of.add("fast", has=span(0, 100 if is_fallback else 50), is_fallback=is_fallback)
+        give(of, "fast", rate=100, until_s=0.4)
+        for slow in ("slow", "slower"):
+            of.add(slow, has=of.missing)
+            give(of, slow, rate=0.5, until_s=2.0)
+        give(of, "fast", rate=100, until_s=9.0, now_s=4.0)
+        for slow in ("slow", "slower", "slow"):  # each is found to be slow when it is its turn
+            picks(of, slow, now_s=9.0)
+        assert not {"slow", "slower"}.intersection(of.idle())
+        give(of, "fast", rate=100, until_s=20.0, now_s=9.0)
+        assert (of.unasked == 0) == is_fallback
+
+
 def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
     of = picker(400, rules=PickerRules(rate_memory_s=0.1))
     of.add("far", has=span(0, 400))
@@ -175,7 +190,7 @@ def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_oth
         of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
         of.add("peer", has=of.missing & ~1)
         of.add("origin", has=of.missing, is_fallback=True)
-        give(of, "origin", rate=100, until_s=0.01)
+        give(of, "origin", rate=10, until_s=0.1)
         give(of, "peer", rate=1, until_s=2.0)
         stuck = of.pick("peer", 2.0)  # expected within a second
         assert of.unasked.bit_count() == num_unasked

@@ -6,8 +6,8 @@ One picker serves one download. The rules, in the order in which they apply to a
         window), less where there are many sources, which keep the downlink busy between them
     (2) rarest first among the pieces that it has and nobody was asked for; of equally rare ones those of one's own share of the
         file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
-    (3) a fallback source gives what no peer has; a slow source gives what no other has. What a peer says that it has counts until
-        it lets us wait for very long, and again once it gives something: who gives nothing is not to keep us from the origin
+    (3) a fallback gives what no peer has, a slow source what no other has. Here slow sources do not count, nor those that let us
+        wait for very long, until they give something: who gives nothing is not to keep us from the origin
     (4) where nothing is left to ask for, a piece asked elsewhere is taken over if it comes at least twice as soon from here: the
         end game and the stealing of work in one. No byte is sent twice that would have been in time. A fallback takes over what
         is late, and before the end only what is very late: what has come of a piece is lost then
@@ -41,7 +41,7 @@ class PickerRules:
     slow_piece_s: float = 1.0
     """A source that needs longer for a piece has one open request."""
     slow_share: float = 0.05
-    """A source below this share of the mean rate gives only what no other has."""
+    """A source below this share of the mean rate is slow."""
     steal_gain: float = 0.5
     """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
     fallback_patience: float = 2.0
@@ -83,11 +83,13 @@ class _Source:
     counted_s: float = 0.0
     """The rate has taken in everything until then."""
     is_doubted: bool = False
-    """Its answer is very late, and nothing has come since: what it says that it has is not counted."""
+    """Its answer is very late, and nothing has come since."""
+    is_slow: bool = False
 
     @property
     def is_counted(self) -> bool:
-        return not self.is_fallback and not self.is_doubted
+        """Whether what it has is left to it."""
+        return not (self.is_fallback or self.is_doubted or self.is_slow)
 
 
 class Picker:
@@ -111,7 +113,7 @@ class Picker:
         self._rules = rules or PickerRules()
         self._sources: dict[str, _Source] = {}
         self._counts = Counts()
-        """Of the sources that are no fallback, nor doubted."""
+        """Of the sources that are counted."""
         self._askers: dict[int, list[str]] = {}
         """Open pieces, and the sources that were asked for them."""
         self._open: PieceSet = 0
@@ -178,15 +180,15 @@ class Picker:
     def pick(self, name: str, now_s: float) -> int | None:
         """The piece to ask of this source now, from here on open; None where it has nothing to do for the moment."""
         source = self._sources[name]
+        if source.is_slow != self._is_slow(source):
+            self._judge(source, is_doubted=source.is_doubted, is_slow=not source.is_slow)
         if len(self._askers) >= self._rules.open_max:  # (1)
             return None
         if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
-        if source.is_fallback:
+        if source.is_fallback or source.is_slow:
             free &= ~self._counts.is_held()  # (3)
-        elif free and self._is_slow(source):
-            free &= self._counts.is_held_once()  # (3)
         if free:
             rarest = self._counts.rarest(free)  # (2)
             piece = any_of(rarest & self._share or rarest, self._rng)
@@ -207,8 +209,7 @@ class Picker:
         """A verified piece. Returns the other sources that were asked for it: those requests can be cancelled."""
         source = self._sources[name]
         if source.is_doubted:
-            source.is_doubted = False
-            self._counts.add(source.has)
+            self._judge(source, is_doubted=False, is_slow=source.is_slow)
         request = source.open.get(piece)
         if request is not None:
             self._measure(source, request, self._sizes[piece], now_s)
@@ -321,5 +322,12 @@ class Picker:
                 source.counted_s < asked.due_s and now_s >= asked.very_late_s(self._rules)
                 for asked in source.open.values()
             ):
-                source.is_doubted = True
-                self._counts.remove(source.has)
+                self._judge(source, is_doubted=True, is_slow=source.is_slow)
+
+    def _judge(self, source: _Source, *, is_doubted: bool, is_slow: bool) -> None:
+        was_counted = source.is_counted
+        source.is_doubted, source.is_slow = is_doubted, is_slow
+        if was_counted and not source.is_counted:
+            self._counts.remove(source.has)
+        elif source.is_counted and not was_counted:
+            self._counts.add(source.has)

@@ -88,12 +88,3 @@ class Counts:
         for digit in self._digits:
             held |= digit
         return held
-
-    def is_held_once(self) -> PieceSet:
-        """Pieces that exactly one source holds."""
-        if not self._digits:
-            return 0
-        more = 0
-        for digit in self._digits[1:]:
-            more |= digit
-        return self._digits[0] & ~more
