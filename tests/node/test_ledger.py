@@ -25,8 +25,10 @@ from tests.node.coordinator_world import (
 from tests.node.test_keys_cli import write_key
 from typer.testing import CliRunner, Result
 
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.main import app
@@ -273,6 +275,28 @@ async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothi
         assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
     times = [parse_json(one.head.payload, LedgerHead).at_ms for one in shown]
     assert times[0] <= times[1]
+
+
+async def test_a_restart_by_a_clock_that_was_set_back_contradicts_no_head_that_was_shown_before() -> None:
+    clock = SetClock()
+    parts = replace(memory_parts(make_run()), clock=clock)
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        clock.ahead_ms = 60_000
+        before = Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head())
+        clock.ahead_ms = 0
+    async with running(replace(parts, metrics=PrometheusMetrics(), web=AiohttpServer())) as again:
+        again.head, world = world.head, again
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        told = await receipts_of(world)
+        after = Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head())
+    assert len(before.lines) < len(after.lines)
+    for one, other in ((before, after), (after, before)):
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
 
 
 async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:

@@ -83,6 +83,8 @@ class Core:
     """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
     ledger_head: tuple[LedgerHead, Envelope] | None = None
     """The last one that was signed."""
+    ledger_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while one is signed and written down."""
     batch_digests: dict[tuple[int, int], BatchDigests] = field(default_factory=dict)
     """By step and part, so that publishing a policy does not make and sign its batches anew."""
     peers: Peers = field(default_factory=Peers)

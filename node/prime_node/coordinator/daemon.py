@@ -22,7 +22,7 @@ from prime_node.coordinator.api.publishing import restore_head
 from prime_node.coordinator.api.receipts import release_sureties
 from prime_node.coordinator.api.requests import Gate
 from prime_node.coordinator.api.routes import make_routes
-from prime_node.coordinator.api.statements import renew_timestamp, require_own_key, restore_keys
+from prime_node.coordinator.api.statements import ledger_head_ms, renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.api.status import METRICS
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.cases import keep_cases
@@ -167,6 +167,7 @@ async def open_core(parts: Parts) -> Core:
         clock=parts.clock,
         sign_receipt=receipt_signer(run, parts.key, assigner),
         snapshot_events=config.snapshot_events,
+        shown_ms=await ledger_head_ms(parts.private),
     )
     core = Core(
         run=run,

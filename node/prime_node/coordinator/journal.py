@@ -52,7 +52,7 @@ class Journal:
         said_ms: int,
         snapshot_events: int,
     ) -> None:
-        """`said_ms`: of the ledger's last line."""
+        """`said_ms`: of the ledger's last line, or of its last head."""
         self.state = state
         self.ledger = ledger
         """To be read only. What it says is durable once `synced` returns."""
@@ -187,8 +187,9 @@ async def open_journal(
     clock: Clock,
     sign_receipt: Callable[[Settled, int], Envelope],
     snapshot_events: int,
+    shown_ms: int = 0,
 ) -> Journal:
-    """Goes on from what `restore_state` gave."""
+    """Goes on from what `restore_state` gave. `shown_ms`: of the ledger's last head."""
     number, state = restored
     invariants.check(state)
     chain = await load_chain(store, state.rules.run)
@@ -201,7 +202,7 @@ async def open_journal(
         clock=clock,
         sign_receipt=sign_receipt,
         ledger=chain,
-        said_ms=await settled_last_ms(store),
+        said_ms=max(shown_ms, await settled_last_ms(store)),
         snapshot_events=snapshot_events,
     )
 

@@ -16,16 +16,18 @@ from prime_node.coordinator.assignments import newest_open
 from prime_node.coordinator.core import Core
 from prime_node.ports.documents import Documents
 from prime_protocol import limits
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing, Role
+from prime_protocol.ledger import LedgerHead
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp
 
 log = logging.getLogger(__name__)
 
 TIMESTAMP_NAME = "timestamp.json"
+LEDGER_HEAD_NAME = "ledger_head.json"
 
 
 async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) -> None:
@@ -129,15 +131,29 @@ async def renew_timestamp(core: Core) -> None:
 
 
 async def ledger_head(core: Core) -> Envelope:
-    """How long the ledger is and what its last line is. Signed anew where it has grown, or where the last one is old."""
-    now_ms, chain = core.journal.said_ms(), core.journal.ledger
-    if core.ledger_head is not None:
-        last, envelope = core.ledger_head
-        if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
-            return envelope
-    head = chain.head(now_ms, newest_open(core.run, core.assigner.secrets, core.state.steps_over))
-    core.ledger_head = (head, seal(head, PayloadType.LEDGER_HEAD, core.key))
-    return core.ledger_head[1]
+    """How long the ledger is and what its last line is. Signed anew where it has grown, or where the last one is old.
+
+    Written down before it is shown: a restart by a clock that was set back would otherwise go on with what contradicts it.
+    """
+    async with core.ledger_turn:
+        now_ms, chain = core.journal.said_ms(), core.journal.ledger
+        if core.ledger_head is not None:
+            last, envelope = core.ledger_head
+            if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
+                return envelope
+        head = chain.head(now_ms, newest_open(core.run, core.assigner.secrets, core.state.steps_over))
+        signed = seal(head, PayloadType.LEDGER_HEAD, core.key)
+        await core.private.write(LEDGER_HEAD_NAME, signed.to_bytes())
+        core.ledger_head = (head, signed)
+        return signed
+
+
+async def ledger_head_ms(private: Documents) -> int:
+    """After a restart: the time of the last head that may have been shown; 0 where there is none."""
+    try:
+        return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead).at_ms
+    except KeyError:
+        return 0
 
 
 async def ledger_lines(core: Core, start: int) -> bytes:
