@@ -39,6 +39,10 @@ def test_what_is_made_at_once_is_always_new_and_what_is_asked_for_seldom_too() -
     assert made_in(JumpClock(), make_s=0.05, asked_every_s=1.0, times=100) == 100
 
 
+def test_a_pause_of_the_whole_process_while_it_is_made_is_no_reason_to_show_it_for_long() -> None:
+    assert made_in(JumpClock(), make_s=60.0, asked_every_s=spared.OLD_S_MAX, times=3) == 3
+
+
 async def test_a_flood_of_questions_for_a_large_status_is_answered_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

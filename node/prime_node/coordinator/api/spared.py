@@ -17,10 +17,12 @@ SHARE = 0.05
 """Of the time, for making one answer again and again."""
 SHORT_S = 0.002
 """Nobody notices."""
+OLD_S_MAX = 10.0
+"""A process that was stopped, or a machine that stood still, in the middle of making took long only this once."""
 
 
 class Spared(Generic[T]):
-    """The answer that `make` gives, at most `1 / SHARE` times as old as it took to make."""
+    """The answer that `make` gives, at most `1 / SHARE` times as old as it took to make, and never older than OLD_S_MAX."""
 
     def __init__(self, make: Callable[[], T], clock: Clock) -> None:
         self._make, self._clock = make, clock
@@ -33,5 +35,5 @@ class Spared(Generic[T]):
             return self._made
         self._made = self._make()
         took_s = self._clock.monotonic_s() - began_s
-        self._until_s = began_s + (took_s / SHARE if took_s > SHORT_S else 0.0)
+        self._until_s = began_s + (min(took_s / SHARE, took_s + OLD_S_MAX) if took_s > SHORT_S else 0.0)
         return self._made
