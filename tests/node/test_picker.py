@@ -213,14 +213,36 @@ def test_peers_that_claim_everything_and_give_nothing_do_not_keep_a_receiver_fro
 
 
 def test_a_peer_that_was_late_is_believed_again_once_it_gives_something() -> None:
-    of = picker(8)
-    of.add("peer", has=of.missing)
+    of = picker(8, rules=PickerRules(sources_few=0))
+    of.add("peer", has=span(4, 8))
+    of.add("other", has=span(0, 4))
     of.add("origin", has=of.missing, is_fallback=True)
     asked = picks(of, "peer")
-    assert of.pick("origin", 5.0) in asked
-    assert of.pick("origin", 5.0) not in asked
-    of.arrived("peer", asked[0], 6.0)
-    assert of.pick("origin", 6.0) is None
+    give(of, "other", rate=10, until_s=60.0)
+    assert of.pick("origin", 3.0) in asked
+    assert of.pick("origin", 3.0) not in asked
+    of.arrived("peer", asked[0], 3.1)
+    assert of.pick("origin", 3.1) is None
+
+
+def test_peers_that_together_need_seconds_for_a_piece_do_not_set_the_pace_where_a_fallback_is_faster() -> None:
+    of = picker(128, size=2**18)
+    of.add("home", has=of.missing)
+    of.add("origin", has=of.missing, is_fallback=True)
+    now_s = coming_s = 0.0
+    while not of.is_done and now_s < 60.0:
+        coming_s = give(of, "home", rate=0.5, until_s=now_s + 0.1, now_s=coming_s)
+        now_s = max(now_s + 0.1, give(of, "origin", rate=50, until_s=now_s + 0.1, now_s=now_s))
+    assert now_s < 10.0
+
+
+def test_a_fallback_gives_nothing_where_two_slow_peers_together_bring_more_than_a_piece_a_second() -> None:
+    of = picker(128, size=2**18)
+    of.add("origin", has=of.missing, is_fallback=True)
+    for name in ("home", "other"):
+        of.add(name, has=of.missing)
+        give(of, name, rate=0.6, until_s=1.0)
+    assert of.pick("origin", 2.0) is None
 
 
 def test_a_piece_that_is_a_little_late_is_taken_over_at_the_end_and_not_while_others_are_unasked() -> None:

@@ -39,7 +39,7 @@ class PickerRules:
     """With so many sources or fewer, each is asked for that much, a new one for two pieces. The more there are, the more their
     answers only queue on our downlink, where they keep slots of theirs and pieces that others would bring sooner."""
     slow_piece_s: float = 1.0
-    """A source that needs longer for a piece has one open request."""
+    """A source that needs longer for a piece has one open request. Where all peers together need longer, a fallback helps."""
     slow_share: float = 0.05
     """A source below this share of the mean rate is slow."""
     steal_gain: float = 0.5
@@ -187,7 +187,7 @@ class Picker:
         if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
-        if source.is_fallback or source.is_slow:
+        if source.is_slow or (source.is_fallback and not self._is_starved()):
             free &= ~self._counts.is_held()  # (3)
         if free:
             rarest = self._counts.rarest(free)  # (2)
@@ -273,6 +273,11 @@ class Picker:
             return False
         mean = self._mean_rate()
         return mean is not None and rate < self._rules.slow_share * mean
+
+    def _is_starved(self) -> bool:
+        """Do all peers together, of which an unknown one is taken to be like the others, need long for a piece?"""
+        peers = [source for source in self._sources.values() if not source.is_fallback]
+        return sum(map(self._rate, peers)) * self._rules.slow_piece_s < self._piece_bytes
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Of the open pieces that this source has, the one that the others would bring last."""
