@@ -1,7 +1,7 @@
 """Ranges of blobs over kept HTTP/1.1 connections to one peer: the way of the pieces, and so of nearly every byte.
 
 A piece asks little of HTTP: a GET with a Range, and an answer with a Content-Length. Here the answer's bytes go from the kernel
-into a buffer of their size, in which they stay; aiohttp's client, which can do everything, took a third of a receiver's time
+into one buffer of their size; aiohttp's client, which can do everything, took a third of a receiver's time
 (scripts/bench/RESULTS.md, section "Broadcast"). Whatever is not that plain is an error of the server.
 
 Who waits for whom: `get` waits for a connection, then for its answer; a connection carries one request at a time. A request that

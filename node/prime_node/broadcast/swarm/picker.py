@@ -314,11 +314,9 @@ class Picker:
 
     def _num_copies(self, askers: Sequence[str]) -> int:
         """Of a piece under way; a doubted source's does not keep it from others."""
-        return (
-            len(askers)
-            if len(askers) < self._rules.copies_max
-            else sum(not self._sources[a].is_doubted for a in askers)
-        )
+        if len(askers) < self._rules.copies_max:  # nearly always, and enough to know
+            return len(askers)
+        return sum(not self._sources[asker].is_doubted for asker in askers)
 
     def _doubt(self, now_s: float) -> None:
         """Sources that let us wait for very long, and have given nothing since."""

@@ -50,9 +50,8 @@ class RateLimit:
             try:
                 await self._clock.sleep(begins_s - now_s)
             except BaseException:
-                self._free_s -= (
-                    num_bytes / self._bytes_per_s
-                )  # else who asks and goes away would keep the others waiting
+                # Else who asks and goes away would keep the others waiting.
+                self._free_s -= num_bytes / self._bytes_per_s
                 raise
 
 
