@@ -6,6 +6,7 @@ ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. Judging late is nobody's fault
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -48,6 +49,18 @@ class _Router(GossipSub):  # type: ignore[misc]
         return chosen - {msg_forwarder, origin}
 
 
+class _Pubsub(Pubsub):  # type: ignore[misc]
+    """The library's own ends the whole host with a KeyError where the link of a peer that is blocked ends meanwhile."""
+
+    async def _teardown_if_connected(self, peer_id: ID) -> None:
+        stream = self.peers.get(peer_id)
+        if stream is not None:
+            with contextlib.suppress(Exception):
+                await stream.reset()
+            self.peers.pop(peer_id, None)
+        self._forget_all_subscriptions(peer_id)
+
+
 class Gossip:
     """The topics of one host. `run` lives as long as the host does."""
 
@@ -60,7 +73,7 @@ class Gossip:
             heartbeat_interval=1,
             adaptive_gossip_enabled=False,  # it would stretch the heartbeat to a minute
         )
-        self.pubsub = Pubsub(
+        self.pubsub = _Pubsub(
             host,
             self.router,
             strict_signing=True,
