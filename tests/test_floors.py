@@ -83,6 +83,7 @@ PICKS_ADAPTERS = {
         "wire_adapters",
         "wire_coordinator",
         "wire_environments",
+        "wire_new",
         "wire_rows",
         "wire_swarm",
         "wire_training",

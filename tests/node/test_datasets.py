@@ -8,8 +8,8 @@ import pytest
 
 from prime_node.adapters.environments.hub_files import find_file
 from prime_node.adapters.environments.math_answers import is_same_math
-from prime_node.cli.wire import pin_datasets
 from prime_node.cli.wire_environments import build_environments
+from prime_node.cli.wire_new import pin_datasets
 from prime_node.coordinator.new_run import RunConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError

@@ -78,10 +78,10 @@ def calibrate(
 
 def random_model(folder: Path) -> Path:
     """Configuration and tokenizer of a small model whose random weights make logits like a trained one's."""
-    from prime_node.cli import wire
+    from prime_node.cli import wire_new
     from prime_node.coordinator.new_run import TinyModel
 
-    wire.make_model_files(TinyModel(), folder)
+    wire_new.make_model_files(TinyModel(), folder)
     config = json.loads((folder / CONFIG_FILE).read_bytes()) | {"initializer_range": RANDOM_MODEL_SPREAD}
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     return folder

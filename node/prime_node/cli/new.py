@@ -53,7 +53,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
 
     Raises LocalError where the folder already holds a run.
     """
-    from prime_node.cli import wire, wire_adapters
+    from prime_node.cli import wire, wire_adapters, wire_new
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 
@@ -61,7 +61,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         raise LocalError(
             f"{run_dir.path} already holds a run; choose another folder, or `prime-node up` to go on with it"
         )
-    settings = wire.pin_datasets(options.load(RunConfig))
+    settings = wire_new.pin_datasets(options.load(RunConfig))
     run_dir.path.mkdir(parents=True, exist_ok=True)
     for leftover in (run_dir.path / "keys", run_dir.model):
         if leftover.exists():
@@ -70,7 +70,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     secret = run_dir.assignment_secret
     secret.unlink(missing_ok=True)
     keep_secret(secret, secret_of(keys["coordinator"]))
-    model = wire.make_model_files(settings.model, run_dir.model)
+    model = wire_new.make_model_files(settings.model, run_dir.model)
     run = build_run_spec(
         settings,
         keys=keys,

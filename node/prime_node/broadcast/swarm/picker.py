@@ -187,7 +187,7 @@ class Picker:
         if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
-        if source.is_slow or (source.is_fallback and not self._is_starved()):
+        if free and (source.is_slow or (source.is_fallback and not self._is_starved())):
             free &= ~self._counts.is_held()  # (3)
         if free:
             rarest = self._counts.rarest(free)  # (2)
@@ -276,8 +276,10 @@ class Picker:
 
     def _is_starved(self) -> bool:
         """Do all peers together, of which an unknown one is taken to be like the others, need long for a piece?"""
-        peers = [source for source in self._sources.values() if not source.is_fallback]
-        return sum(map(self._rate, peers)) * self._rules.slow_piece_s < self._piece_bytes
+        rates = [source.rate_bytes_s for source in self._sources.values() if not source.is_fallback]
+        unknown_bytes_s = self._mean_rate() or self._rules.rate_guess_bytes_s
+        together_bytes_s = sum(unknown_bytes_s if rate is None else rate for rate in rates)
+        return together_bytes_s * self._rules.slow_piece_s < self._piece_bytes
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Of the open pieces that this source has, the one that the others would bring last."""

@@ -1,0 +1,69 @@
+"""What a new run is made of: its model's files, and the digests of its datasets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_node.cli import wire
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import EnvironmentSpec
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    """The files of a new run's model, and what the RunSpec says about it."""
+
+    files: dict[str, bytes]
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+
+
+def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewModel:
+    """Put configuration and tokenizer of the run's model into `folder`. Raises LocalError."""
+    from prime_node.coordinator.new_run import TinyModel
+
+    try:
+        if isinstance(model, TinyModel):
+            from prime_node.adapters.models.tiny_model import model_files
+
+            files = model_files(**model.model_dump(exclude={"kind"}))
+        else:
+            from prime_node.adapters.models.pretrained_model import model_files as pretrained_files
+
+            files = pretrained_files(model.name_or_path)
+    except ValueError as error:
+        raise LocalError(f"[run.model] {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    read = wire.tokenizer(folder)
+    return NewModel(files, read.vocab_size, (read.stop_token_id,))
+
+
+def pin_datasets(config: RunConfig) -> RunConfig:
+    """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
+    from prime_node.adapters.environments.hub_files import PREFIX, find_file
+
+    def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
+        if environment.id not in ("jsonl", "parquet") or "digest" in environment.options:
+            return environment
+        path = str(environment.options.get("path", ""))
+        if not path.startswith(PREFIX):
+            path = str(Path(path).expanduser().resolve())
+        try:
+            digest = digest_of(find_file(path).read_bytes())
+        except (OSError, ValueError) as error:
+            what = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+            raise LocalError(
+                f"environment {environment.name}: {what}; put the dataset there, or set options.path"
+            ) from None
+        options = {**environment.options, "path": path, "digest": digest}
+        return environment.model_copy(update={"options": options})
+
+    return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})
