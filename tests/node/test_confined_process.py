@@ -13,7 +13,8 @@ from tests.node.test_environment_process import model  # noqa: F401 (a fixture)
 
 from prime_node.adapters.environments.confine import around
 from prime_node.adapters.environments.process import passed_on
-from prime_node.cli.wire_environments import start_environments, with_files_at_hand
+from prime_node.cli.wire_environments import start_environments, with_file_at_hand
+from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.digest import digest_of
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
@@ -45,10 +46,8 @@ def test_a_confined_process_opens_what_it_is_given_and_no_key(tmp_path: Path) ->
 
 HUB_FILE = (
     "import sys\nfrom pathlib import Path\nfrom prime_node.cli.wire_environments import confined\n"
-    "from prime_protocol.run_spec import EnvironmentSpec\n"
     "file, work = map(Path, sys.argv[1:])\n"
-    "spec = EnvironmentSpec(name='a', id='jsonl', options={'path': str(file)})\n"
-    "if not confined([spec], work, work, hidden=[]): sys.exit(77)\n"
+    "if not confined([], [file], work, hidden=[]): sys.exit(77)\n"
     "assert file.read_text()\n"
     "for forbidden in (lambda: file.write_text('y'), lambda: (file.parent / 'more').write_text('y'),\n"
     "                  lambda: list(file.parents[3].iterdir())):\n"
@@ -74,10 +73,10 @@ def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_insi
     (snapshot / "train.jsonl").write_text(rows)
     options: dict[str, Option] = {"path": "hf://datasets/us/sums/train.jsonl", "digest": digest_of(rows.encode())}
     spec = EnvironmentSpec(name="sums", id="jsonl", options=options)
-    world = start_environments([spec], model, hidden=[])["sums"]
+    world = start_environments([spec], model, hidden=[], settings=EnvironmentSettings())["sums"]
     assert world.prompt(0).endswith("?")
     world.process.close()
-    file = Path(str(with_files_at_hand(spec).options["path"]))
+    file = Path(str(with_file_at_hand(spec, EnvironmentSettings()).options["path"]))
     work = tmp_path / "work"
     work.mkdir()
     ran = subprocess.run([sys.executable, "-c", HUB_FILE, file, work], capture_output=True, text=True, check=False)
@@ -87,11 +86,11 @@ def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_insi
 
 
 HUB_CACHE = (
-    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.hub_files import find_file\n"
+    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.hub_files import hub_file\n"
     "from prime_node.cli.wire_environments import confined\nfrom prime_protocol.run_spec import EnvironmentSpec\n"
     "work, home = map(Path, sys.argv[1:])\n"
-    "if not confined([EnvironmentSpec(name='a', id='verifiers')], work, work, hidden=[work]): sys.exit(77)\n"
-    "assert find_file('hf://datasets/us/sums/train.jsonl').read_text() == 'data'\n"
+    "if not confined([EnvironmentSpec(name='a', id='verifiers')], [work, home / 'hub'], work, hidden=[work]): sys.exit(77)\n"
+    "assert hub_file('hf://datasets/us/sums/train.jsonl', bytes_max=0).read_text() == 'data'\n"
     "for forbidden in (lambda: (home / 'token').read_text(), lambda: list(home.iterdir()),\n"
     "                  lambda: (home / 'hub' / 'more').write_text('y')):\n"
     "    try: forbidden()\n"

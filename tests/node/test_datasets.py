@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.environments.hub_files import find_file
+from prime_node.adapters.environments.hub_files import hub_file
 from prime_node.adapters.environments.math_answers import is_same_math
 from prime_node.cli.wire_environments import build_environments
 from prime_node.cli.wire_new import pin_datasets
 from prime_node.coordinator.new_run import RunConfig
+from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec, Option
@@ -51,7 +52,7 @@ def test_a_parquet_file_is_an_environment_once_its_bytes_are_pinned(halves: Path
     spec = EnvironmentSpec(
         name="halves", id="parquet", options={"path": str(halves), "question_field": "problem", "compare": "math"}
     )
-    pinned = pin_datasets(RunConfig(environments=(spec,))).environments
+    pinned = pin_datasets(RunConfig(environments=(spec,)), EnvironmentSettings(data_folder=halves.parent)).environments
     assert pinned[0].options["digest"] == digest_of(halves.read_bytes())
     environment = build_environments(pinned, halves.parent)["halves"]
     number = int(environment.prompt(0).removeprefix("Half of ").removesuffix("?"))
@@ -71,7 +72,7 @@ def test_a_file_that_is_no_parquet_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "hf://datasets/openai/gsm8k@main"])
 def test_a_hubs_path_without_a_file_says_what_a_whole_one_looks_like(path: str) -> None:
     with pytest.raises(ValueError, match=r"OWNER/NAME\[@REVISION\]/FILE"):
-        find_file(path)
+        hub_file(path, bytes_max=0)
 
 
 def test_a_file_of_the_hub_is_taken_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +86,6 @@ def test_a_file_of_the_hub_is_taken_from_its_cache(tmp_path: Path, monkeypatch: 
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text(commit)
     (snapshot / "train.jsonl").write_text("{}")
-    assert find_file("hf://datasets/us/sums/train.jsonl").read_text() == "{}"
+    assert hub_file("hf://datasets/us/sums/train.jsonl", bytes_max=0).read_text() == "{}"
     with pytest.raises(OSError, match="the hub does not give it"):
-        find_file("hf://datasets/us/sums/test.jsonl")
+        hub_file("hf://datasets/us/sums/test.jsonl", bytes_max=0)

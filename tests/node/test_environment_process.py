@@ -24,6 +24,7 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.cli.environment_process import LEFT_BEHIND_MAX
 from prime_node.cli.wire_environments import build_environments, start_environments
+from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import EnvironmentGone, EnvironmentSilent, TurnEnvironment, TurnProblem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -51,8 +52,15 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EnvironmentSpec]:
 
 
 @pytest.fixture(scope="module")
-def started(specs: list[EnvironmentSpec], model: Path) -> Iterator[dict[str, ProcessEnvironment]]:
-    made = start_environments(specs, model, hidden=[])
+def grants(specs: list[EnvironmentSpec]) -> EnvironmentSettings:
+    return EnvironmentSettings(data_folder=Path(str(specs[0].options["path"])).parent)
+
+
+@pytest.fixture(scope="module")
+def started(
+    specs: list[EnvironmentSpec], model: Path, grants: EnvironmentSettings
+) -> Iterator[dict[str, ProcessEnvironment]]:
+    made = start_environments(specs, model, hidden=[], settings=grants)
     yield made
     made["sums"].process.close()
 
@@ -95,8 +103,10 @@ async def test_an_episode_is_played_across_the_pipe(started: dict[str, ProcessEn
     assert await problem.play(tuple(tokenizer.encode_prompt(problem.prompt)), silence) == 0.0
 
 
-async def test_an_episode_whose_process_ends_says_so(specs: list[EnvironmentSpec], model: Path) -> None:
-    world = start_environments(specs[1:], model, hidden=[])["again"]
+async def test_an_episode_whose_process_ends_says_so(
+    specs: list[EnvironmentSpec], model: Path, grants: EnvironmentSettings
+) -> None:
+    world = start_environments(specs[1:], model, hidden=[], settings=grants)["again"]
     assert isinstance(world, TurnEnvironment)
 
     async def ask(prompt: tuple[int, ...]) -> Completion | None:
@@ -150,7 +160,7 @@ environment_process.main()
 
 @pytest.fixture
 def hanging(model: Path) -> Iterator[EnvironmentProcess]:
-    described = {"environments": [], "model": str(model), "hidden": []}
+    described = {"environments": [], "model": str(model), "readable": [], "hidden": []}
     process = EnvironmentProcess([sys.executable, "-c", HANGS], described, silence_s_max=0.5)
     yield process
     process.close()
@@ -237,7 +247,7 @@ def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    hello = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path), "hidden": []}
+    hello = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path), "readable": [], "hidden": []}
     played = {"method": "play", "environment": "world", "prompt": [1]}
     process.stdin.write(json.dumps(hello).encode() + b"\n")
     process.stdin.flush()
@@ -267,9 +277,9 @@ async def test_an_episode_that_blocks_ends_its_process(hanging: EnvironmentProce
 
 
 def test_an_environment_that_takes_its_process_with_it_is_started_again(
-    specs: list[EnvironmentSpec], model: Path
+    specs: list[EnvironmentSpec], model: Path, grants: EnvironmentSettings
 ) -> None:
-    made = start_environments(specs[:1], model, hidden=[])
+    made = start_environments(specs[:1], model, hidden=[], settings=grants)
     world = made["sums"]
     question, (_, problem) = world.prompt(0), world.held_out(2)
     right = problem.is_correct("0", finished=True)
@@ -285,4 +295,4 @@ def test_an_environment_that_takes_its_process_with_it_is_started_again(
 
 def test_what_is_wrong_with_an_environment_is_said_by_its_process(model: Path) -> None:
     with pytest.raises(LocalError, match="no implementation 'chess'"):
-        start_environments([EnvironmentSpec(name="a", id="chess")], model, hidden=[])
+        start_environments([EnvironmentSpec(name="a", id="chess")], model, hidden=[], settings=EnvironmentSettings())

@@ -120,16 +120,20 @@ def test_a_dataset_is_pinned_by_its_digest_when_the_run_is_made(tmp_path: Path) 
     data = tmp_path / "questions.jsonl"
     data.write_text('{"question": "2 + 2?", "answer": "4"}\n')
     config = tmp_path / "config.toml"
-    config.write_text(f'[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = {{ path = "{data}" }}\n')
-    run = make_run(RunDir(tmp_path / "run"), Options(config, []), config_file=config)
+    config.write_text(f'[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = {{ path = "{data.name}" }}\n')
+    run = make_run(
+        RunDir(tmp_path / "run"), Options(config, [f"environments.data_folder={tmp_path}"]), config_file=config
+    )
+    assert run.spec.environments[0].options["path"] == "questions.jsonl"
     assert run.spec.environments[0].options["digest"] == digest_of(data.read_bytes())
 
 
 def test_a_missing_dataset_is_named_with_its_path(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[[run.environments]]\nname = "sums"\nid = "jsonl"\noptions = { path = "nowhere.jsonl" }\n')
+    options = Options(config, [f"environments.data_folder={tmp_path}"])
     with pytest.raises(LocalError, match=r"sums: .*nowhere\.jsonl"):
-        make_run(RunDir(tmp_path / "run"), Options(config, []), config_file=config)
+        make_run(RunDir(tmp_path / "run"), options, config_file=config)
 
 
 def test_a_run_holds_the_shipped_calibration_where_it_covers_the_model(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from prime_node.adapters.models.tiny_model import model_files
 from prime_node.algo.trajectories import interleave
 from prime_node.cli.wire_environments import end_environments, start_environments
 from prime_node.envs.episodes import Bounds, Recorder, WrongContext, replayed
+from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, TurnEnvironment
 from prime_protocol.errors import LocalError
@@ -63,7 +64,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path, tasksets: None
     key.parent.mkdir()
     key.write_text("secret")
     made = start_environments(
-        [words(snoop=str(key)), words("handoff", env="prime_handoff")], model, hidden=[key.parent]
+        [words(snoop=str(key)), words("handoff", env="prime_handoff")],
+        model,
+        hidden=[key.parent],
+        settings=EnvironmentSettings(),
     )
     yield {name: world for name, world in made.items() if isinstance(world, ProcessTurnEnvironment)}
     end_environments(made)
@@ -117,7 +121,7 @@ async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(worlds: Worl
 
 
 async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:  # noqa: F811
-    made = start_environments([words(tools=True, renderer="auto")], qwen3, hidden=[])
+    made = start_environments([words(tools=True, renderer="auto")], qwen3, hidden=[], settings=EnvironmentSettings())
     world = made["words"]
     assert isinstance(world, ProcessTurnEnvironment)
     word = world.answer(0)[::-1]
@@ -160,4 +164,4 @@ async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(worlds: Worlds,
 
 def test_a_taskset_that_is_not_installed_says_so(model: Path) -> None:
     with pytest.raises(LocalError, match="no_such_tasks"):
-        start_environments([words(taskset="no_such_tasks")], model, hidden=[])
+        start_environments([words(taskset="no_such_tasks")], model, hidden=[], settings=EnvironmentSettings())

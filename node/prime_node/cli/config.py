@@ -27,11 +27,12 @@ def all_settings() -> list[type[Settings]]:
     from prime_node.cli.up_config import UpConfig
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.new_run import RunConfig
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.trainer.config import TrainerConfig
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
 
-    return [RunConfig, UpConfig, CoordinatorConfig, TrainerConfig, ValidatorConfig, WorkerConfig]
+    return [RunConfig, UpConfig, CoordinatorConfig, TrainerConfig, ValidatorConfig, WorkerConfig, EnvironmentSettings]
 
 
 def check_settings(options: Options, *, with_run: bool) -> None:

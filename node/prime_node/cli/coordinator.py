@@ -20,6 +20,7 @@ from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.envs.settings import EnvironmentSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +39,17 @@ def coordinator(
     """Serve a run: leases, uploads, verdicts, batches, checkpoints, /v1/status and /metrics."""
     from prime_node.cli.lifetime import run_role
     from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
 
     setup_logging("coordinator", level=log_level)
     run_dir = RunDir(run)
     run_dir.load_run()
-    settings = Options.of_run(str(run), config, assignments).load(CoordinatorConfig)
+    options = Options.of_run(str(run), config, assignments)
+    settings, grants = options.load(CoordinatorConfig), options.load(EnvironmentSettings)
     raise typer.Exit(
         run_role(
-            lambda stop: _coordinate(run_dir, settings, stop),
+            lambda stop: _coordinate(run_dir, settings, grants, stop),
             stop_with_parent=stop_with_parent,
             grace_s=settings.grace_seconds + 5.0,
         )
@@ -72,7 +75,9 @@ def listening_port(link: JoinLink, settings: CoordinatorConfig) -> int:
     return settings.port if settings.port is not None else urlsplit(link.url).port or PORT
 
 
-async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asyncio.Event) -> int:
+async def _coordinate(
+    run_dir: RunDir, settings: CoordinatorConfig, grants: EnvironmentSettings, stop: asyncio.Event
+) -> int:
     from prime_node.cli import wire_coordinator
     from prime_node.coordinator.daemon import serve
 
@@ -86,6 +91,7 @@ async def _coordinate(run_dir: RunDir, settings: CoordinatorConfig, stop: asynci
         pinned,
         load_key(run_dir.key("coordinator")),
         settings,
+        grants,
         folder=run_dir.coordinator,
         public=run_dir.public,
         model=run_dir.model,

@@ -168,7 +168,8 @@ async def serve(host: Host) -> None:
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
         model, folder = Path(hello["model"]), Path(hello["folder"])
-        is_confined = confined(specs, model, folder, hidden=[Path(path) for path in hello["hidden"]])
+        readable, hidden = ([Path(path) for path in hello[name]] for name in ("readable", "hidden"))
+        is_confined = confined(specs, [model, *readable], folder, hidden=hidden)
         async with contextlib.AsyncExitStack() as stack:
             environments = build_environments(specs, model)
             for environment in environments.values():

@@ -17,6 +17,7 @@ from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Policy
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import Recorder
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.evaluate import Evaluator
@@ -49,6 +50,7 @@ def evaluate(
     only under a key of the run's own.
     """
     from prime_node.cli.lifetime import run_role
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.trainer.config import TrainerConfig
     from prime_node.worker.config import WorkerConfig
@@ -56,10 +58,11 @@ def evaluate(
     setup_logging("evaluate", level=log_level)
     parsed, options = parse_link(link), Options(config, assignments)
     how, engine = options.load(TrainerConfig), options.load(WorkerConfig)
+    grants = options.load(EnvironmentSettings)
     place = folder or HOME / "evaluate" / parsed.run[:16]
     raise typer.Exit(
         run_role(
-            lambda stop: _evaluate(parsed, how, engine, place, key or place / "identity.key", every, stop),
+            lambda stop: _evaluate(parsed, how, engine, grants, place, key or place / "identity.key", every, stop),
             stop_with_parent=stop_with_parent,
             grace_s=GRACE_S,
         )
@@ -70,6 +73,7 @@ async def _evaluate(
     link: JoinLink,
     how: TrainerConfig,
     settings: WorkerConfig,
+    grants: EnvironmentSettings,
     folder: Path,
     key_file: Path,
     every: int,
@@ -91,7 +95,7 @@ async def _evaluate(
             console.print(f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}")
             model = folder / "model"
             engine = await asyncio.to_thread(wire.engine, settings, model, run, cheat=None)
-            worlds = await asyncio.to_thread(wire.environments, run.spec, model, folder=folder)
+            worlds = await asyncio.to_thread(wire.environments, run.spec, model, grants, folder=folder)
             evaluator = wire_training.evaluator_of(run, how, engine, wire.tokenizer(model), worlds)
             rows = JsonLines(folder / "evaluations.jsonl")
             following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)

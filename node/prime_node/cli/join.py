@@ -18,6 +18,7 @@ from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Progress
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import TurnEnvironment
     from prime_node.worker.config import WorkerConfig
@@ -62,6 +63,7 @@ def join(
     """
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.folder_lock import FolderLock
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
@@ -74,7 +76,7 @@ def join(
             options.overrides.setdefault("worker", {})[setting] = value
     if private:
         options.overrides.setdefault("worker", {}).setdefault("swarm", {})["private"] = True
-    settings = options.load(WorkerConfig)
+    settings, grants = options.load(WorkerConfig), options.load(EnvironmentSettings)
     place = folder or HOME / "runs" / parsed.run[:16]
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
@@ -82,7 +84,7 @@ def join(
     ready_kernels()
     raise typer.Exit(
         run_role(
-            lambda stop: _join(parsed, settings, place, key_file, cheat, stop),
+            lambda stop: _join(parsed, settings, grants, place, key_file, cheat, stop),
             stop_with_parent=stop_with_parent,
             grace_s=settings.grace_seconds + 5.0,
         )
@@ -92,6 +94,7 @@ def join(
 async def _join(
     link: JoinLink,
     settings: WorkerConfig,
+    grants: EnvironmentSettings,
     folder: Path,
     key_file: Path,
     cheat: tuple[str, int] | None,
@@ -115,7 +118,7 @@ async def _join(
                 # The environments' process starts while this one imports what the engine needs: seconds each.
                 made, worlds = await asyncio.gather(
                     asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat),
-                    asyncio.to_thread(wire.turn_environments, run.spec, model, folder=folder),
+                    asyncio.to_thread(wire.turn_environments, run.spec, model, grants, folder=folder),
                 )
                 return run, made, worlds
 

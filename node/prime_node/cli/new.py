@@ -56,12 +56,14 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     from prime_node.cli import wire, wire_adapters, wire_new
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
+    from prime_node.envs.settings import EnvironmentSettings
 
     if run_dir.exists:
         raise LocalError(
             f"{run_dir.path} already holds a run; choose another folder, or `prime-node up` to go on with it"
         )
-    settings = wire_new.pin_datasets(options.load(RunConfig))
+    grants = options.load(EnvironmentSettings)
+    settings = wire_new.pin_datasets(options.load(RunConfig), grants)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     for leftover in (run_dir.path / "keys", run_dir.model):
         if leftover.exists():
@@ -82,7 +84,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         calibration=_calibration(settings.calibration, model.files[CONFIG_FILE]),
     )
     # A mistake in their options is said before anything is signed for good.
-    wire.check_environments(run.spec, run_dir.model, folder=run_dir.path / "keys")
+    wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
     if config_file is not None:
         write_durably(run_dir.config, config_file.read_bytes())
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())

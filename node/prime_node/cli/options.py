@@ -10,7 +10,7 @@ import typer
 from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 
-Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker"]
+Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker", "environments"]
 SECTIONS = set(get_args(Section))
 """Tables that a config file may hold."""
 

@@ -19,6 +19,7 @@ from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.transport import TrainerPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
@@ -56,18 +57,20 @@ def trainer(
     """
     from prime_node.cli import wire_training
     from prime_node.cli.kernels import ready_kernels
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.trainer.config import TrainerConfig
 
     setup_logging("trainer", level=log_level)
-    settings = Options.of_run(run, config, assignments).load(TrainerConfig)
+    options = Options.of_run(run, config, assignments)
+    settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
     ready_kernels()  # before torchrun too: each rank encodes
     if wire_training.is_launched():
         ranks = wire_training.trainer_ranks(settings)
         if not ranks.is_first:
             _follow(ranks)
             return
-        code = _lead(ranks, run, key, folder, settings, stop_with_parent=stop_with_parent)
+        code = _lead(ranks, run, key, folder, settings, grants, stop_with_parent=stop_with_parent)
         if outcome_file is not None:
             outcome_file.write_text(str(code), encoding="utf-8")
         raise typer.Exit(0 if outcome_file is not None else code)
@@ -79,14 +82,21 @@ def trainer(
             _launch([*arguments, "--log-level", log_level], nproc, settings, stop_with_parent=stop_with_parent)
         )
     place = find_place(run, "trainer", key=key, folder=folder)
-    raise typer.Exit(_run(place, settings, None, stop_with_parent=stop_with_parent))
+    raise typer.Exit(_run(place, settings, grants, None, stop_with_parent=stop_with_parent))
 
 
-def _run(place: Place, settings: TrainerConfig, ranks: Ranks | None, *, stop_with_parent: bool) -> int:
+def _run(
+    place: Place,
+    settings: TrainerConfig,
+    grants: EnvironmentSettings,
+    ranks: Ranks | None,
+    *,
+    stop_with_parent: bool,
+) -> int:
     from prime_node.cli.lifetime import run_role
 
     return run_role(
-        lambda stop: _train(place, settings, ranks, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
+        lambda stop: _train(place, settings, grants, ranks, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
     )
 
 
@@ -96,6 +106,7 @@ def _lead(
     key: Path | None,
     folder: Path | None,
     settings: TrainerConfig,
+    grants: EnvironmentSettings,
     *,
     stop_with_parent: bool,
 ) -> int:
@@ -106,7 +117,7 @@ def _lead(
 
     try:
         place = find_place(run, "trainer", key=key, folder=folder)
-        code = _run(place, settings, ranks, stop_with_parent=stop_with_parent)
+        code = _run(place, settings, grants, ranks, stop_with_parent=stop_with_parent)
     except (PrimeError, BaseExceptionGroup) as error:
         code = tell(error)
     wire_training.dismiss(ranks)
@@ -143,7 +154,9 @@ def _given(option: str, path: Path | None) -> list[str]:
     return [] if path is None else [option, str(path)]
 
 
-async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, stop: asyncio.Event) -> int:
+async def _train(
+    place: Place, settings: TrainerConfig, grants: EnvironmentSettings, ranks: Ranks | None, stop: asyncio.Event
+) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.patience import unless
     from prime_node.trainer.loop import run as run_trainer
@@ -163,7 +176,7 @@ async def _train(place: Place, settings: TrainerConfig, ranks: Ranks | None, sto
             rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
             # The environments' process starts while this one builds the model: seconds each.
             worlds, backend = await asyncio.gather(
-                asyncio.to_thread(wire.environments, run.spec, model, folder=place.folder),
+                asyncio.to_thread(wire.environments, run.spec, model, grants, folder=place.folder),
                 asyncio.to_thread(wire_training.train_backend, settings, run.spec, ranks, model=model),
             )
             parts_of = functools.partial(

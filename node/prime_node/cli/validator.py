@@ -14,6 +14,7 @@ from prime_node.cli.place import Folder, Key, Place, Run, find_place
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Follower
     from prime_node.broadcast.follow.trust import Trust
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import SamplingScorer
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.lanes import Lanes
@@ -34,19 +35,23 @@ def validator(
     """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.validator.config import ValidatorConfig
 
     setup_logging("validator", level=log_level)
-    settings = Options.of_run(run, config, assignments).load(ValidatorConfig)
+    options = Options.of_run(run, config, assignments)
+    settings, grants = options.load(ValidatorConfig), options.load(EnvironmentSettings)
     place = find_place(run, "validator", key=key, folder=folder)
     ready_kernels()
     raise typer.Exit(
-        run_role(lambda stop: _validate(place, settings, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S)
+        run_role(
+            lambda stop: _validate(place, settings, grants, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
+        )
     )
 
 
-async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event) -> int:
+async def _validate(place: Place, settings: ValidatorConfig, grants: EnvironmentSettings, stop: asyncio.Event) -> int:
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.loop import Validator
@@ -58,7 +63,7 @@ async def _validate(place: Place, settings: ValidatorConfig, stop: asyncio.Event
         async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
             """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
             run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
-            lanes = wire.scoring_lanes(run.spec, model, folder=place.folder, lanes_max=settings.scorers)
+            lanes = wire.scoring_lanes(run.spec, model, grants, folder=place.folder, lanes_max=settings.scorers)
             # The environments' process starts while this one imports what the scorer needs: seconds each.
             scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())
             return run, scorer, lanes

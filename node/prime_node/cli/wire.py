@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.audit.audit import AuditReport
     from prime_node.broadcast.follow.trust import Trust
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, SamplingScorer
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
@@ -111,36 +112,38 @@ def tokenizer(model: Path) -> Tokenizer:
     return HfTokenizer(model)
 
 
-def environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, Environment]:
+def environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path) -> dict[str, Environment]:
     """All environments of a run, by name, in a process that can open nothing of a role's `folder`. Raises LocalError."""
     from prime_node.cli.wire_environments import start_environments
 
-    return dict(start_environments(spec.environments, model, hidden=_secrets(folder)))
+    return dict(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
 
 
-def scoring_lanes(spec: RunSpec, model: Path, *, folder: Path, lanes_max: int) -> Lanes:
+def scoring_lanes(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path, lanes_max: int) -> Lanes:
     """For a validator: so many times all environments of a run, each time in a process of its own."""
     from prime_node.cli.wire_environments import end_environments, start_environments
     from prime_node.validator.lanes import Lanes
 
-    start = partial(start_environments, spec.environments, model, hidden=_secrets(folder))
+    start = partial(start_environments, spec.environments, model, hidden=_secrets(folder), settings=settings)
     return Lanes(start, lanes_max=lanes_max, end=end_environments)
 
 
-def check_environments(spec: RunSpec, model: Path, *, folder: Path) -> None:
+def check_environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path) -> None:
     """Whether they can be built. Raises LocalError."""
     from prime_node.cli.wire_environments import end_environments, start_environments
 
-    end_environments(start_environments(spec.environments, model, hidden=_secrets(folder)))
+    end_environments(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
 
 
-def turn_environments(spec: RunSpec, model: Path, *, folder: Path) -> dict[str, TurnEnvironment]:
+def turn_environments(
+    spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path
+) -> dict[str, TurnEnvironment]:
     """Those that a worker must run: they answer what the model says. In a process of their own too. Raises LocalError."""
     from prime_node.cli.wire_environments import start_environments
     from prime_node.ports.environment import TurnEnvironment
 
     answering = [each for each in spec.environments if each.turns_max > 1]
-    made = start_environments(answering, model, hidden=_secrets(folder)) if answering else {}
+    made = start_environments(answering, model, hidden=_secrets(folder), settings=settings) if answering else {}
     return {name: each for name, each in made.items() if isinstance(each, TurnEnvironment)}
 
 

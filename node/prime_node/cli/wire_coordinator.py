@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.ledger import StoredLedger
+    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.peers import PeerNetwork
 
 
 async def coordinator_parts(
-    run: PinnedRun, key: SigningKey, settings: CoordinatorConfig, *, folder: Path, public: Path, model: Path
+    run: PinnedRun,
+    key: SigningKey,
+    settings: CoordinatorConfig,
+    grants: EnvironmentSettings,
+    *,
+    folder: Path,
+    public: Path,
+    model: Path,
 ) -> Parts:
     """State in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
     try:
@@ -58,7 +66,7 @@ async def coordinator_parts(
         private=FolderDocuments(folder / "evidence"),
         web=AiohttpServer(),
         metrics=PrometheusMetrics(),
-        environments=wire.environments(run.spec, model, folder=folder),
+        environments=wire.environments(run.spec, model, grants, folder=folder),
         tokenizer=wire.tokenizer(model),
         dial_back=HttpDialBack(run.digest),
         network=_coordinator_network(run, key, settings),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, read_json_lines
 from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
+from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import Environment
 from prime_node.ports.renderer import Renderer
 from prime_protocol.errors import LocalError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+READERS = ("jsonl", "parquet")
+"""Implementations that read one local file, `options.path`."""
 Renderers = Callable[[str], Renderer]
 """By name: "template", or what the package renderers knows."""
 
@@ -39,18 +42,20 @@ def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[st
 
 
 def start_environments(
-    specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path]
+    specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path], settings: EnvironmentSettings
 ) -> dict[str, ProcessEnvironment]:
     """By name, in a process of their own, which cannot open what is in `hidden`. Raises LocalError.
 
-    Blocks until it is ready. Files of the hub are fetched here: their cache is other programs' too, and environments' code must
-    not be able to change it.
+    Blocks until it is ready.
     """
     from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment, ProcessTurnEnvironment
 
+    found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
+    files = [str(spec.options["path"]) for spec in found if spec.id in READERS]
     described = {
-        "environments": [with_files_at_hand(spec).model_dump() for spec in specs],
+        "environments": [spec.model_dump() for spec in found],
         "model": str(model.resolve()),
+        "readable": [*files, *map(str, settings.readable)],
         "hidden": [str(path.resolve()) for path in hidden],
     }
     # The role's folder stands in the command for whoever looks at the list of processes.
@@ -79,32 +84,38 @@ def end_environments(made: Mapping[str, Environment]) -> None:
             environment.process.close()
 
 
-def confined(specs: Sequence[EnvironmentSpec], model: Path, folder: Path, *, hidden: Sequence[Path]) -> bool:
-    """Leave this process the files that these environments need; False where the system cannot."""
+def confined(
+    specs: Sequence[EnvironmentSpec], readable: Sequence[Path], folder: Path, *, hidden: Sequence[Path]
+) -> bool:
+    """Leave this process the files that its host has named; False where the system cannot."""
     from prime_node.adapters.environments.confine import confine
-    from prime_node.adapters.environments.hub_files import cache_folder
 
-    paths = [str(spec.options.get("path", "")) for spec in specs]
-    files = [Path(path).expanduser() for path in paths if path]
     shared: list[Path] = []
     if any(spec.id == "verifiers" for spec in specs):
-        files.append(cache_folder())  # where tasksets find their data
         # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
         shared = [path for path in [Path("/tmp")] if not any(path in one.parents for one in hidden)]
-    return confine([model, *files], [folder, *shared], hidden=hidden)
+    return confine(readable, [folder, *shared], hidden=hidden)
 
 
-def with_files_at_hand(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """The same with local paths alone. Raises LocalError where the hub does not give a file."""
-    from prime_node.adapters.environments.hub_files import PREFIX, find_file
+def with_file_at_hand(
+    spec: EnvironmentSpec, settings: EnvironmentSettings, *, hidden: Sequence[Path] = ()
+) -> EnvironmentSpec:
+    """The same with the absolute path of its dataset's file, which has the digest that the RunSpec names. Raises LocalError.
 
-    path = str(spec.options.get("path", ""))
-    if not path.startswith(PREFIX):
+    Files of the hub are fetched here: their cache is other programs' too, and environments' code must not change it.
+    """
+    from prime_node.adapters.environments.data_files import digest_of_file, find_file
+
+    if spec.id not in READERS:
         return spec
+    path = str(spec.options.get("path", ""))
     try:
-        found = find_file(path)
+        found = find_file(path, settings.data_folder, hidden=hidden, hub_bytes_max=settings.hub_file_bytes_max)
+        digest, wanted = digest_of_file(found), spec.options.get("digest")
+        if digest != wanted:
+            raise ValueError(f"{found} has digest {digest}, the run wants {wanted}")
     except (OSError, ValueError) as error:
-        raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from error
+        raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from None
     return spec.model_copy(update={"options": {**spec.options, "path": str(found)}})
 
 
@@ -146,8 +157,6 @@ def _parquet(renderer: Renderers, spec: EnvironmentSpec) -> Environment:
 
 
 def _dataset(renderer: Renderers, read: Callable[[bytes], Iterator[Row]], spec: EnvironmentSpec) -> Environment:
-    from prime_node.adapters.environments.hub_files import find_file
-
     comparisons = dict(COMPARISONS)
     if spec.options.get("compare") == "math":
         try:
@@ -155,7 +164,7 @@ def _dataset(renderer: Renderers, read: Callable[[bytes], Iterator[Row]], spec: 
         except ImportError as error:
             raise missing_extra("envs", 'environments that compare = "math"', error) from None
         comparisons["math"] = is_same_math
-    return from_source(partial(DatasetSource, read, find_file, comparisons), renderer)(spec)
+    return from_source(partial(DatasetSource, read, comparisons), renderer)(spec)
 
 
 def _renderer(model: Path, name: str) -> Renderer:

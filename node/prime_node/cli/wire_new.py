@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli import wire
-from prime_protocol.digest import digest_of
+from prime_node.cli import wire, wire_environments
+from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
@@ -46,24 +46,22 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
     return NewModel(files, read.vocab_size, (read.stop_token_id,))
 
 
-def pin_datasets(config: RunConfig) -> RunConfig:
+def pin_datasets(config: RunConfig, settings: EnvironmentSettings) -> RunConfig:
     """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
-    from prime_node.adapters.environments.hub_files import PREFIX, find_file
+    from prime_node.adapters.environments.data_files import digest_of_file, find_file
 
     def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
-        if environment.id not in ("jsonl", "parquet") or "digest" in environment.options:
+        if environment.id not in wire_environments.READERS or "digest" in environment.options:
             return environment
         path = str(environment.options.get("path", ""))
-        if not path.startswith(PREFIX):
-            path = str(Path(path).expanduser().resolve())
         try:
-            digest = digest_of(find_file(path).read_bytes())
+            digest = digest_of_file(find_file(path, settings.data_folder, hub_bytes_max=settings.hub_file_bytes_max))
         except (OSError, ValueError) as error:
             what = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+            where = settings.data_folder or "the data folder"
             raise LocalError(
-                f"environment {environment.name}: {what}; put the dataset there, or set options.path"
+                f"environment {environment.name}: {what}; put the dataset into {where}, or set options.path"
             ) from None
-        options = {**environment.options, "path": path, "digest": digest}
-        return environment.model_copy(update={"options": options})
+        return environment.model_copy(update={"options": {**environment.options, "digest": digest}})
 
     return config.model_copy(update={"environments": tuple(map(pinned, config.environments))})

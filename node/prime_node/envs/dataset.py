@@ -53,7 +53,6 @@ class DatasetSource:
     def __init__(
         self,
         read: Callable[[bytes], Iterator[Row]],
-        find: Callable[[str], Path],
         comparisons: Mapping[str, Callable[[str, str], bool]],
         *,
         path: str,
@@ -63,9 +62,9 @@ class DatasetSource:
         answer_field: str = "answer",
         answer_after: str = "",
     ) -> None:
-        """`find`: the file of a path. `answer_after` cuts a worked answer down to what follows its last occurrence, as "####"
+        """`path`: of a file here. `answer_after` cuts a worked answer down to what follows its last occurrence, as "####"
         does in GSM8K. Raises ValueError and OSError."""
-        data = find(path).read_bytes()
+        data = Path(path).read_bytes()
         if digest_of(data) != digest:
             raise ValueError(f"{path} has digest {digest_of(data)}, the run wants {digest}")
         if compare not in comparisons:

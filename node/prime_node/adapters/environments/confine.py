@@ -75,7 +75,8 @@ def confine(readable: Iterable[Path], writable: Iterable[Path], *, hidden: Itera
     ruleset = libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.sizeof(rules), 0)
     if ruleset < 0:
         return False
-    named, kept_out = [path.resolve() for path in readable], [path.resolve() for path in hidden]
+    kept_out = [path.resolve() for path in hidden]
+    named = [part for path in readable for part in _granted(path.resolve(), kept_out)]
     try:
         for path in [*around(python_paths(), kept_out), *named]:
             _grant(libc, ruleset, path, _READ & handled)
@@ -110,6 +111,11 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
         else:
             found.append(path)
     return found
+
+
+def _granted(path: Path, hidden: Iterable[Path]) -> list[Path]:
+    """A path that the host has named, which may itself lie in a hidden folder, without what is hidden below it."""
+    return around([path], [one for one in hidden if path in one.parents])
 
 
 def _grant(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:

@@ -1,4 +1,8 @@
-"""Files of datasets on the Hugging Face hub, by paths as its own file system writes them."""
+"""Files of datasets on the Hugging Face hub, by paths as its own file system writes them.
+
+A RunSpec names them, so they are fetched without this user's token, and only up to a bound. What the user has fetched before
+is taken from the cache.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,38 @@ import re
 from pathlib import Path
 
 PREFIX = "hf://datasets/"
-_PATH = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<name>.+)")
+_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_PATH = re.compile(
+    rf"hf://datasets/(?P<repo>{_NAME}/{_NAME})(@(?P<revision>{_NAME}))?/(?P<name>{_NAME}(/{_NAME})*)", re.ASCII
+)
 
 
-def cache_folder() -> Path:
-    """Where files of the hub lie once they are fetched. Tokens lie beside it, not in it."""
-    from huggingface_hub import constants
+def hub_file(path: str, *, bytes_max: int) -> Path:
+    """A file such as "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet", from the cache or else from the hub.
 
-    return Path(constants.HF_HUB_CACHE)
-
-
-def find_file(path: str) -> Path:
-    """A local path as it is; "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet" from the cache or the hub.
-
-    Raises ValueError and OSError.
+    Raises ValueError, also where it would have to be fetched and has more than `bytes_max` bytes, and OSError.
     """
-    if not path.startswith(PREFIX):
-        return Path(path).expanduser()
     found = _PATH.fullmatch(path)
     if found is None:
-        raise ValueError(f"{path}: a dataset's file is hf://datasets/OWNER/NAME[@REVISION]/FILE")
-    from huggingface_hub import hf_hub_download
+        raise ValueError(
+            f"{path!r}: a dataset's file is hf://datasets/OWNER/NAME[@REVISION]/FILE, names without leading dots"
+        )
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    repo, name, revision = found["repo"], found["name"], found["revision"] or "main"
     try:
-        return Path(
-            hf_hub_download(found["repo"], found["name"], repo_type="dataset", revision=found["revision"] or "main")
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise OSError(f"{path}: the hub does not give it: {str(error).splitlines()[0]}") from error
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        url = hf_hub_url(repo, name, repo_type="dataset", revision=revision)
+        size = get_hf_file_metadata(url, token=False).size
+        if size is None or size > bytes_max:
+            raise ValueError(
+                f"{path} has {size} bytes, {bytes_max} are fetched at most: raise environments.hub_file_bytes_max, or fetch it "
+                f"yourself: hf download --repo-type dataset {repo} {name}"
+            )
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, token=False))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise OSError(f"{path}: the hub does not give it: {(str(error).splitlines() or [''])[0]}") from error

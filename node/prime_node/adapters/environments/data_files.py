@@ -1,0 +1,55 @@
+"""Finds the file that a RunSpec's `options.path` means, outside the environments' process. The path is foreign input.
+
+Two walls. The path leads into the data folder that this machine's own settings name, symbolic links followed, or to a file of
+the hub. And the caller compares the digest that the RunSpec names, so no file is granted whose bytes the run's maker does not
+know already.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prime_node.adapters.environments.hub_files import PREFIX, hub_file
+from prime_protocol.digest import digest_of_all
+
+CHUNK_BYTES = 2**20
+
+
+def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hub_bytes_max: int = 0) -> Path:
+    """The absolute path of a dataset's file. `folder`: this machine's data folder. `hidden`: never in there.
+
+    Raises ValueError and OSError.
+    """
+    if path.startswith(PREFIX):
+        return hub_file(path, bytes_max=hub_bytes_max)
+    if folder is None:
+        raise ValueError(
+            f"options.path = {path!r} is relative to the folder of this machine's datasets; set environments.data_folder"
+        )
+    root = folder.resolve()
+    try:
+        found = (root / path).resolve(strict=True)
+    except RuntimeError:
+        raise ValueError(f"options.path = {path!r}: symbolic links that lead to each other") from None
+    if not found.is_relative_to(root):
+        raise ValueError(
+            f"options.path = {path!r} leads out of {folder}; put the file there, or set environments.data_folder"
+        )
+    if any(found.is_relative_to(kept.resolve()) for kept in hidden):
+        raise ValueError(f"options.path = {path!r} leads into a folder that holds keys; choose another data folder")
+    if not stat.S_ISREG(found.stat().st_mode):
+        raise ValueError(f"options.path = {path!r} is no regular file")
+    return found
+
+
+def digest_of_file(path: Path) -> str:
+    """Raises OSError."""
+
+    def chunks() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    return digest_of_all(chunks())

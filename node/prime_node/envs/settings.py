@@ -1,0 +1,37 @@
+"""Settings of environments' processes: the [environments] table, which every role reads on its own machine.
+
+The invariant: what an environment's code may read, use or reach follows from these settings alone. A RunSpec names environments
+and their options; nothing in it widens a grant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from prime_node.config import Settings, SettingsConfigDict
+
+
+def _absolute(path: Path) -> Path:
+    found = path.expanduser()
+    if not found.is_absolute():
+        raise ValueError(f'{path} is relative; write an absolute path, or one that begins with "~/"')
+    return found
+
+
+Folder = Annotated[Path, AfterValidator(_absolute)]
+
+
+class EnvironmentSettings(Settings):
+    model_config = SettingsConfigDict(env_prefix="PRIME_ENVIRONMENTS_")
+    section: ClassVar[str] = "environments"
+
+    data_folder: Folder | None = None
+    """Folder that holds this machine's datasets. A run's `options.path` is relative to it, and no other local file is opened.
+    None refuses runs that name a local file."""
+    readable: tuple[Folder, ...] = ()
+    """Further files and folders that environments' code may read, for example a dataset in the hub's cache."""
+    hub_file_bytes_max: int = Field(default=4 * 2**30, ge=0)
+    """Bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
