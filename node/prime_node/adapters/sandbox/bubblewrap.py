@@ -1,0 +1,78 @@
+"""bubblewrap (github.com/containers/bubblewrap): a command in namespaces of its own.
+
+It gives what Landlock cannot: no path leads to a socket outside, /proc shows only the command's own processes, /tmp and /dev/shm
+are its own and vanish with it, and there is no network but by name. A process that Landlock already binds can mount nothing, so
+it can start nothing this way: `find` tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TRY_S_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a command sees of the file system, each thing under its own path. What does not exist is left out."""
+
+    read: tuple[Path, ...] = ()
+    write: tuple[Path, ...] = ()
+    devices: tuple[Path, ...] = ()
+    folder: Path = Path("/")
+    """Where it starts."""
+    network: bool = False
+    """Whether it shares the host's network. Without, it has a loopback interface of its own."""
+
+
+@functools.cache
+def find() -> tuple[str, str]:
+    """(path of the program, why it does not serve); one of the two is empty. Runs it once to find out."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return "", "bubblewrap is not installed"
+    try:
+        tried = subprocess.run(
+            wrap(["true"], View(read=tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))), program=program),
+            capture_output=True,
+            timeout=TRY_S_MAX,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", f"bubblewrap does not run here: {error}"
+    if tried.returncode == 0:
+        return program, ""
+    said = tried.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {tried.returncode}"]
+    return "", f"bubblewrap does not run here: {said[-1][:200]}"
+
+
+def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
+    """The command line that runs `command` inside. Killing it kills all that runs inside; other signals do not reach that."""
+    line = [program, "--die-with-parent", "--new-session", "--unshare-user-try", "--unshare-ipc", "--unshare-pid"]
+    line += ["--unshare-uts", "--unshare-cgroup-try", *([] if view.network else ["--unshare-net"])]
+    line += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
+    kinds = (("--ro-bind", view.read), ("--bind", view.write), ("--dev-bind", view.devices))
+    wanted = {path: option for option, paths in kinds for path in paths if not _is_made_anew(path, option)}
+    for path in sorted(wanted, key=lambda path: len(path.parts)):  # a folder bound after one of its own would hide it
+        line += _bound(wanted[path], path)
+    return [*line, "--chdir", str(view.folder), "--", *command]
+
+
+def _bound(option: str, path: Path) -> list[str]:
+    """A symbolic link is made again as one, so that programs find what they look for under both names."""
+    real = path.resolve()
+    if real == path:
+        return [f"{option}-try", str(path), str(path)]
+    if path.is_symlink():
+        return [f"{option}-try", str(real), str(real), "--symlink", str(path.readlink()), str(path)]
+    return [f"{option}-try", str(real), str(real), f"{option}-try", str(real), str(path)]
+
+
+def _is_made_anew(path: Path, option: str) -> bool:
+    """Whether the command has its own: /proc always, /dev but for the devices that are named and the host's shared memory."""
+    return path.parts[:2] == ("/", "proc") or (path.parts[:2] == ("/", "dev") and option == "--ro-bind")

@@ -1,0 +1,88 @@
+"""What a process gives up for good: privileges by exec, capabilities, and resources beyond a limit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+from collections.abc import Iterable
+
+from prime_node.adapters.sandbox.rules import Limits, Wall
+
+_SET_DUMPABLE, _CAPBSET_READ, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT, _AMBIENT_CLEAR_ALL = 4, 23, 24, 38, 47, 4
+_VERSION_3 = 0x20080522
+
+DAC_OVERRIDE, FOWNER, NET_BIND_SERVICE, IPC_LOCK, SYS_NICE = 1, 3, 10, 14, 23
+ORDINARY = (DAC_OVERRIDE, FOWNER, NET_BIND_SERVICE, IPC_LOCK, SYS_NICE)
+"""What root in a container needs to work as a user would: its folders, however they are owned; a low port; pinned memory."""
+
+
+def no_new_privileges() -> None:
+    """From now on no exec gains any: set-user-ID programs run as this user. Raises OSError."""
+    _prctl(_NO_NEW_PRIVS, 1)
+
+
+def forbid_dumps() -> None:
+    """No core file, no ptrace, and /proc/PID of this process is root's. Raises OSError."""
+    _prctl(_SET_DUMPABLE, 0)
+
+
+def drop_capabilities(keep: Iterable[int]) -> Wall:
+    """Give up all others, for what is executed later too. A process without any has nothing to give up."""
+    wanted = sum(1 << number for number in set(keep))
+    held = _capabilities()[1]
+    if held == 0:
+        return Wall("capabilities", True)
+    try:
+        _prctl(_CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
+        number = 0
+        while _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) >= 0:
+            if not wanted >> number & 1:
+                _prctl(_CAPBSET_DROP, number)
+            number += 1
+    except OSError:
+        pass  # without CAP_SETPCAP the bounding set stays; no_new_privs keeps exec from gaining any of it
+    left = held & wanted
+    low, high = left & 0xFFFFFFFF, left >> 32
+    header = struct.pack("=Ii", _VERSION_3, 0)
+    if _libc().capset(header, struct.pack("=6I", low, low, 0, high, high, 0)) != 0:
+        return Wall("capabilities", False, f"the kernel keeps them ({os.strerror(ctypes.get_errno())})")
+    return Wall("capabilities", True)
+
+
+def apply_limits(limits: Limits) -> None:
+    """Soft and hard alike; no core files in any case. Raises OSError."""
+    wanted = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_DATA: limits.data_bytes,
+        resource.RLIMIT_AS: limits.address_bytes,
+        resource.RLIMIT_NPROC: limits.processes,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_CPU: limits.cpu_seconds,
+    }
+    for which, value in wanted.items():
+        if value is not None:
+            hard = resource.getrlimit(which)[1]
+            bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (bound, bound))
+
+
+def _capabilities() -> tuple[int, int]:
+    """(effective, permitted) of this thread."""
+    header, data = struct.pack("=Ii", _VERSION_3, 0), ctypes.create_string_buffer(24)
+    if _libc().capget(header, data) != 0:
+        return 0, 0
+    found = struct.unpack("=6I", data.raw)
+    return found[0] | found[3] << 32, found[1] | found[4] << 32
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl {option}: {os.strerror(number)}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,114 @@
+"""What a confined process may do (`Rules`), and what the system enforces of it (`Level`). Values only: nothing acts here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class Family(StrEnum):
+    """A socket family that a process may open; every other family is refused."""
+
+    INET = "inet"
+    INET6 = "inet6"
+    UNIX = "unix"
+    NETLINK = "netlink"
+    """Routing queries only (NETLINK_ROUTE): how a C library and libp2p list network interfaces."""
+
+
+NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
+"""What a process needs that talks to other machines. Unix sockets are not among it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resource limits (setrlimit). None leaves a limit as it is. A limit is never raised above the present hard limit."""
+
+    data_bytes: int | None = None
+    """RLIMIT_DATA: private writable memory of one process, in bytes."""
+    address_bytes: int | None = None
+    """RLIMIT_AS: address space of one process, in bytes. torch, numba and CUDA reserve far more than they use."""
+    processes: int | None = None
+    """RLIMIT_NPROC: processes and threads of the user. The kernel does not apply it to root."""
+    file_bytes: int | None = None
+    """RLIMIT_FSIZE: size of one file that the process writes, in bytes."""
+    open_files: int | None = None
+    """RLIMIT_NOFILE."""
+    cpu_seconds: int | None = None
+    """RLIMIT_CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a process keeps. Paths that do not exist are left out; symbolic links are resolved."""
+
+    read: tuple[Path, ...] = ()
+    """Files and folders to read and to execute."""
+    write: tuple[Path, ...] = ()
+    """Folders to read and write in: files, links, sockets and pipes, but no device nodes, and nothing there is executed."""
+    devices: tuple[Path, ...] = ()
+    """Device files, or folders of them, to read, write and control (ioctl)."""
+    hidden: tuple[Path, ...] = ()
+    """Paths that stay closed although a path of `read` lies above them. A path of `read` that lies below one stays open."""
+    bind_ports: tuple[int, ...] | None = None
+    """TCP ports to listen on; None allows all, () none. 0 is a port that the system chooses."""
+    connect_ports: tuple[int, ...] | None = None
+    """TCP ports to connect to, on any address; None allows all, () none."""
+    families: frozenset[Family] = frozenset()
+    """Socket families. Without UNIX, connected pairs of stream sockets (socketpair) still work."""
+    signals_outside: bool = False
+    """Whether processes outside may be sent signals."""
+    abstract_sockets_outside: bool = False
+    """Whether abstract Unix sockets of processes outside may be connected to."""
+    namespaces: bool = False
+    """Whether the process may make namespaces (unshare, clone)."""
+    change_modes: bool = True
+    """Whether modes, owners, times and extended attributes of files may be changed (chmod, chown, utime, setxattr)."""
+    keep_capabilities: tuple[int, ...] = ()
+    """Of a process of root: numbers of the capabilities that stay. All others are dropped for good."""
+    dumpable: bool = True
+    """False keeps other processes of the same user from its memory, and itself from /proc/PID/fd of its own relatives."""
+    log_denials: bool = True
+    """Whether Landlock's refusals go to the system's audit log (ABI 7)."""
+    umask: int | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Wall:
+    """One thing that is enforced, or is not."""
+
+    what: str
+    """Example: "files"."""
+    up: bool
+    why: str = ""
+    """Where it is not up: the reason, as a clause for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the system enforces of some Rules."""
+
+    walls: tuple[Wall, ...]
+
+    @property
+    def up(self) -> frozenset[str]:
+        """Names of the walls that stand. Example: level.up >= {"files"}."""
+        return frozenset(wall.what for wall in self.walls if wall.up)
+
+    @property
+    def is_full(self) -> bool:
+        return all(wall.up for wall in self.walls)
+
+    def sentence(self) -> str:
+        """One line for a person: what is enforced, then what is not and why."""
+        up = [wall.what for wall in self.walls if wall.up]
+        down: dict[str, list[str]] = {}
+        for wall in self.walls:
+            if not wall.up:
+                down.setdefault(wall.why, []).append(wall.what)
+        enforced = f"enforced: {', '.join(up)}" if up else "nothing is enforced"
+        if not down:
+            return enforced
+        return f"{enforced}; NOT enforced: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in down.items())

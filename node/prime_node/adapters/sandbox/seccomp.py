@@ -1,0 +1,172 @@
+"""A seccomp filter (docs.kernel.org/userspace-api/seccomp_filter.html): refuses system calls that no role of ours makes.
+
+A filter binds all threads of the process and all that they start, and cannot be lifted. It sees numbers and register values,
+never what a pointer leads to: so clone3, whose flags lie in memory, is answered as if the kernel had none, and C libraries fall
+back to clone. What it refuses gets an error number; a call by a foreign convention (32-bit, x32) ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+
+from prime_node.adapters.sandbox.rules import Family, Rules, Wall
+from prime_node.adapters.sandbox.syscalls import Architecture, architecture
+
+_LD, _JEQ, _JGE, _JSET, _RET, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_AT_NUMBER, _AT_ARCH, _AT_ARGUMENTS = 0, 4, 16
+_SET_MODE_FILTER, _FLAG_TSYNC = 1, 1
+_SECCOMP = {0xC000003E: 317, 0xC00000B7: 277}
+"""AUDIT_ARCH_* -> number of the call seccomp."""
+
+NAMESPACE_FLAGS = 0x7E02_0080
+"""CLONE_NEW* of unshare. In clone's flags 0x80 is part of a signal number."""
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+"""Both put characters into a terminal's input, so the user's shell would run them."""
+_SOCK_TYPE, _STREAM, _SEQPACKET = 0xF, 1, 5
+
+ALWAYS_REFUSED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "kexec_load", "kexec_file_load", "bpf", "perf_event_open"),
+    *("mount", "umount2", "pivot_root", "chroot", "open_tree", "open_tree_attr", "move_mount", "mount_setattr"),
+    *("fsopen", "fsconfig", "fsmount", "fspick", "userfaultfd", "add_key", "request_key", "keyctl", "setns"),
+    *("init_module", "finit_module", "delete_module", "swapon", "swapoff", "reboot", "sethostname", "setdomainname"),
+    *("iopl", "ioperm", "acct", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "quotactl"),
+    *("quotactl_fd", "nfsservctl", "syslog", "vhangup", "lookup_dcookie", "name_to_handle_at", "open_by_handle_at"),
+    *("fanotify_init", "modify_ldt", "uselib"),
+)
+NOT_THERE = ("io_uring_setup", "io_uring_enter", "io_uring_register")
+"""Answered by ENOSYS: libraries fall back. Its requests pass by every filter of system calls."""
+CHANGES_MODES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "setxattr", "lsetxattr"),
+    *("fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+    *("utime", "utimes", "futimesat", "utimensat"),
+)
+
+_FAMILIES = {
+    Family.UNIX: socket.AF_UNIX,
+    Family.INET: socket.AF_INET,
+    Family.INET6: socket.AF_INET6,
+    Family.NETLINK: getattr(socket, "AF_NETLINK", 16),
+}
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def restrict(rules: Rules) -> Wall:
+    """Bind this process to the filter. The caller has set no_new_privs. Raises OSError where the kernel refuses it."""
+    machine = architecture()
+    if machine is None:
+        return Wall("system calls", False, "no filter is written for this processor")
+    code = program(rules, machine)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    what = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall(_SECCOMP[machine.audit], _SET_MODE_FILTER, _FLAG_TSYNC, ctypes.byref(what))
+    if result > 0:
+        raise OSError(errno.EBUSY, f"seccomp: thread {result} has a filter of its own")
+    if result < 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL):
+            return Wall("system calls", False, "seccomp is not built into this kernel")
+        raise OSError(number, f"seccomp: {os.strerror(number)}")
+    return Wall("system calls", True)
+
+
+@dataclass(slots=True)
+class _Code:
+    """Instructions in the making. The accumulator holds the call's number between two blocks."""
+
+    machine: Architecture
+    made: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def add(self, code: int, value: int, true: int = 0, false: int = 0) -> None:
+        self.made.append((code, true, false, value))
+
+    def refuse(self, *names: str, error: int = errno.EPERM) -> None:
+        """Whatever their arguments are. A call that the architecture does not have is left out."""
+        for name in names:
+            if (number := self.machine.numbers.get(name)) is not None:
+                self.add(_JEQ, number, 0, 1)
+                self.add(_RET, _ERRNO | error)
+
+    def judge(self, name: str, body: list[tuple[int, int, int, int]]) -> None:
+        """`body` decides by the call's arguments, and returns on every way."""
+        self.add(_JEQ, self.machine.numbers[name], 0, len(body))
+        self.made += body
+
+    def bytes(self) -> bytes:
+        return b"".join(struct.pack("=HBBI", *instruction) for instruction in self.made)
+
+
+def program(rules: Rules, machine: Architecture) -> bytes:
+    """The filter's instructions. Example: len(program(Rules(), architecture())) // 8."""
+    code = _Code(machine)
+    code.add(_LD, _AT_ARCH)
+    code.add(_JEQ, machine.audit, 1, 0)
+    code.add(_RET, _KILL)
+    code.add(_LD, _AT_NUMBER)
+    if machine.foreign_from is not None:
+        code.add(_JGE, machine.foreign_from, 0, 1)
+        code.add(_RET, _KILL)
+    code.refuse(*ALWAYS_REFUSED)
+    code.refuse(*NOT_THERE, error=errno.ENOSYS)
+    if not rules.change_modes:
+        code.refuse(*CHANGES_MODES)
+    if not rules.namespaces:
+        code.refuse("clone3", error=errno.ENOSYS)
+        code.judge("clone", _unless_any_bit(0, NAMESPACE_FLAGS & ~0x80))
+        code.judge("unshare", _unless_any_bit(0, NAMESPACE_FLAGS))
+    code.judge("socket", _families(rules.families))
+    if Family.UNIX not in rules.families:
+        code.judge("socketpair", _pairs())
+    code.judge("ioctl", _unless_equal(1, _TIOCSTI, _TIOCLINUX))
+    code.judge(
+        "prlimit64", _only_equal(0, 0)
+    )  # of itself: those of the user's other processes are none of its business
+    code.add(_RET, _ALLOW)
+    return code.bytes()
+
+
+Instructions = list[tuple[int, int, int, int]]
+_REFUSED, _ALLOWED = (_RET, 0, 0, _ERRNO | errno.EPERM), (_RET, 0, 0, _ALLOW)
+
+
+def _load(argument: int) -> tuple[int, int, int, int]:
+    """The lower half of an argument: all that the kernel takes of flags, families and commands."""
+    return (_LD, 0, 0, _AT_ARGUMENTS + 8 * argument)
+
+
+def _unless_any_bit(argument: int, mask: int) -> Instructions:
+    return [_load(argument), (_JSET, 0, 1, mask), _REFUSED, _ALLOWED]
+
+
+def _unless_equal(argument: int, *values: int) -> Instructions:
+    refusals = [line for value in values for line in ((_JEQ, 0, 1, value), _REFUSED)]
+    return [_load(argument), *refusals, _ALLOWED]
+
+
+def _only_equal(argument: int, value: int) -> Instructions:
+    return [_load(argument), (_JEQ, 0, 1, value), _ALLOWED, _REFUSED]
+
+
+def _families(allowed: frozenset[Family]) -> Instructions:
+    """Families by name; of netlink, routing alone."""
+    lines = [_load(0)]
+    for family in sorted(allowed - {Family.NETLINK}):
+        lines += [(_JEQ, 0, 1, int(_FAMILIES[family])), _ALLOWED]
+    refused = (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT)
+    if Family.NETLINK in allowed:
+        lines += [(_JEQ, 1, 0, int(_FAMILIES[Family.NETLINK])), refused, _load(2), (_JEQ, 0, 1, 0), _ALLOWED]
+    return [*lines, refused]
+
+
+def _pairs() -> Instructions:
+    """A datagram socket of a pair could still send to a path."""
+    return [_load(1), (_AND, 0, 0, _SOCK_TYPE), (_JEQ, 1, 0, _STREAM), (_JEQ, 0, 1, _SEQPACKET), _ALLOWED, _REFUSED]

@@ -1,0 +1,67 @@
+"""What any program may read of a system, and what an interpreter reads of itself. No folder here holds a user's secrets."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+PROGRAMS = ("/bin", "/lib", "/lib32", "/lib64", "/opt", "/sbin", "/usr", "/nix/store", "/run/current-system")
+OF_ETC = (
+    *("alternatives", "ca-certificates", "fonts", "group", "gai.conf", "host.conf", "hosts", "ld.so.cache"),
+    *("ld.so.conf", "ld.so.conf.d", "localtime", "machine-id", "mime.types", "nsswitch.conf", "passwd", "pki"),
+    *("protocols", "resolv.conf", "services", "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "timezone"),
+)
+"""Of /etc, where operators keep secrets too: what names, networks, compilers and certificates need."""
+OF_PROC = ("cpuinfo", "meminfo", "stat", "sys", "self", "loadavg", "filesystems", "version", "net")
+"""Of /proc; the folders of other processes hold their environment variables."""
+OF_SYS = ("devices/system/cpu", "devices/system/node", "fs/cgroup", "kernel/mm/transparent_hugepage")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+"""That any program may open. No disks, no terminals, no memory."""
+GPU_PATTERNS = ("nvidia*", "dri", "kfd", "dxg", "nvidia-caps", "infiniband")
+"""Below /dev: NVIDIA's and AMD's drivers, WSL, and links between GPUs."""
+
+
+def system_paths() -> tuple[Path, ...]:
+    """To read: programs, libraries, and what names, networks and certificates need."""
+    return _there(
+        [
+            *map(Path, PROGRAMS),
+            *(Path("/etc") / name for name in OF_ETC),
+            *(Path("/proc") / name for name in OF_PROC),
+            *(Path("/sys") / name for name in OF_SYS),
+            # What /etc/resolv.conf is a link to where systemd or NetworkManager writes it.
+            *(Path("/run") / name for name in ("systemd/resolve", "NetworkManager", "resolvconf")),
+        ]
+    )
+
+
+def python_paths() -> tuple[Path, ...]:
+    """To read: the interpreter, its libraries, and what it imports from; never a whole home, working or temporary folder."""
+    found = [Path(sys.prefix), Path(sys.base_prefix), *_packages(), *(Path(entry) for entry in sys.path if entry)]
+    closed = {path.resolve() for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))}
+    kept = [path for path in _there(found) if not any(path == one or path in one.parents for one in closed)]
+    return tuple(dict.fromkeys([*kept, *_there(_packages())]))
+
+
+def devices() -> tuple[Path, ...]:
+    return _there(map(Path, DEVICES))
+
+
+def gpu_devices() -> tuple[Path, ...]:
+    """Those that this machine has."""
+    return tuple(sorted(path for pattern in GPU_PATTERNS for path in Path("/dev").glob(pattern)))
+
+
+def _packages() -> list[Path]:
+    """The folders of our own two packages, wherever they were installed from."""
+    import prime_node
+    import prime_protocol
+
+    return [Path(entry) for package in (prime_node, prime_protocol) for entry in package.__path__]
+
+
+def _there(paths: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(path for path in paths if os.path.lexists(path) and path.exists()))

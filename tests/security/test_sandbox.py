@@ -1,0 +1,266 @@
+"""The walls of adapters/sandbox, each tried from inside by a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_node.adapters.sandbox import bubblewrap, landlock, syscalls
+from prime_node.adapters.sandbox.rules import Level, Wall
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
+)
+
+PREAMBLE = """
+import ctypes, fcntl, json, os, resource, socket, subprocess, sys, termios
+from pathlib import Path
+from prime_node.adapters.sandbox import system_paths
+from prime_node.adapters.sandbox.confine import confine
+from prime_node.adapters.sandbox.rules import NETWORK, Family, Limits, Rules
+
+folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+USUAL = dict(read=(*system_paths.system_paths(), *system_paths.python_paths()), write=(folder,), devices=system_paths.devices())
+
+def tried(action):
+    try:
+        action()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+"""
+
+
+def inside(folder: Path, program: str, **told: Any) -> Any:
+    """What a program prints as JSON that confines itself. `told` reaches it by that name."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + program, str(folder), json.dumps(told)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "mine"
+    made.mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "secret").write_text("secret")
+    return made
+
+
+def test_a_confined_process_writes_in_its_folder_and_opens_nothing_beside_it(folder: Path) -> None:
+    program = """
+confine(Rules(**USUAL))
+secret = folder.parent / "other" / "secret"
+print(json.dumps({
+    "own": tried(lambda: (folder / "new").write_text("x")),
+    "read": tried(secret.read_text),
+    "write": tried(lambda: secret.write_text("x")),
+    "create": tried(lambda: (folder.parent / "new").write_text("x")),
+    "truncate": tried(lambda: os.truncate(secret, 0)),
+    "link out": tried(lambda: os.link(folder / "new", folder.parent / "other" / "link")),
+    "link in": tried(lambda: os.link(secret, folder / "link")),
+    "device": tried(lambda: os.mknod(folder / "null", 0o20666, os.makedev(1, 3))),
+    "disk": tried(lambda: open("/dev/kmsg", "rb").close()),
+}))
+"""
+    found = inside(folder, program)
+    assert found.pop("own") == "done"
+    assert set(found.values()) <= {"PermissionError", "OSError"}, found
+    assert (folder.parent / "other" / "secret").read_text() == "secret"
+
+
+def test_a_confined_process_sends_no_signal_outside_but_to_its_own_children(folder: Path) -> None:
+    program = """
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+confine(Rules(**USUAL))
+own = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+pids = {"parent": os.getppid(), "before": child.pid, "own": own.pid}
+found = {name: tried(lambda: os.kill(pid, 0)) for name, pid in pids.items()}
+own.kill()
+print(json.dumps([found, child.pid]))
+"""
+    found, child = inside(folder, program)
+    os.kill(child, signal.SIGKILL)
+    assert found == {"parent": "PermissionError", "before": "PermissionError", "own": "done"}
+
+
+def test_socket_families_that_are_not_named_are_refused_and_pairs_reach_nobody(folder: Path) -> None:
+    program = """
+confine(Rules(**USUAL, families=frozenset({Family.INET})))
+print(json.dumps({
+    "inet": tried(lambda: socket.socket(socket.AF_INET).close()),
+    "inet6": tried(lambda: socket.socket(socket.AF_INET6).close()),
+    "unix": tried(lambda: socket.socket(socket.AF_UNIX).close()),
+    "netlink": tried(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()),
+    "packet": tried(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close()),
+    "vsock": tried(lambda: socket.socket(40, socket.SOCK_STREAM, 0).close()),
+    "pair": tried(lambda: [end.close() for end in socket.socketpair()]),
+    "datagram pair": tried(lambda: [end.close() for end in socket.socketpair(type=socket.SOCK_DGRAM)]),
+}))
+"""
+    found = inside(folder, program)
+    assert {name for name, outcome in found.items() if outcome == "done"} == {"inet", "pair"}
+
+
+def test_routes_may_be_asked_for_and_no_other_netlink_protocol(folder: Path) -> None:
+    program = """
+confine(Rules(**USUAL, families=NETWORK))
+print(json.dumps([tried(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n).close()) for n in (0, 4, 9, 15)]))
+"""
+    assert inside(folder, program) == ["done", "OSError", "OSError", "OSError"]
+
+
+def test_abstract_sockets_outside_are_out_of_reach(folder: Path) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name := f"\0prime-test-{os.getpid()}")
+        listener.listen()
+        program = """
+confine(Rules(**USUAL, families=frozenset({Family.UNIX})))
+with socket.socket(socket.AF_UNIX) as one:
+    print(json.dumps(tried(lambda: one.connect(told["name"]))))
+"""
+        assert inside(folder, program, name=name) == "PermissionError"
+
+
+def test_tcp_ports_that_are_not_named_are_refused(folder: Path) -> None:
+    import socket
+
+    with socket.socket() as one, socket.socket() as two:
+        ports = []
+        for listener in (one, two):
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            ports.append(listener.getsockname()[1])
+        program = """
+confine(Rules(**USUAL, families=NETWORK, connect_ports=(told["ports"][0],), bind_ports=()))
+def connect(port):
+    socket.create_connection(("127.0.0.1", port)).close()
+def listen():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+print(json.dumps([*(tried(lambda: connect(port)) for port in told["ports"]), tried(listen)]))
+"""
+        assert inside(folder, program, ports=ports) == ["done", "PermissionError", "PermissionError"]
+
+
+def test_system_calls_that_no_role_makes_are_refused(folder: Path) -> None:
+    program = """
+from prime_node.adapters.sandbox import seccomp, syscalls
+machine = syscalls.architecture()
+THREADS = "import threading; threading.Thread().start()"
+confine(Rules(**USUAL, change_modes=False))
+libc = ctypes.CDLL(None, use_errno=True)
+def number(name):
+    ctypes.set_errno(0)
+    libc.syscall(machine.numbers[name], -1, -1, -1, -1, -1, -1)
+    return ctypes.get_errno()
+refused = {name: number(name) for name in (*seccomp.ALWAYS_REFUSED, *seccomp.CHANGES_MODES) if name in machine.numbers}
+missing = {name: number(name) for name in (*seccomp.NOT_THERE, "clone3")}
+print(json.dumps([refused, missing, {
+    "unshare": tried(lambda: os.unshare(0x10000000)) if hasattr(os, "unshare") else "OSError",
+    "terminal": tried(lambda: fcntl.ioctl(0, termios.TIOCSTI, b"x")),
+    "others' limits": tried(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))),
+    "own limits": tried(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
+    "threads and children": tried(lambda: subprocess.run([sys.executable, "-c", THREADS], check=True)),
+}]))
+"""
+    refused, missing, found = inside(folder, program)
+    assert set(refused.values()) == {1}, refused
+    assert set(missing.values()) == {38}, missing
+    assert found.pop("own limits") == found.pop("threads and children") == "done"
+    assert set(found.values()) <= {"PermissionError", "OSError"}, found
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a second convention of x86-64 alone")
+def test_a_system_call_by_a_foreign_convention_ends_the_process(folder: Path) -> None:
+    program = PREAMBLE + "confine(Rules(**USUAL))\nctypes.CDLL(None).syscall(0x40000000 | 39)\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(folder), "{}"], capture_output=True, timeout=60, check=False
+    )
+    assert ran.returncode == -signal.SIGSYS
+
+
+def test_limits_hold_and_cannot_be_raised_again(folder: Path) -> None:
+    program = """
+confine(Rules(**USUAL, limits=Limits(file_bytes=4096, open_files=64)))
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+print(json.dumps([
+    tried(lambda: (folder / "big").write_bytes(bytes(8192))),
+    resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CORE),
+    open("/proc/self/status").read().partition("CapPrm:")[2].split()[0],
+]))
+"""
+    big, files, core, capabilities = inside(folder, program)
+    assert (big, files, core) == ("OSError", [64, 64], [0, 0])
+    assert int(capabilities, 16) == 0
+
+
+def test_other_threads_that_would_stay_free_are_an_error(folder: Path) -> None:
+    if landlock.abi() >= landlock.ABI_TSYNC:
+        pytest.skip("this kernel binds all threads at once")
+    program = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+try:
+    confine(Rules(**USUAL))
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "1 other threads" in inside(folder, program)
+
+
+def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
+    level = Level((Wall("files", True), Wall("signals", False, "Linux 6.12 and newer"), Wall("system calls", True)))
+    assert level.sentence() == "enforced: files, system calls; NOT enforced: signals (Linux 6.12 and newer)"
+    assert not level.is_full
+    assert level.up == {"files", "system calls"}
+
+
+def test_the_tables_of_system_calls_agree_with_the_headers_of_this_machine() -> None:
+    machine, header = syscalls.architecture(), Path("/usr/include/asm-generic/unistd.h")
+    found = [*Path("/usr/include").glob("*/asm/unistd_64.h")] if platform.machine() == "x86_64" else [header]
+    if machine is None or not found or not found[0].exists():
+        pytest.skip("no kernel headers are installed")
+    defined = {}
+    for line in found[0].read_text().splitlines():
+        match line.split():
+            case ["#define", name, number] if number.isdigit():
+                defined[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
+    assert {name: defined.get(name, number) for name, number in machine.numbers.items()} == machine.numbers
+
+
+def test_bubblewrap_gives_a_command_its_own_processes_temporary_files_and_no_network(folder: Path) -> None:
+    program, why = bubblewrap.find()
+    if not program:
+        pytest.skip(why)
+    view = bubblewrap.View(read=tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64"))), write=(folder,), folder=folder)
+    script = "ls /proc | grep -c '^[0-9]'; cat /proc/net/dev | grep -vc lo:; touch here; ls ~ | wc -l"
+    ran = subprocess.run(
+        bubblewrap.wrap(["sh", "-c", script], view, program=program),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    processes, interfaces, home = (int(line) for line in ran.stdout.split())
+    assert processes < 10
+    assert interfaces == 2  # two lines of headings
+    assert home == 0
+    assert (folder / "here").exists()
