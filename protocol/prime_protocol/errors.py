@@ -53,6 +53,8 @@ class ErrorCode(StrEnum):
     """The time stamp of a request, or of a statement of the newest policy, is too old or too far ahead. Check the clock."""
     REPLAYED = "replayed"
     """The request's nonce was seen before."""
+    WRONG_EPOCH = "wrong_epoch"
+    """The request was signed for another epoch of the server; the answer names the present one. Sign it again."""
     LEASE_UNKNOWN = "lease_unknown"
     """No such lease."""
     LEASE_FOREIGN = "lease_foreign"
@@ -94,6 +96,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.NOT_INVITED: 403,
     ErrorCode.EXPIRED: 401,
     ErrorCode.REPLAYED: 409,
+    ErrorCode.WRONG_EPOCH: 409,
     ErrorCode.LEASE_UNKNOWN: 404,
     ErrorCode.LEASE_FOREIGN: 403,
     ErrorCode.DIGEST_MISMATCH: 422,
@@ -107,6 +110,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INTERNAL: 500,
 }
 """One status per code; a test holds that none is missing."""
+_TRANSIENT = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.INTERNAL, ErrorCode.WRONG_EPOCH})
 
 
 def printable(text: str) -> str:
@@ -127,8 +131,10 @@ class PeerError(PrimeError):
     A detail may quote the other side, so it is made printable and short here: it goes to logs and terminals.
     """
 
-    def __init__(self, code: ErrorCode, detail: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, code: ErrorCode, detail: str, *, retry_after_s: float | None = None, epoch: str = "") -> None:
         self.code = code
+        self.epoch = epoch
+        """The server's present epoch, where the code is WRONG_EPOCH."""
         self.detail = printable(detail)[:DETAIL_CHARS_MAX]
         super().__init__(f"{code}: {self.detail}")
         self.retry_after_s = retry_after_s
@@ -140,7 +146,7 @@ class PeerError(PrimeError):
     @property
     def is_transient(self) -> bool:
         """True where the same request may succeed later without being changed."""
-        return self.code in (ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.INTERNAL)
+        return self.code in _TRANSIENT
 
 
 class LimitExceeded(PeerError):

@@ -26,6 +26,7 @@ from prime_protocol.invite import InviteText
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import EnvelopeText, Multiaddr
 from prime_protocol.rollout import EngineInfo
+from prime_protocol.telemetry import Hardware, Speed
 from prime_protocol.verdict import Verdict
 
 
@@ -44,21 +45,13 @@ def _optional(*, max_length: int) -> Any:
 
 
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Epoch = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
+"""A time in which the server remembers every nonce. The empty text names none."""
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
 """A policy version, or -1 before the first."""
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{24}$", max_length=24)]
 Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MAX)]
-
-
-class Hardware(WireModel):
-    """What a worker says about its machine. For the operator; what it is leased follows from what was measured."""
-
-    device: Name
-    """The GPU's name, or the processor's architecture."""
-    cores: Count
-    memory_bytes: Count
-    """Of the GPU where there is one, else of the machine."""
 
 
 class JoinRequest(WireModel):
@@ -103,19 +96,6 @@ class HeartbeatRequest(WireModel):
     """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
     swap_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
     """Of that, what its engine took to swap to it."""
-
-
-class Speed(WireModel):
-    """How fast a worker is, by its own word: it has sampled a few tokens of the policy that it holds. SPEC.md, section 14.
-
-    Example: Speed(rollout_ms=120, tokens_per_s=2_100, download_bytes_per_s=12_000_000).
-    """
-
-    rollout_ms: int = Field(ge=1, le=limits.COUNT_MAX)
-    """One completion of this run takes it so long at most, where as many are sampled at once as it likes."""
-    tokens_per_s: Count
-    download_bytes_per_s: Count
-    """As its first policy came; 0 where it had that already."""
 
 
 class LeaseRequest(WireModel):
@@ -273,6 +253,8 @@ class Stamped(WireModel):
     """16 random bytes; a server refuses one that it has seen."""
     issued_at_ms: Count
     """Unix time by the asker's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
+    epoch: Epoch = Field(default="", exclude_if=_is_default)
+    """The server's epoch that this request is for, as its last WRONG_EPOCH answer named it."""
     request: Request
 
 
@@ -382,6 +364,9 @@ class BlobHeader(ParcelHeader):
 
     run: Digest
     issued_at_ms: Count
+    """Unix time by the trainer's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
+    epoch: Epoch = Field(default="", exclude_if=_is_default)
+    """As in a stamped request."""
 
 
 class ErrorBody(WireModel):
@@ -390,3 +375,5 @@ class ErrorBody(WireModel):
     code: ErrorCode
     detail: str = Field(max_length=limits.DETAIL_CHARS_MAX)
     retry_after_s: float | None = Field(default=None, ge=0.0, le=limits.RETRY_AFTER_S_MAX)
+    epoch: Epoch = Field(default="", exclude_if=_is_default)
+    """With WRONG_EPOCH: the server's present epoch."""

@@ -147,11 +147,12 @@ async def send_all(port: int, requests: Sequence[bytes]) -> list[bytes]:
     return answers
 
 
-def signed(message: Request, key: SigningKey) -> bytes:
+def signed(message: Request, key: SigningKey, epoch: str) -> bytes:
     stamped = Stamped(
         run=make_run(**bench_run()).digest,
         nonce=secrets.token_hex(16),
         issued_at_ms=time.time_ns() // 1_000_000,
+        epoch=epoch,
         request=message,
     )
     return seal(stamped, PayloadType.REQUEST, key).to_bytes()
@@ -167,19 +168,20 @@ def timed(port: int, rounds: Sequence[Sequence[bytes]]) -> list[float]:
     return rates
 
 
-async def join_and_publish(port: int) -> str:
-    """All workers in, policy 0 out; returns its digest."""
+async def join_and_publish(port: int) -> tuple[str, str]:
+    """All workers in, policy 0 out; returns its digest, and the coordinator's epoch."""
     import aiohttp
 
     run = make_run(**bench_run())
     async with aiohttp.ClientSession() as session:
         world = World(run, memory_parts(run), f"http://127.0.0.1:{port}", session)
         manifest = await world.publish()
+        await world.learn_epoch()
         for client in world.clients.values():
             await client.close()
     join = JoinRequest(name="bench", software="1", engine=ENGINE, rollouts_max=128)
-    await send_all(port, [http("/v1/join", signed(join, key)) for key in WORKERS])
-    return manifest.digest
+    await send_all(port, [http("/v1/join", signed(join, key, world.epoch)) for key in WORKERS])
+    return manifest.digest, world.epoch
 
 
 def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
@@ -187,23 +189,19 @@ def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         with server("daemon", Path(folder) / "daemon") as port:
-            digest = asyncio.run(join_and_publish(port))
+            digest, epoch = asyncio.run(join_and_publish(port))
+            ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=128)
             beats = [
-                [http("/v1/heartbeat", signed(HEARTBEAT, WORKERS[i % CONNECTIONS])) for i in range(num_heartbeats)]
-                for _ in range(ROUNDS)
-            ]
-            rates["heartbeats"] = timed(port, beats)
-            asks = [
                 [
-                    http(
-                        "/v1/lease", signed(LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=128), key)
-                    )
-                    for key in WORKERS
+                    http("/v1/heartbeat", signed(HEARTBEAT, WORKERS[i % CONNECTIONS], epoch))
+                    for i in range(num_heartbeats)
                 ]
                 for _ in range(ROUNDS)
             ]
+            rates["heartbeats"] = timed(port, beats)
+            asks = [[http("/v1/lease", signed(ask, key, epoch)) for key in WORKERS] for _ in range(ROUNDS)]
             rates["leases"] = timed(port, asks)
-            rates["uploads"] = timed(port, [make_uploads(port, digest, num_uploads) for _ in range(ROUNDS)])
+            rates["uploads"] = timed(port, [make_uploads(port, digest, epoch, num_uploads) for _ in range(ROUNDS)])
         with server("bare", Path(folder) / "bare") as port:
             rates["bare heartbeats"] = timed(port, beats)
             bodies = [[http("/v1/rollouts", os.urandom(BODY_BYTES)) for _ in range(num_uploads)] for _ in range(ROUNDS)]
@@ -211,11 +209,11 @@ def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
     return rates
 
 
-def make_uploads(port: int, digest: str, count: int) -> list[bytes]:
+def make_uploads(port: int, digest: str, epoch: str, count: int) -> list[bytes]:
     """Parcels for fresh leases of one group each."""
     ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=8)
     answers = asyncio.run(
-        send_all(port, [http("/v1/lease", signed(ask, WORKERS[i % CONNECTIONS])) for i in range(count)])
+        send_all(port, [http("/v1/lease", signed(ask, WORKERS[i % CONNECTIONS], epoch)) for i in range(count)])
     )
     leases = [parse_json(open_envelope(answer).payload, Lease) for answer in answers]
     keys = {key.key_id: key for key in WORKERS}

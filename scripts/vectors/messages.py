@@ -17,10 +17,10 @@ from prime_protocol.messages import (
     CheckResultRequest,
     JoinRequest,
     LeaseRequest,
-    Speed,
     Stamped,
     TrainBatch,
 )
+from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 from vectors.folder import COORDINATOR, NOW_MS, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
 from vectors.requests import requests

@@ -12,7 +12,6 @@ from prime_protocol.messages import (
     BundleRequest,
     CheckRequest,
     CheckResultRequest,
-    Hardware,
     HeartbeatRequest,
     JoinRequest,
     LeaseRequest,
@@ -23,6 +22,7 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
     WorkerState,
 )
+from prime_protocol.telemetry import Hardware
 from prime_protocol.verdict import RejectReason, Verdict
 from vectors.folder import COORDINATOR, TRAINER, VALIDATOR, WORKER
 from vectors.runs import ENGINE

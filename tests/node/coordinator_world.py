@@ -173,6 +173,8 @@ class World:
     head: SignedManifest | None = None
     batch: str | None = None
     """Digest of the last batch."""
+    epoch: str = ""
+    """The coordinator's, for requests that are signed here by hand."""
 
     def client(self, key: SigningKey) -> HttpClient:
         if key.key_id not in self.clients:
@@ -252,6 +254,9 @@ class World:
         async with self.session.get(self.url + path, headers=headers) as answer:
             return answer.status, await answer.read(), answer.headers
 
+    async def learn_epoch(self) -> None:
+        self.epoch = json.loads((await self.get("/healthz"))[1])["epoch"]
+
     async def status(self) -> dict[str, Any]:
         return dict(json.loads((await self.get("/v1/status"))[1]))
 
@@ -275,6 +280,7 @@ class World:
             "run": self.run.digest,
             "nonce": secrets.token_hex(16),
             "issued_at_ms": self.parts.clock.now_ms(),
+            "epoch": self.epoch,
             "request": message.model_dump(mode="json"),
         }
         return json.dumps(fields | changes).encode()
@@ -299,7 +305,7 @@ async def refused(world: World, code: ErrorCode, path: str, body: bytes, **heade
     """The answer is this error, with its status, in the form of an ErrorBody, without a look inside. Returns the detail."""
     status, answer = await world.post(path, body, **headers)
     assert (answer.get("code"), status) == (code, HTTP_STATUS[code]), answer
-    assert answer.keys() <= {"code", "detail", "retry_after_s"}
+    assert answer.keys() <= {"code", "detail", "retry_after_s", "epoch"}
     assert "Traceback" not in answer["detail"]
     return str(answer["detail"])
 
@@ -315,6 +321,7 @@ async def running(parts: Parts) -> AsyncIterator[World]:
     async with aiohttp.ClientSession() as session:
         world = World(parts.run, parts, f"http://127.0.0.1:{port.result()}", session)
         try:
+            await world.learn_epoch()
             yield world
         finally:
             for client in world.clients.values():

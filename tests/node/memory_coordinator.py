@@ -33,12 +33,12 @@ from prime_protocol.messages import (
     ReceiptList,
     ReceiptsRequest,
     ReturnLeaseRequest,
-    Speed,
     UploadReply,
 )
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 from prime_protocol.verify import check_assignment, judge, measure
 from prime_protocol.weights import Weights

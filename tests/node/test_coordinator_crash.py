@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
 import pytest
-from tests.node.coordinator_process import crash_run
+from tests.node.coordinator_process import crash_run, start
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -34,23 +33,7 @@ from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultReque
 from prime_protocol.verdict import RejectReason, Verdict
 
 T = TypeVar("T")
-REPOSITORY = Path(__file__).parents[2]
 KILLS = 6
-
-
-async def start(folder: Path, port: int) -> tuple[asyncio.subprocess.Process, int]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.node.coordinator_process",
-        folder,
-        str(port),
-        cwd=REPOSITORY,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30)
-    return process, int(line)
 
 
 async def persist(call: Callable[[], Awaitable[T]]) -> T:

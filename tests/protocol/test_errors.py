@@ -25,7 +25,12 @@ def test_the_tree_is_the_one_that_the_module_draws() -> None:
 
 def test_only_what_may_go_away_by_itself_is_transient() -> None:
     transient = {code for code in ErrorCode if PeerError(code, "").is_transient}
-    assert transient == {ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.INTERNAL}
+    assert transient == {
+        ErrorCode.UNAVAILABLE,
+        ErrorCode.TOO_MANY_REQUESTS,
+        ErrorCode.INTERNAL,
+        ErrorCode.WRONG_EPOCH,
+    }
 
 
 def test_a_limit_names_itself_its_value_and_what_came() -> None:

@@ -25,6 +25,7 @@ from prime_protocol import (
     rollout,
     run_spec,
     seed_chain,
+    telemetry,
     timestamp,
     verdict,
 )
@@ -52,6 +53,7 @@ MODULES = (
     rollout,
     run_spec,
     seed_chain,
+    telemetry,
     timestamp,
     verdict,
 )

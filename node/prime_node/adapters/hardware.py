@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from prime_protocol.messages import Hardware
+from prime_protocol.telemetry import Hardware
 
 
 def has_gpu() -> bool:

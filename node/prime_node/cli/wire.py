@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.lanes import Lanes
     from prime_node.worker.config import WorkerConfig
-    from prime_protocol.messages import Hardware
+    from prime_protocol.telemetry import Hardware
     from prime_protocol.weights import Weights
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from secrets import token_hex
 
 from blake3 import blake3
 
@@ -65,7 +66,7 @@ def newest_open(run: PinnedRun, secrets: list[bytes], steps_over: int) -> OpenSe
 
 
 class Assigner:
-    """Turns slots into work. Deterministic for a run and a secret."""
+    """Turns slots into work. Deterministic for a run and a secret, but for the names of leases."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Assigner:
         """By number; those of steps that are not over must not leave the coordinator."""
         self._draws = {} if draws is None else draws
         self._secret = secret
+        self._start = token_hex(16)
         self._environments = environments
         self._tokenizer = tokenizer
         self._names = [environment.name for environment in run.spec.environments]
@@ -107,8 +109,12 @@ class Assigner:
         return self._hash("example", problem.environment, *prompt, num_bytes=16).hex()
 
     def lease_id(self, worker: str, number: int) -> str:
-        """A name for the number-th lease that nobody can guess."""
-        return self._hash("lease", worker, number).hex()
+        """A name for the number-th lease that nobody can guess.
+
+        Each start gives other names: after a restored backup the numbers repeat, and an upload for the lease that had the number
+        before must not count against the one that has it now.
+        """
+        return self._hash("lease", worker, number, self._start).hex()
 
     def lease(self, record: LeaseRecord) -> Lease:
         """The lease in full, the same each time."""

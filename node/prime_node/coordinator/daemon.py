@@ -111,7 +111,6 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
             faults_per_second=parts.config.faults_per_second,
         ),
         nonces=Nonces(nonces_max=parts.config.nonces_max),
-        started_at_ms=parts.clock.now_ms(),
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(core.journal.write(trash.put_nowait))

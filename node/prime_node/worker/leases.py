@@ -10,10 +10,11 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import LeaseRequest, Speed
+from prime_protocol.messages import LeaseRequest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import EngineInfo, RolloutHeader, Rollouts, pack_body
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import Speed
 
 SHARE_OF_LEASE = 0.4
 """A lease is asked for that takes at most this share of its time: the rest is for waiting its turn and for

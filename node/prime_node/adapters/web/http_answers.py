@@ -140,7 +140,7 @@ def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerE
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
         detail += _clock_difference(date, clock)
-    return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s)
+    return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s, epoch=fault.epoch)
 
 
 def _clock_difference(date: str | None, clock: Clock) -> str:

@@ -11,7 +11,7 @@ retrieval, as The Update Framework calls it).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -71,6 +71,7 @@ ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
 
 Reply = TypeVar("Reply", bound=WireModel)
+Sent = TypeVar("Sent")
 
 
 class HttpClient:
@@ -99,6 +100,8 @@ class HttpClient:
         self._connections_max = connections_max
         self._session: aiohttp.ClientSession | None = None
         self._head: tuple[str, Envelope] | None = None
+        self._epoch = ""
+        """The coordinator's, as it said last."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -210,14 +213,20 @@ class HttpClient:
         return await self._ask_for_envelope(request, wait_s=request.wait_s)
 
     async def put_blob(self, data: bytes) -> str:
-        header = BlobHeader(
-            body_digest=digest_of(data),
-            body_bytes=len(data),
-            run=self._run,
-            issued_at_ms=self._clock.now_ms(),
-        )
-        await self._exchange("POST", "/v1/blobs", body=pack_parcel(header, data, PayloadType.BLOB, self._signing_key()))
-        return header.body_digest
+        digest = digest_of(data)
+
+        def parcel() -> bytes:
+            header = BlobHeader(
+                body_digest=digest,
+                body_bytes=len(data),
+                run=self._run,
+                issued_at_ms=self._clock.now_ms(),
+                epoch=self._epoch,
+            )
+            return pack_parcel(header, data, PayloadType.BLOB, self._signing_key())
+
+        await self._in_epoch(lambda: self._exchange("POST", "/v1/blobs", body=parcel()))
+        return digest
 
     async def publish(self, manifest: Envelope) -> None:
         await self._post("/v1/manifests", manifest.to_bytes())
@@ -255,12 +264,29 @@ class HttpClient:
     async def _ask(
         self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
     ) -> tuple[int, bytes]:
-        stamped = Stamped(
-            run=self._run, nonce=secrets.token_hex(16), issued_at_ms=self._clock.now_ms(), request=request
-        )
-        envelope = seal(stamped, PayloadType.REQUEST, self._signing_key())
         path = "admin" if isinstance(request, AdminRequest) else request.action
-        return await self._post(f"/v1/{path}", envelope.to_bytes(), wait_s=wait_s, bytes_max=bytes_max)
+
+        def signed() -> bytes:
+            stamped = Stamped(
+                run=self._run,
+                nonce=secrets.token_hex(16),
+                issued_at_ms=self._clock.now_ms(),
+                epoch=self._epoch,
+                request=request,
+            )
+            return seal(stamped, PayloadType.REQUEST, self._signing_key()).to_bytes()
+
+        return await self._in_epoch(lambda: self._post(f"/v1/{path}", signed(), wait_s=wait_s, bytes_max=bytes_max))
+
+    async def _in_epoch(self, send: Callable[[], Awaitable[Sent]]) -> Sent:
+        """`send` signs and sends. Once more where the coordinator names another epoch: it has started since, or is new to us."""
+        try:
+            return await send()
+        except PeerError as error:
+            if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
+                raise
+            self._epoch = error.epoch
+            return await send()
 
     async def _post(
         self, path: str, body: bytes, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX

@@ -19,6 +19,8 @@ def explanation(error: PeerError) -> Response:
     if error.retry_after_s is not None:
         body["retry_after_s"] = error.retry_after_s
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.epoch:
+        body["epoch"] = error.epoch
     return Response(json.dumps(body).encode(), error.http_status, headers=headers)
 
 

@@ -21,7 +21,8 @@ from prime_node.coordinator.state import newcomers
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.invite import open_invite
-from prime_protocol.messages import Hardware, JoinReply, JoinRequest
+from prime_protocol.messages import JoinReply, JoinRequest
+from prime_protocol.telemetry import Hardware
 
 PREFIX_BITS = {4: 24, 6: 48}
 """What one owner of addresses usually has, by the version of IP."""

@@ -21,8 +21,8 @@ from prime_protocol.messages import (
     LeaveRequest,
     NotYet,
     ReturnLeaseRequest,
-    Speed,
 )
+from prime_protocol.telemetry import Speed
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from prime_node.coordinator.api.training import batch_digests
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
+from prime_protocol import limits
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -30,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
-    """A checkpoint part or model file by the trainer. Content-addressed and idempotent, so a replay of it changes nothing."""
+    """A checkpoint part or model file by the trainer. Content-addressed and idempotent.
+
+    It must be fresh: a replay would bring back what was deleted since.
+    """
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.blob_bytes_max)
         signer = opened.envelope.sole_signer()
@@ -38,6 +42,13 @@ async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> st
         header = parse_json(opened.envelope.verify(PayloadType.BLOB, trusted=(signer,)), BlobHeader)
     if header.run != core.run.digest:
         raise wrong_run(header.run, core.run)
+    gate.require_fresh(
+        header.epoch,
+        header.issued_at_ms,
+        now_ms=core.clock.now_ms(),
+        now_s=core.clock.monotonic_s(),
+        on_its_way_s=header.body_bytes / limits.BLOB_BYTES_PER_S_MIN,
+    )
     return await core.public.put(bytes(opened.check_body(header)), digest=header.body_digest)
 
 

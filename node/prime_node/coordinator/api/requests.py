@@ -5,24 +5,27 @@
         too much rubbish                               BAD_SIGNATURE, TOO_MANY_REQUESTS
     (3) the signer has the endpoint's role             WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
     (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
-    (5) the signer's own rate                          TOO_MANY_REQUESTS
-    (6) schema                                         UNKNOWN_FIELD, WRONG_TYPE
-    (7) this run                                       WRONG_RUN
-    (8) time stamp within the window                   EXPIRED
-    (9) nonce not seen before                          REPLAYED
+    (5) schema                                         UNKNOWN_FIELD, WRONG_TYPE
+    (6) this run                                       WRONG_RUN
+    (7) this epoch, time stamp within the window       WRONG_EPOCH, EXPIRED
+    (8) nonce not seen before                          REPLAYED
+    (9) the signer's own rate                          TOO_MANY_REQUESTS
+
+The rate comes last: a recorded request that somebody else sends again uses up nothing of its signer's.
 
 Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that are none
 of the run's and that do not take part. They are refused before any signature is checked.
 
-After a restart the nonces are forgotten, so requests signed before it are turned away (UNAVAILABLE: sign again), not believed.
+A restart forgets the nonces and begins a new epoch, which is random (epochs.py). So no request that was signed before it counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prime_node.coordinator.api.epochs import Epochs
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.state.records import State
@@ -59,12 +62,12 @@ _ROLES = {
 
 @dataclass(slots=True)
 class Gate:
-    """Lets requests in. Holds the memory that steps (2), (5), (8) and (9) need."""
+    """Lets requests in. Holds the memory that steps (2) and (7) to (9) need."""
 
     run: PinnedRun
     limiter: Limiter
     nonces: Nonces
-    started_at_ms: int
+    epochs: Epochs = field(default_factory=Epochs)
 
     def admit(
         self,
@@ -87,36 +90,37 @@ class Gate:
             if signer not in state.workers and caller is Caller.ANYONE:
                 self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
             payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
-        if caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
-            self.limiter.by_key.require(signer, now_s)  # (5)
-            self.limiter.by_key.charge(signer, now_s)
-        stamped = parse_json(payload, Stamped)  # (6)
+        stamped = parse_json(payload, Stamped)  # (5)
         if not isinstance(stamped.request, kind):
             raise PeerError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
-        if stamped.run != self.run.digest:  # (7)
+        if stamped.run != self.run.digest:  # (6)
             raise wrong_run(stamped.run, self.run)
-        self._check_time(stamped.issued_at_ms, now_ms)  # (8)
-        self.nonces.spend(signer, stamped.nonce, now_s)  # (9)
+        self.require_fresh(stamped.epoch, stamped.issued_at_ms, now_ms=now_ms, now_s=now_s)  # (7)
+        self.nonces.require_new(signer, stamped.nonce)  # (8)
+        if caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
+            self.limiter.by_key.require(signer, now_s)  # (9)
+            self.limiter.by_key.charge(signer, now_s)
+        self.nonces.spend(signer, stamped.nonce, now_s)
         return signer, stamped.request
 
     def blame(self, address: str, now_s: float) -> _Blame:
         """Charge an address for a PeerError inside. For parcels too."""
         return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
 
-    def _check_time(self, issued_at_ms: int, now_ms: int) -> None:
+    def require_fresh(
+        self, epoch: str, issued_at_ms: int, *, now_ms: int, now_s: float, on_its_way_s: float = 0.0
+    ) -> None:
+        """Raises PeerError: WRONG_EPOCH for a statement of another epoch, EXPIRED outside the window around its time stamp.
+
+        `on_its_way_s`: how long its bytes may take to arrive, in seconds.
+        """
+        self.epochs.require(epoch, now_ms=now_ms, now_s=now_s)
         skew_s = abs(now_ms - issued_at_ms) / 1_000
-        if skew_s > limits.REQUEST_AGE_S_MAX:
+        if skew_s > limits.REQUEST_AGE_S_MAX + on_its_way_s:
             raise PeerError(
                 ErrorCode.EXPIRED,
                 f"signed {skew_s:.0f} s away from the coordinator's time, {limits.REQUEST_AGE_S_MAX:.0f} s are "
                 "allowed; check the clock",
-            )
-        if issued_at_ms < self.started_at_ms:
-            retry_after_s = (self.started_at_ms - issued_at_ms) / 1_000
-            raise PeerError(
-                ErrorCode.UNAVAILABLE,
-                "signed before the coordinator started; sign it again",
-                retry_after_s=min(retry_after_s, limits.REQUEST_AGE_S_MAX),
             )
 
 

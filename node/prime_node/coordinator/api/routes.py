@@ -108,7 +108,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         ("/v1/join", join, limits.REQUEST_BYTES_MAX),
         ("/v1/peers", find_peers, limits.REQUEST_BYTES_MAX),
     ]
-    gets = _public(core)
+    gets = _public(core, gate)
     callers = Callers(proxies=core.config.behind, trusted=core.config.trusted)
     return [
         *(Route("GET", path, _guarded(core, path, handler, callers)) for path, handler in gets),
@@ -157,7 +157,7 @@ def _guarded(core: Core, path: str, handler: Handler, callers: Callers) -> Handl
     return handle
 
 
-def _public(core: Core) -> list[tuple[str, Handler]]:
+def _public(core: Core, gate: Gate) -> list[tuple[str, Handler]]:
     async def run(request: Request) -> Response:
         return _respond(core.run.envelope)
 
@@ -196,7 +196,8 @@ def _public(core: Core) -> list[tuple[str, Handler]]:
         return await _blob(core, request)
 
     async def healthz(request: Request) -> Response:
-        return _json({"ok": True, "run": core.run.digest})
+        epoch = gate.epochs.present(now_ms=core.clock.now_ms(), now_s=core.clock.monotonic_s())
+        return _json({"ok": True, "run": core.run.digest, "epoch": epoch})
 
     told = Spared(lambda: _json(status.status(core)), core.clock)
     measured = Spared(lambda: _measured(core), core.clock)

@@ -1,0 +1,39 @@
+"""Epochs: the times within which this server remembers every nonce that it took.
+
+A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the process,
+and again when the clock turns out to be set back: what had expired could count again then. An epoch's name is random and is kept
+nowhere. So nobody knows it in advance or can have a request signed for it, and neither kill -9 nor a copied folder nor a restored
+backup brings an earlier one back.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+
+
+class Epochs:
+    """The present epoch. A new one begins when the wall clock falls CLOCK_BACK_S_MAX behind the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._present = secrets.token_hex(16)
+        self._ahead_s: float | None = None
+        """The most that the wall clock was ahead of the monotonic one in this epoch."""
+
+    def present(self, *, now_ms: int, now_s: float) -> str:
+        """The epoch's name. `now_ms` is Unix time, `now_s` monotonic."""
+        ahead_s = now_ms / 1_000 - now_s
+        if self._ahead_s is None or ahead_s > self._ahead_s:
+            self._ahead_s = ahead_s
+        elif ahead_s < self._ahead_s - limits.CLOCK_BACK_S_MAX:
+            self._present, self._ahead_s = secrets.token_hex(16), ahead_s
+        return self._present
+
+    def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
+        """Raises PeerError(WRONG_EPOCH) with the present epoch."""
+        present = self.present(now_ms=now_ms, now_s=now_s)
+        if epoch != present:
+            why = "signed for an earlier epoch of this coordinator" if epoch else "signed for no epoch"
+            raise PeerError(ErrorCode.WRONG_EPOCH, f"{why}; sign it again for the present one", epoch=present)
