@@ -24,8 +24,9 @@ from prime_protocol.evidence import BundleEvidence, Moments, sums_of
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
+from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 
-NEED_NONE = frozenset({EXCESS_FLIPS, *REWARD_RANKS})
+NEED_NONE = frozenset({EXCESS_FLIPS, SHADING, SHADING_BY_REWARD, *REWARD_RANKS})
 """Statistics that hold for any engine."""
 NATS_ERROR_MAX = 1e-3
 """Logarithms may differ in the last bits between machines."""

@@ -49,6 +49,7 @@ class PayloadType(StrEnum):
     PEER_TICKET = "application/vnd.prime.peer-ticket+json"
     PEER_TOKEN = "application/vnd.prime.peer-token+json"
     PEER_ANSWER = "application/vnd.prime.peer-answer+json"
+    LOGPROBS = "application/vnd.prime.logprobs-header+json"
 
 
 class WireModel(BaseModel):

@@ -170,6 +170,8 @@ class CheckResultRequest(WireModel):
     run has no calibration."""
     fingerprints: tuple[tuple[Count, Fingerprint], ...] = _optional(max_length=limits.FINGERPRINTS_MAX)
     """Of an accepted bundle: a slot, and a window of a completion for it that nobody says twice by chance (copies.py)."""
+    logprobs: Digest | None = Field(default=None, exclude_if=_is_default)
+    """Parcel of the validator's own logprobs, sent before (judged_logprobs.py)."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:
@@ -345,6 +347,8 @@ class BatchGroup(WireModel):
     """By a validator. Length G."""
     unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
     """Completions, counted inside the group, that could not be scored and are not trained on."""
+    logprobs: Digest | None = Field(default=None, exclude_if=_is_default)
+    """Parcel with a validator's logprobs of the bundle, to be used in the place of the claimed ones; null: it was not audited."""
 
 
 class TrainBatch(WireModel):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from prime_protocol import excess_flips, limits, reward_ranks
+from prime_protocol import excess_flips, limits, reward_ranks, shading
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.calibration import Calibration
@@ -27,6 +27,7 @@ from prime_protocol.limits import Limits
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
 from prime_protocol.seed_chain import SeedChain
+from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 from prime_protocol.step import Admission
 
 PROTOCOL_VERSION = 1
@@ -129,6 +130,10 @@ class CheckPolicy(WireModel):
     """Whether a receipt tells the rewards that were compared, so that anybody can repeat it."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
     """Whether tokens that are not the seeds' choice add up against what the claimed logprobs explain (excess_flips.py)."""
+    shading_seen: bool = Field(default=False, exclude_if=lambda seen: not seen)
+    """Whether claimed logprobs that are too low or too high, everywhere or by reward, add up (shading.py)."""
+    logprobs_judged: bool = Field(default=False, exclude_if=lambda judged: not judged)
+    """Whether validators send the logprobs of the completions that they audit, and the trainer uses those."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
@@ -171,8 +176,12 @@ class CheckPolicy(WireModel):
     @property
     def _uncalibrated(self) -> dict[str, Moments]:
         """Of the statistics that hold for any engine."""
-        flips = {EXCESS_FLIPS: excess_flips.MOMENTS} if self.flips_explained else {}
-        return flips | dict.fromkeys(REWARD_RANKS, reward_ranks.MOMENTS) if self.compares_rewards else flips
+        found = {EXCESS_FLIPS: excess_flips.MOMENTS} if self.flips_explained else {}
+        if self.compares_rewards:
+            found |= dict.fromkeys(REWARD_RANKS, reward_ranks.MOMENTS)
+        if self.shading_seen:
+            found |= {SHADING: shading.MOMENTS, SHADING_BY_REWARD: shading.MOMENTS_BY_REWARD}
+        return found
 
 
 class RunSpec(WireModel):

@@ -32,6 +32,7 @@ from prime_protocol.excess_flips import apart
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
 from prime_protocol.run_spec import CheckPolicy, RunSpec
+from prime_protocol.shading import rises
 from prime_protocol.turns import has_assigned_seeds, prompt_fault, size_fault
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -78,7 +79,7 @@ DEVIATION_VARIANCE_MIN = 1.0
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
 """What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree, but for
-LIKELIHOOD_RATIOS."""
+`rise` and LIKELIHOOD_RATIOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
     logprob [T]: nats between the claimed logprob and the recomputed one
     apart [T]: |1 - p / p'| of their probabilities, by which alone a flip is explained (excess_flips.py)
+    rise [T]: p / p' - 1, with its sign (shading.py)
     stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
     surprise, certainty, spread [T]: without seeds, by how much the logprob is below or above its mean, and its variance
     sharper, flatter [T]: without seeds, nats by which the token would be likelier at another temperature; below 0 where it is not
@@ -177,6 +179,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
         below_T = prefill.expected_T - prefill.logprobs_T
         found |= {"surprise": below_T, "certainty": -below_T, "spread": prefill.variance_T}
     found = {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
+    found["rise"] = rises(rollouts.logprobs_T, prefill.logprobs_T).astype(np.float32)
     for name, ratios_T in zip(LIKELIHOOD_RATIOS, (prefill.sharper_T, prefill.flatter_T), strict=True):
         if ratios_T is not None:
             found[name] = np.maximum(

@@ -163,7 +163,9 @@ class Arena:
             "rollouts_per_group": rollouts,
             "lease_seconds": 60.0,
             "heartbeat_seconds": 1.0,
-            "checks": CheckPolicy(proofs=True, calibration=shipped_calibration(), flips_explained=True),
+            "checks": CheckPolicy(
+                proofs=True, calibration=shipped_calibration(), flips_explained=True, shading_seen=True
+            ),
         }
         return make_run(**fields | spec)
 

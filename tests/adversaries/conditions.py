@@ -25,6 +25,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         audits=audits,
         strikes_max=strikes_max,
         flips_explained=True,
+        shading_seen=True,
         unseeded=name in UNSEEDED,
         reference_share=float(name == "unseeded-best-of-n"),
     )

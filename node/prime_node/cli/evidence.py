@@ -23,6 +23,7 @@ from prime_protocol.ledger import open_ledger_head
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.seed_chain import opened as chain_opened
+from prime_protocol.shading import SHADING_BY_REWARD
 from prime_protocol.verdict import BanKind, Receipt, RejectReason, Verdict
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_cl
     scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
-        found, _ = await weigh_bundle(bundle, scorer, run=case.run)
+        found, *_ = await weigh_bundle(bundle, scorer, run=case.run)
     finally:
         await scorer.close()
     weighed = evidence_in(bundle, found, case.run, judged_by=judge_class)  # whatever device this machine has
@@ -244,6 +245,8 @@ def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
         return f"{loudest} adds {nats[loudest]:.1f} nats, as the rewards in its receipt do"
     if loudest in REWARD_RANKS:
         return f"{loudest} adds {nats[loudest]:.1f} nats, by the validator's own samples, which a forward pass does not repeat"
+    if loudest == SHADING_BY_REWARD:
+        return f"{loudest} adds {nats[loudest]:.1f} nats, by rewards, which a forward pass does not repeat"
     if loudest not in mine or mine[loudest] < nats[loudest] - abs(nats[loudest]) / 2:
         raise PeerError(
             ErrorCode.MALFORMED,

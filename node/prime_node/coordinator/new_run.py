@@ -112,7 +112,9 @@ class RunConfig(Settings):
     """Where problems come from, with their weights."""
     limits: Limits = Limits()
     """Bounds on everything that a peer may send."""
-    checks: CheckPolicy = CheckPolicy(proofs=True, audits=AuditPolicy(), flips_explained=True)
+    checks: CheckPolicy = CheckPolicy(
+        proofs=True, audits=AuditPolicy(), flips_explained=True, shading_seen=True, logprobs_judged=True
+    )
     """When a validator refuses. New runs ask for hidden-state proofs and audit a share of the bundles unless told otherwise."""
     calibration: str = "shipped"
     """What honest tokens do, so that evidence against a worker can add up: `shipped`, as far as it covers the model; `none`; or a
@@ -124,11 +126,12 @@ class RunConfig(Settings):
     @field_validator("checks", mode="before")
     @classmethod
     def _checks_of_new_runs(cls, checks: Any) -> Any:
-        """A RunSpec that does not speak of them has no proofs, all audited, no flips and no rewards compared; new runs do."""
+        """A RunSpec that does not speak of them has none of these checks, and all bundles audited; new runs have them."""
         if not isinstance(checks, dict):
             return checks
         compared = {"reference_share": REFERENCE_SHARE, "references_told": True} if checks.get("unseeded") else {}
-        return {"proofs": True, "audits": {}, "flips_explained": True, **compared, **checks}
+        seen = {"flips_explained": True, "shading_seen": True, "logprobs_judged": True}
+        return {"proofs": True, "audits": {}, **seen, **compared, **checks}
 
 
 def covers(calibration: Calibration, config_json: bytes) -> bool:

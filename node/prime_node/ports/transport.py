@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from prime_protocol.envelope import Envelope
 from prime_protocol.messages import (
     BatchRequest,
@@ -110,6 +113,10 @@ class ValidatorPort(CheckpointSource, Protocol):
     async def check(self, request: CheckRequest) -> CheckTask | NotYet: ...
 
     async def bundle(self, request: BundleRequest) -> bytes: ...
+
+    async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
+        """Store this validator's logprobs [T] of a bundle, signed, for the trainer. Idempotent; returns their digest."""
+        ...
 
     async def check_result(self, request: CheckResultRequest) -> None:
         """Idempotent: the first verdict on a bundle stands."""

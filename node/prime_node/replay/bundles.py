@@ -2,6 +2,8 @@
 
 (1) the batch is signed by the coordinator, for this run and step, and names each slot of the step at most once;
 (2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
+    where the batch names a validator's logprobs of it, they are signed by a validator, for this bundle, one for each token,
+    and take the place of the claimed ones;
 (3) header and batch agree on run, worker, step and policy;
 (4) the group is in the bundle: its slot, its number of completions, one reward each, finite;
 (5) every policy that sampled a token is admitted at this step, by step.py.
@@ -12,7 +14,7 @@ Intake has checked all of it, so a fault here is a bug or an intruder on the tru
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from prime_node.ports.train_backend import Group
@@ -20,6 +22,7 @@ from prime_node.replay.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.parcel import open_parcel
@@ -67,6 +70,24 @@ def open_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> B
         return Bundle(header, parse_body(header, opened.check_body(header), bounds))
     except PeerError as error:
         raise PeerError(error.code, f"bundle {digest[:12]} of worker {worker[:12]}: {error.detail}") from None
+
+
+def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, run: PinnedRun) -> Bundle:
+    """(2), of the validator's logprobs: `parcel` is to have the digest `logprobs`. Raises PeerError, which names the bundle."""
+    try:
+        if digest_of(parcel) != logprobs:
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
+        _, logprobs_T = open_logprobs(
+            parcel,
+            run=run.digest,
+            keys=run.keys,
+            bytes_max=run.spec.limits.rollout_bytes_max,
+            bundle=digest,
+            num_tokens=bundle.rollouts.num_tokens,
+        )
+    except PeerError as error:
+        raise PeerError(error.code, f"logprobs of bundle {digest[:12]}: {error.detail}") from None
+    return replace(bundle, rollouts=replace(bundle.rollouts, logprobs_T=logprobs_T))
 
 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:

@@ -11,16 +11,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
-from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle
+from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle, with_logprobs
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
+from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class StepBatch:
     """What `Feed.work_ahead` has made of it."""
 
 
-async def _at_once(check: Callable[[], TrainBatch]) -> TrainBatch:
+async def _at_once(check: Callable[[], Any]) -> Any:
     return check()
 
 
@@ -54,7 +54,7 @@ class Feed:
         clock: Clock,
         wait_seconds: float = 10.0,
         fetches_max: int = 8,
-        verified: Callable[[Callable[[], TrainBatch]], Awaitable[TrainBatch]] | None = None,
+        verified: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None,
     ) -> None:
         """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once; `verified`:
         how to call what checks a signature where the keys may have changed (broadcast.trust)."""
@@ -134,21 +134,31 @@ class Feed:
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:
         """Each bundle once, several at a time. All end where one fails."""
-        workers = {group.bundle: group.worker for group in groups}
+        entries = {group.bundle: group for group in groups}
         try:
             async with asyncio.TaskGroup() as fetching:
-                tasks = {
-                    digest: fetching.create_task(self._bundle(digest, worker)) for digest, worker in workers.items()
-                }
+                tasks = {digest: fetching.create_task(self._bundle(digest, entry)) for digest, entry in entries.items()}
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return {digest: task.result() for digest, task in tasks.items()}
 
-    async def _bundle(self, digest: str, worker: str) -> Bundle:
+    async def _bundle(self, digest: str, entry: BatchGroup) -> Bundle:
+        """With the validator's logprobs where it was audited."""
         async with self._fetches:
-            parcel = await ask_until_answered(
-                lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
-                what=f"bundle {digest[:12]}",
-                clock=self._clock,
-            )
-        return open_bundle(parcel, digest=digest, worker=worker, run=self._run)
+            bundle = open_bundle(await self._parcel(digest), digest=digest, worker=entry.worker, run=self._run)
+            if entry.logprobs is None:
+                return bundle
+            judged = await self._parcel(entry.logprobs)
+        return cast(
+            "Bundle",
+            await self._verified(
+                lambda: with_logprobs(bundle, judged, digest=digest, logprobs=entry.logprobs or "", run=self._run)
+            ),
+        )
+
+    async def _parcel(self, digest: str) -> bytes:
+        return await ask_until_answered(
+            lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
+            what=f"bundle {digest[:12]}",
+            clock=self._clock,
+        )

@@ -133,7 +133,8 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
         # A stop margin is never above its token's margin, whose moments see it. Here it is 0 everywhere, for want of stop tokens:
         # as a bound of its own it would ban whoever ends by a hair.
         found.pop("stop", None)
-        found.pop("apart")  # beside flips it needs no moments
+        for name in ("apart", "rise"):  # they need no moments
+            found.pop(name)
         errors.add(found, rollouts.lengths_N)
     return errors
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
@@ -31,6 +34,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
+from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
@@ -62,6 +66,8 @@ class Judgement:
     unscored: tuple[int, ...] = ()
     evidence: BundleEvidence | None = None
     """What its tokens say against the worker."""
+    logprobs_T: npt.NDArray[np.float32] | None = None
+    """[T] of an audited bundle: the validator's own, which the trainer uses in the place of the claimed ones."""
     comparison: Comparison | None = None
     """What the validator is going to sample to compare the bundle's rewards with. Stays here, as do:"""
     references: References | None = None
@@ -82,6 +88,11 @@ class OpenedBundle:
     def is_unseeded(self) -> bool:
         """Its tokens were chosen by randomness that nobody assigned. A greedy choice needs none."""
         return not self.header.engine.seeded and self.lease.sampling.temperature > 0.0
+
+    @property
+    def is_sampled_whole(self) -> bool:
+        """Its tokens were drawn from all of the distribution that the claimed logprobs are of."""
+        return self.lease.sampling.temperature > 0.0 and self.lease.sampling.filters is None
 
 
 def open_bundle(
@@ -129,10 +140,13 @@ async def prove_bundle(
     bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
 ) -> Judgement:
     """(4) and (5). An accepted one has no rewards yet. Raises EngineMismatch where a policy has to be loaded, and is not."""
-    found, evidence = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
+    found, evidence, logprobs_T = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
     return Judgement(
-        verdict_on(measured, evidence, run.spec.checks), measured=asdict(measured), evidence=evidence
+        verdict_on(measured, evidence, run.spec.checks),
+        measured=asdict(measured),
+        evidence=evidence,
+        logprobs_T=logprobs_T,
     )  # (5)
 
 
@@ -145,8 +159,9 @@ def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: Chec
 
 async def weigh_bundle(
     bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
-) -> tuple[Statistics, BundleEvidence | None]:
-    """(4) alone: what a forward pass says of each token, and what that adds up to under the run's calibration, if it has one."""
+) -> tuple[Statistics, BundleEvidence | None, npt.NDArray[np.float32]]:
+    """(4) alone: what a forward pass says of each token, what that adds up to under the run's calibration, if it has one, and
+    the recomputed logprobs [T]."""
     rollouts, requests = bundle.rollouts, score_requests(bundle)
     if policies is None:
         prefill = await scorer.prefill(requests, bundle.lease.sampling)
@@ -154,12 +169,13 @@ async def weigh_bundle(
         spans, swap = spans_of(rollouts), run.spec.schedule.swap
         prefill = await prefill_spans(scorer, requests, spans, bundle.lease.sampling, policies, swap=swap)
     found = statistics(rollouts, prefill)
-    return found, evidence_in(bundle, found, run, judged_by=scorer.info.calibration_class)
+    evidence = evidence_in(bundle, found, run, judged_by=scorer.info.calibration_class)
+    return found, evidence, prefill.logprobs_T
 
 
 def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str) -> BundleEvidence | None:
     """What a bundle's statistics add up to, found by a validator of such a class. None where nothing does in this run."""
-    checks, sampling = run.spec.checks, bundle.lease.sampling
+    checks = run.spec.checks
     if not checks.statistics:
         return None
     weighed = {name: values for name, values in found.items() if not (bundle.is_unseeded and name in OF_SEEDS)}
@@ -167,11 +183,14 @@ def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judg
     evidence = BundleEvidence(worker=worker, validator=judged_by, sums={})
     if checks.calibration is not None:
         evidence = evidence_of(weighed, checks.calibration, worker=worker, validator=judged_by)
-    if not checks.flips_explained or bundle.is_unseeded or sampling.temperature == 0.0 or sampling.filters is not None:
+    if not bundle.is_sampled_whole:
         return evidence
-    return evidence.model_copy(
-        update={"sums": {**evidence.sums, EXCESS_FLIPS: flip_sums(found["flip"], found["apart"])}}
-    )
+    sums = dict(evidence.sums)
+    if checks.flips_explained and not bundle.is_unseeded:
+        sums[EXCESS_FLIPS] = flip_sums(found["flip"], found["apart"])
+    if checks.shading_seen:
+        sums[SHADING] = shading_sums(found["rise"].astype(np.float64))
+    return evidence.model_copy(update={"sums": sums})
 
 
 async def reward_bundle(
@@ -199,6 +218,8 @@ async def reward_bundle(
         trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
         assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"
         so_far = replace(so_far, evidence=await with_ranks(so_far.evidence, lease, scored, trusted, spec=spec))
+    if so_far.evidence is not None and so_far.logprobs_T is not None and spec.checks.shading_seen:
+        so_far = replace(so_far, evidence=with_shading(so_far.evidence, bundle, scored, so_far.logprobs_T))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
         detail = "two of its completions hold the same text, which nobody says twice by chance"
@@ -219,12 +240,7 @@ async def with_ranks(
     evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]], *, spec: RunSpec
 ) -> BundleEvidence:
     """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group; and these rewards."""
-    left_out, first = set(scored.unscored), 0
-    mine: list[list[float]] = []
-    for group in lease.groups:
-        indices = range(first, first + len(group.seeds))
-        mine.append([scored.rewards[index] for index in indices if index not in left_out])
-        first += len(group.seeds)
+    mine = _by_group(lease, scored)
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
     sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while where rewards are many
     is_told = (
@@ -234,6 +250,37 @@ async def with_ranks(
         [ComparedRewards(mine=tuple(mine), trusted=tuple(other)) for mine, other in pairs] if is_told and sums else ()
     )
     return evidence.model_copy(update={"sums": {**evidence.sums, **sums}, "compared": tuple(told)})
+
+
+def with_shading(
+    evidence: BundleEvidence, bundle: OpenedBundle, scored: Scored, logprobs_T: npt.NDArray[np.float32]
+) -> BundleEvidence:
+    """The same and what the claimed logprobs of rewarded and unrewarded rollouts say, beside the recomputed ones [T]."""
+    if not bundle.is_sampled_whole:
+        return evidence
+    rollouts, left_out = bundle.rollouts, set(scored.unscored)
+    rewarded = [index for index in range(len(scored.rewards)) if index not in left_out]
+    places = {index: place for place, index in enumerate(rewarded)}
+    owners_T = np.repeat(rollouts.rollout_numbers, rollouts.lengths_N)
+    is_kept_T = ~np.isin(owners_T, list(left_out))
+    classes = reward_classes(_by_group(bundle.lease, scored))
+    sums = by_reward_sums(
+        rises(rollouts.logprobs_T, logprobs_T)[is_kept_T],
+        np.array([places[index] for index in owners_T[is_kept_T].tolist()], np.int64),
+        classes,
+    )
+    return evidence.model_copy(update={"sums": {**evidence.sums, SHADING_BY_REWARD: sums}})
+
+
+def _by_group(lease: Lease, scored: Scored) -> list[list[float]]:
+    """The rewards of each group, without those that could not be scored."""
+    left_out, first = set(scored.unscored), 0
+    found: list[list[float]] = []
+    for group in lease.groups:
+        indices = range(first, first + len(group.seeds))
+        found.append([scored.rewards[index] for index in indices if index not in left_out])
+        first += len(group.seeds)
+    return found
 
 
 def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:

@@ -160,8 +160,10 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
 
     Raises LocalError where the scorer does not compute what a policy's weights say: its verdicts would be worth nothing.
     """
-    if validator.config.unsafe_skip_proofs or not task.audit:
+    if not task.audit:
         return Judgement(Verdict.accept())
+    if validator.config.unsafe_skip_proofs:
+        return Judgement(Verdict.accept(), logprobs_T=bundle.rollouts.logprobs_T)  # believed, like everything else
     versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
     try:
@@ -251,6 +253,10 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
         verdict = judgement.verdict
         log.info("bundle %s of %s refused: %s: %s", task.bundle[:12], task.lease.worker, verdict.reason, verdict.detail)
     _say(validator)
+    logprobs = None
+    if judgement.verdict.accepted and judgement.logprobs_T is not None and _is_trained_on(validator, task):
+        put = functools.partial(validator.coordinator.put_logprobs, task.bundle, judgement.logprobs_T)
+        logprobs = await _persist(validator, put, what=f"logprobs of {task.bundle[:12]}")
     result = CheckResultRequest(
         bundle=task.bundle,
         verdict=judgement.verdict,
@@ -263,9 +269,15 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
         unscored=judgement.unscored,
         evidence=judgement.evidence,
         fingerprints=judgement.fingerprints,
+        logprobs=logprobs,
     )
     send = functools.partial(validator.coordinator.check_result, result)
     await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
+
+
+def _is_trained_on(validator: Validator, task: CheckTask) -> bool:
+    """Whether the trainer wants this validator's logprobs: of nothing that is evaluated."""
+    return validator.run.spec.checks.logprobs_judged and not task.lease.is_evaluation
 
 
 def _say(validator: Validator) -> None:

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 
 from prime_node.adapters.web.http_answers import (
     CONNECT_S_MAX,
@@ -38,6 +40,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
+from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import Limits
 from prime_protocol.messages import (
     AdminRequest,
@@ -203,6 +206,11 @@ class HttpClient:
         if digest_of(body) != request.bundle:
             raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
         return body
+
+    async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
+        parcel = pack_logprobs(logprobs_T, run=self._run, bundle=bundle, key=self._signing_key())
+        await self._exchange("POST", "/v1/logprobs", body=parcel)
+        return digest_of(parcel)
 
     async def check_result(self, request: CheckResultRequest) -> None:
         await self._ask(request)

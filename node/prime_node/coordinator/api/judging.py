@@ -7,13 +7,18 @@ import asyncio
 from prime_node.coordinator import curation
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import replaced
+from prime_node.coordinator.api.requests import Caller, Gate, require_role
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import copies
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
+from prime_node.coordinator.state.records import PendingBundle
 from prime_protocol.calibration import require_possible
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.parcel import open_parcel
 from prime_protocol.verdict import RejectReason
 
 RETRY_S = 0.2
@@ -65,6 +70,7 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
     if evidence is not None and checks.statistics:
         known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
         await asyncio.to_thread(require_possible, evidence, known_moments)  # ranks of a thousand rewards take a while
+    await _require_logprobs(core, pending, request)
     known = await _copies_replaced(core, request)
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return
@@ -85,6 +91,7 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             evidence=request.evidence,
             fingerprints=request.fingerprints,
             replaced=known,
+            logprobs=request.logprobs or "",
         )
     )
     if verdict.accepted:
@@ -93,6 +100,52 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         note_failed(core, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
     for name, value in request.measured.items():
         core.metrics.observe("prime_check_measured", value, number=name)
+
+
+async def put_logprobs(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
+    """A validator's own logprobs of a bundle that it is about to accept. Content-addressed and idempotent."""
+    with gate.blame(address, core.clock.monotonic_s()):
+        opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)
+        require_role(opened.envelope.sole_signer(), Caller.VALIDATOR, run=core.run, state=core.state)
+        header, _ = open_logprobs(
+            parcel,
+            run=core.run.digest,
+            keys=core.run.keys,
+            bytes_max=core.run.spec.limits.rollout_bytes_max,
+        )
+    if header.bundle not in core.state.bundles:
+        raise PeerError(ErrorCode.NOT_FOUND, f"bundle {header.bundle[:12]} does not wait for a verdict")
+    return await core.bundles.put(parcel, digest=digest_of(parcel))
+
+
+async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckResultRequest) -> None:
+    """The trainer is told nothing that it would stop at. Raises PeerError."""
+    spec = core.run.spec
+    if request.logprobs is None:
+        is_trained = request.verdict.accepted and not core.state.is_evaluation(pending.lease.slots)
+        if spec.checks.logprobs_judged and pending.audited and is_trained:
+            raise PeerError(
+                ErrorCode.WRONG_TYPE,
+                "this run trains on validators' logprobs, and the verdict on an audited bundle names none; "
+                "update the validator",
+            )
+        return
+    if not request.verdict.accepted:
+        raise PeerError(ErrorCode.WRONG_TYPE, "logprobs go with an accepted bundle")
+    try:
+        parcel = await core.bundles.get(request.logprobs)
+    except KeyError:
+        raise PeerError(
+            ErrorCode.NOT_FOUND, f"logprobs {request.logprobs[:12]} are not here; upload them first"
+        ) from None
+    open_logprobs(
+        parcel,
+        run=core.run.digest,
+        keys=core.run.keys,
+        bytes_max=spec.limits.rollout_bytes_max,
+        bundle=request.bundle,
+        num_tokens=request.num_tokens,
+    )
 
 
 async def _copies_replaced(core: Core, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:

@@ -79,6 +79,10 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         digest = await publishing.put_blob(core, gate, request.body, address=request.remote)
         return _json({"digest": digest})
 
+    async def put_logprobs(request: Request) -> Response:
+        digest = await judging.put_logprobs(core, gate, request.body, address=request.remote)
+        return _json({"digest": digest})
+
     async def take_keys(request: Request) -> Response:
         await statements.take_key_ring(core, gate, request.body, address=request.remote)
         return _respond(None)
@@ -103,6 +107,7 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
     posts += [
         ("/v1/rollouts", upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("/v1/logprobs", put_logprobs, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
         ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
         ("/v1/keys", take_keys, 2 * limits.KEY_RING_BYTES_MAX),
         ("/v1/join", join, limits.REQUEST_BYTES_MAX),

@@ -99,6 +99,7 @@ def make_batch(core: Core, step: int, part: int) -> TrainBatch:
                 first=group.first,
                 rewards=group.rewards,
                 unscored=group.unscored,
+                logprobs=group.logprobs or None,
             )
         )
     return TrainBatch.model_construct(

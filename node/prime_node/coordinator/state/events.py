@@ -192,6 +192,8 @@ class VerdictGiven:
     """Of an accepted bundle: slots, and what was said in them (copies.py)."""
     replaced: tuple[Replaced, ...] = ()
     """The receipts of accepted bundles that turn out to be copies by it. Empty in older logs likewise."""
+    logprobs: str = ""
+    """Parcel of the validator's own logprobs of an accepted bundle; empty where it made none."""
     type: Literal["verdict_given"] = "verdict_given"
 
 

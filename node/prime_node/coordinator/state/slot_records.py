@@ -27,6 +27,8 @@ class AcceptedGroup:
     """How many groups had been accepted before."""
     unscored: tuple[int, ...] = ()
     """Completions, counted inside the group, that could not be scored: they are not trained on."""
+    logprobs: str = ""
+    """Parcel of a validator's logprobs of the bundle; empty where it was not audited."""
 
     def counted_from(self, staleness_from: StalenessFrom) -> int:
         """The policy that its staleness is counted from."""

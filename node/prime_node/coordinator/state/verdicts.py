@@ -49,6 +49,8 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
             effects += _accepted_copy(state, one, event.replaced, at_ms)
         return effects
     effects = endings.refuse(state, pending, reason, detail, weighed)
+    if event.logprobs:
+        effects.append(BundleForgotten(event.logprobs))
     if reason is RejectReason.INCOMPLETE:
         endings.note_wasted(state, worker, at_ms)
     if reason.is_dishonest:
@@ -127,6 +129,11 @@ def _accept(
     assert len(event.rewards) == state.rules.rollouts_per_group * len(lease.slots) == pending.num_rollouts
     step = state.step_of(lease)
     effects = endings.stop_waiting(state, worker, pending, step)
+    if event.logprobs:
+        if step is None:
+            effects.append(BundleForgotten(event.logprobs))
+        else:
+            step.bundles.append(event.logprobs)
     if step is not None:
         _fill(state, step, lease, event)
         effects += slots.let_go(state, step, lease)
@@ -166,6 +173,7 @@ def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) 
             end_version,
             state.num_accepted_groups,
             tuple(place - first for place in unscored if first <= place < first + size) if unscored else (),
+            event.logprobs,
         )
         slots.fill(state, step, slot, group)
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from prime_node.ports.engine import Engine
 from prime_node.ports.transport import WorkerPort
-from prime_node.sim.adversaries import cheap, proofs, ties, tokens, uploads, weights
+from prime_node.sim.adversaries import cheap, proofs, shading, ties, tokens, uploads, weights
 from prime_node.sim.adversaries.engine import Answer, ChooseWeights, DishonestEngine, Means
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -140,6 +140,65 @@ ADVERSARIES: dict[str, Adversary] = {
     "partial-10": Adversary("Best of four in a tenth of its completions.", answer=tokens.partly(0.1, tokens.best_of_n)),
     "partial-1": Adversary(
         "Best of four in a hundredth of its completions.", answer=tokens.partly(0.01, tokens.best_of_n)
+    ),
+    "low-0.0095-as-vllm": Adversary(
+        "Claims all logprobs 0.0095 nats too low, and an engine that is known to be less exact.",
+        answer=shading.lowered(0.0095),
+        claims=VLLM_BF16,
+        changes_text=False,
+    ),
+    "low-0.0095-as-unknown": Adversary(
+        "The same, and claims an engine that no calibration knows.",
+        answer=shading.lowered(0.0095),
+        claims=UNKNOWN,
+        changes_text=False,
+    ),
+    "low-0.02-as-vllm": Adversary(
+        "Claims all logprobs 0.02 nats too low, and an engine that is known to be less exact.",
+        answer=shading.lowered(0.02),
+        claims=VLLM_BF16,
+        changes_text=False,
+    ),
+    "low-0.05-as-vllm": Adversary(
+        "The same by 0.05 nats.", answer=shading.lowered(0.05), claims=VLLM_BF16, changes_text=False
+    ),
+    **{
+        f"shading-{nats}{name}": Adversary(
+            f"Claims logprobs {nats} nats too low where a completion is rewarded{said}.",
+            answer=shading.by_reward(-nats),
+            claims=claims,
+            changes_text=False,
+        )
+        for nats in (0.1, 0.05)
+        for name, said, claims in (
+            ("", "", None),
+            ("-as-vllm", ", and an engine that is known to be less exact", VLLM_BF16),
+            ("-as-unknown", ", and an engine that no calibration knows", UNKNOWN),
+        )
+    },
+    "shading-both-ways": Adversary(
+        "Claims 0.1 nats too little where a completion is rewarded and as much too much where not, as a less exact engine.",
+        answer=shading.by_reward(-0.1, 0.1),
+        claims=VLLM_BF16,
+        changes_text=False,
+    ),
+    "spikes-as-unknown": Adversary(
+        "Claims some tokens of rewarded completions 0.45 nats too low, and an engine that no calibration knows.",
+        answer=shading.spikes,
+        claims=UNKNOWN,
+        changes_text=False,
+    ),
+    "temperature-0.98-as-unknown": Adversary(
+        "Samples at temperature 0.98, and claims an engine that no calibration knows.",
+        answer=tokens.with_sampling(temperature=0.98),
+        claims=UNKNOWN,
+    ),
+    "temperature-0.99-as-unknown": Adversary(
+        "The same at temperature 0.99.", answer=tokens.with_sampling(temperature=0.99), claims=UNKNOWN
+    ),
+    "best-of-n-in-20": Adversary(
+        "Best of four in all of a lease, in one lease of twenty.",
+        answer=tokens.in_whole_leases(0.05, tokens.best_of_n),
     ),
     "colluding": Adversary(
         "Uploads an accomplice's completions, rescored, instead of any work.",

@@ -153,6 +153,16 @@ def partly(share: float, cheat: Answer) -> Answer:
     return answer
 
 
+def in_whole_leases(share: float, cheat: Answer) -> Answer:
+    """Cheats in this share of the leases, in all of their completions: whoever is audited seldom bets on not being audited."""
+
+    async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+        cheats = np.random.default_rng(requests[0].seed).random() < share
+        return await (cheat(model, requests, sampling, means) if cheats else model.generate(requests, sampling))
+
+    return answer
+
+
 def _cut(completion: Completion, num_tokens: int) -> Completion:
     kept = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
     return Completion(*kept, FinishReason.LENGTH, proofs=completion.proofs[: PROOF_BYTES * num_proofs([num_tokens])])
