@@ -13,7 +13,7 @@ of "sampled by p, claimed p'". `shading` multiplies them over all tokens of a bu
 
 `shading_by_reward` multiplies over the tokens of the completions whose reward is above their group's mean, and over those below
 it. The class of a completion is known after its tokens only. If f is 1 for a completion in the class and e is its product, then
-E[e^f] = 1 + Q(class) - P'(class), where Q is the distribution whose density over P' is e: P, the validator's, at stake 1. So
+E[e^f] = 1 + Q(class) - P'(class), where Q is the distribution whose density over P' is e: at stake 1 the validator's. So
 REWARD_SLACK * stake is taken off for each completion, in the class or not.
 
 Assumed: the claimed logprobs are those that the tokens were sampled by, to SLACK; the chance to be above the mean, or below,
@@ -37,8 +37,8 @@ SHADING = "shading"
 SHADING_BY_REWARD = "shading_by_reward"
 STAKES = (1.0, 4.0)
 """In the place of lambdas."""
-SLACK = 1e-4
-"""Of a token: what rounding of the claim may shift its probability by, relatively."""
+SLACK = 3e-4
+"""Of a token: what rounding of the claim may shift its probability by, relatively, and what is cut off may hide."""
 REWARD_SLACK = 0.02
 """Of a completion: by how much two engines' chances of a reward may differ."""
 RISE_MAX = 1.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.node.table_engine import STOP_TOKEN, table_weights
 from tests.node.test_references import RUN, sampled
@@ -105,6 +106,9 @@ class QueuePort:
 
     async def bundle(self, request: BundleRequest) -> bytes:
         return self._parcels[request.bundle]
+
+    async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
+        raise AssertionError("this run's trainer uses the claimed logprobs")
 
     async def check_result(self, request: CheckResultRequest) -> None:
         self._settle(request.bundle, request)

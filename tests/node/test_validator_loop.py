@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.node.table_engine import table_weights
 from tests.node.test_validator import (
@@ -63,6 +65,9 @@ class MemoryCheckQueue(MemorySource):
     async def bundle(self, request: BundleRequest) -> bytes:
         self._fail()
         return self.bundles[request.bundle]
+
+    async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
+        raise AssertionError("this run's trainer uses the claimed logprobs")
 
     async def check_result(self, request: CheckResultRequest) -> None:
         self._fail()

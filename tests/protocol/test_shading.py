@@ -1,0 +1,151 @@
+"""Shaded logprobs: e-values that are fair to every honest engine, and add up against claims that are moved."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from prime_protocol.calibration import require_possible, speaks_for
+from prime_protocol.errors import PeerError
+from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
+from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
+from prime_protocol.shading import (
+    MOMENTS,
+    MOMENTS_BY_REWARD,
+    REWARD_SLACK,
+    SHADING,
+    SHADING_BY_REWARD,
+    SLACK,
+    STAKES,
+    by_reward_sums,
+    reward_classes,
+    rises,
+    shading_sums,
+)
+
+CHECKS = CheckPolicy(shading_seen=True)
+
+
+def distributions(error: float, seed: int, size: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """What a worker samples by and what a validator computes, this far apart."""
+    rng = np.random.default_rng(seed)
+    logits = 2 * rng.standard_normal(size)
+    both = np.stack([logits + error * rng.standard_normal(size) for _ in range(2)])
+    mine, theirs = np.exp(both) / np.exp(both).sum(axis=1, keepdims=True)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("error", [1e-6, 1e-3, 0.02, 0.05])
+def test_the_e_value_of_an_honest_token_has_a_mean_of_at_most_one_whatever_the_engines_are(error: float) -> None:
+    for seed in range(100):
+        mine, theirs = distributions(error, seed)
+        each = [shading_sums(rises(np.log(mine[[token]]), np.log(theirs[[token]]))).log_e for token in range(len(mine))]
+        means = mine @ np.exp(np.array(each))
+        assert means.max() <= 1.0 + 1e-9
+
+
+def test_an_engine_that_is_flatter_than_the_validator_s_is_not_against_the_null() -> None:
+    """Its likely tokens are claimed lower and its unlikely ones higher, far from symmetric: only the mean must be 0."""
+    mine, theirs = np.array([0.89, 0.11]), np.array([0.9, 0.1])
+    logs = np.array([shading_sums(rises(np.log(mine[[token]]), np.log(theirs[[token]]))).log_e for token in (0, 1)])
+    assert (mine @ np.exp(logs)).max() <= 1.0
+
+
+@pytest.mark.parametrize("chance_differs", [0.0, 0.01, 0.02])
+def test_by_reward_an_honest_group_has_a_mean_of_at_most_one_where_chances_differ_by_the_slack(
+    chance_differs: float,
+) -> None:
+    """All groups of three completions of one token each; token 0 is rewarded. Exact, by enumeration."""
+    mine = np.array([0.5 - chance_differs, 0.5 + chance_differs])
+    theirs = np.array([0.5, 0.5])
+    mean = np.zeros(4 * len(STAKES))
+    for tokens in itertools.product((0, 1), repeat=3):
+        chosen = np.array(tokens)
+        sums = by_reward_sums(
+            rises(np.log(mine[chosen]), np.log(theirs[chosen])),
+            np.arange(3),
+            reward_classes([[float(token == 0) for token in tokens]]),
+        )
+        mean += mine[chosen].prod() * np.exp(np.array(sums.log_e))
+    assert mean.max() <= 1.0
+
+
+def nats_after(bundles: int, moved: dict[int, float], *, tokens: int, noise: float = 0.005) -> float:
+    """Evidence after so many bundles of 8 completions, of which 3 are rewarded, their claims moved by class."""
+    rng = np.random.default_rng(7)
+    wealth = folded({}, {}, statistics=(*CHECKS.statistics, *(f"of tokens {number}" for number in range(7))))
+    for _ in range(bundles):
+        classes = reward_classes([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+        owners = np.repeat(np.arange(8), tokens)
+        trusted = np.full(8 * tokens, -1.0)
+        claimed = trusted + noise * rng.standard_normal(len(trusted)) + np.array([moved[c] for c in classes])[owners]
+        rises_T = rises(claimed, trusted)
+        sums = {SHADING: shading_sums(rises_T), SHADING_BY_REWARD: by_reward_sums(rises_T, owners, classes)}
+        wealth = folded(wealth, sums, statistics=tuple(wealth))
+    return log_evidence(wealth)
+
+
+@pytest.mark.parametrize(
+    ("moved", "tokens", "bundles"),
+    [
+        ({1: -0.1, -1: 0.0}, 32, 2),
+        ({1: -0.05, -1: 0.0}, 32, 2),
+        ({1: -0.05, -1: 0.0}, 8, 8),
+        ({1: -0.1, -1: 0.1}, 32, 2),
+        ({1: 0.0, -1: -0.05}, 32, 2),
+        ({1: 0.1, -1: 0.0}, 32, 2),
+        ({1: -0.0095, -1: -0.0095}, 32, 4),
+    ],
+    ids=str,
+)
+def test_moved_claims_add_up_to_a_ban_within_64_rollouts(moved: dict[int, float], tokens: int, bundles: int) -> None:
+    assert 8 * bundles <= 64
+    assert nats_after(bundles, moved, tokens=tokens) >= math.log(EVIDENCE_MAX)
+    assert nats_after(64, {1: 0.0, -1: 0.0}, tokens=tokens) < 0
+
+
+def test_classes_are_by_the_group_s_own_mean_and_a_flat_group_has_none() -> None:
+    assert reward_classes([[1.0, 0.0, 0.0], [2.0, 2.0], [], [-1e308, 1e308, 0.0]]).tolist() == [
+        *(1, -1, -1),
+        *(0, 0),
+        *(-1, 1, 0),
+    ]
+
+
+def test_what_is_no_number_says_nothing_and_sums_stay_finite() -> None:
+    rises_T = rises(np.array([np.nan, -1.0, -np.inf, -1e30]), np.array([-1.0, np.nan, -1.0, -1.0]))
+    assert rises_T[:2].tolist() == [0.0, 0.0]
+    assert all(math.isfinite(log_e) for log_e in shading_sums(rises_T).log_e)
+    empty = by_reward_sums(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert max(empty.log_e) <= 0.0
+
+
+def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> None:
+    loudest = np.full(8, 80.0)
+    classes = reward_classes([[1.0] * 4 + [0.0] * 4])
+    sums = {
+        SHADING: shading_sums(loudest),
+        SHADING_BY_REWARD: by_reward_sums(loudest, np.arange(8), classes),
+    }
+    evidence = BundleEvidence(worker="a", validator="b", sums=sums)
+    known = CHECKS.moments_of(worker="a", validator="b")
+    require_possible(evidence, known)
+    assert not speaks_for(BundleEvidence(worker="a", validator="b", sums={}), evidence_max=1e5)
+    assert not speaks_for(
+        evidence.model_copy(update={"sums": {SHADING: shading_sums(np.zeros(8))}}), evidence_max=1e5
+    ), "thresholds stay narrow where no calibration knows the engines"
+    for name, moments in ((SHADING, MOMENTS), (SHADING_BY_REWARD, MOMENTS_BY_REWARD)):
+        louder = Sums(num_tokens=8, log_e=tuple(8 * rate * moments.cap + 0.01 for rate in moments.lambdas))
+        with pytest.raises(PeerError, match="more than its tokens can say"):
+            require_possible(evidence.model_copy(update={"sums": {name: louder}}), known)
+    with pytest.raises(PeerError, match="does not know"):
+        require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))
+
+
+def test_the_slack_of_rewards_is_paid_by_every_completion() -> None:
+    classes = reward_classes([[1.0, 0.0]] * 4)
+    sums = by_reward_sums(np.zeros(8), np.arange(8), classes)
+    assert sums.log_e[0] == pytest.approx(-8 * math.log1p(REWARD_SLACK) + 4 * math.log1p(-SLACK), abs=1e-5)
