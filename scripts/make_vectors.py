@@ -22,6 +22,7 @@ from vectors.bundles import bundles
 from vectors.checkpoints import checkpoints
 from vectors.folder import Folder
 from vectors.invites import invites
+from vectors.judged import judged_logprobs
 from vectors.ledger import ledger
 from vectors.messages import messages
 from vectors.peers import peers
@@ -30,7 +31,7 @@ from vectors.runs import lease_of, runs
 from vectors.seeds import seeds
 from vectors.trust import trust
 from vectors.turns import turns
-from vectors.uncalibrated import compared, excess_flips, ranks
+from vectors.uncalibrated import compared, excess_flips, ranks, shaded
 
 
 def main() -> None:
@@ -55,6 +56,8 @@ def main() -> None:
     ranks(folder)
     compared(folder)
     excess_flips(folder)
+    shaded(folder)
+    judged_logprobs(folder, run)
     seeds(folder)
 
 

@@ -81,6 +81,7 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         )
         for i, group in enumerate(lease.groups)
     )
+    judged = groups[0].model_copy(update={"logprobs": digest_of(b"a validator's logprobs")})
     second = TrainBatch(run=run.digest, step=2, groups=groups[:1], part=1, previous=digest_of(b"first batch"))
     signed: list[tuple[str, PayloadType, WireModel, SigningKey]] = [
         ("lease", PayloadType.LEASE, lease, COORDINATOR),
@@ -89,8 +90,15 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("receipt", PayloadType.RECEIPT, receipt, COORDINATOR),
         ("batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=groups), COORDINATOR),
         ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),
+        ("audited batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=(judged,)), COORDINATOR),
         ("weighed receipt", PayloadType.RECEIPT, receipt.model_copy(update={"evidence": weighed}), COORDINATOR),
         ("check result", PayloadType.REQUEST, stamped(verdict), VALIDATOR),
+        (
+            "check result with logprobs",
+            PayloadType.REQUEST,
+            stamped(verdict.model_copy(update={"logprobs": digest_of(b"a validator's logprobs")})),
+            VALIDATOR,
+        ),
         ("claimed speed", PayloadType.REQUEST, stamped(work.model_copy(update={"speed": speed})), WORKER),
         ("batch request", PayloadType.REQUEST, stamped(BatchRequest(step=2, durable_step=1, train_ms=1_500)), TRAINER),
         ("ban", PayloadType.BAN, banned, COORDINATOR),

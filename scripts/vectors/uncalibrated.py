@@ -8,6 +8,7 @@ from prime_protocol.errors import ErrorCode
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.reward_ranks import rank_sums
+from prime_protocol.shading import by_reward_sums, reward_classes, rises, shading_sums
 from vectors.folder import Folder, fields
 
 Groups = list[tuple[list[float], list[float]]]
@@ -72,5 +73,35 @@ def excess_flips(folder: Folder) -> None:
                 "expect": flip_sums(np.array(flips), apart(np.array(claimed), np.array(recomputed))).log_e,
             }
             for name, (flips, claimed, recomputed) in cases.items()
+        ],
+    )
+
+
+def shaded(folder: Folder) -> None:
+    cases: dict[str, tuple[list[float], list[float], list[int], list[list[float]]]] = {
+        "equal logprobs": ([-1.0, -0.25], [-1.0, -0.25], [0, 1], [[1.0, 0.0]]),
+        "too low where it is rewarded": ([-1.1, -0.35, -0.5], [-1.0, -0.25, -0.5], [0, 0, 1], [[1.0, 0.0]]),
+        "too high where it is not": ([-1.0, -0.25, -0.4], [-1.0, -0.25, -0.5], [0, 1, 2], [[1.0, 0.5, 0.0]]),
+        "a group whose rewards are alike": ([-1.1, -0.35], [-1.0, -0.25], [0, 1], [[1.0, 1.0]]),
+        "two groups": ([-1.1, -0.3, -0.2, -0.9], [-1.0, -0.25, -0.2, -1.0], [0, 1, 2, 3], [[1.0, 0.0], [0.0, 3.0]]),
+        "further apart than counts": ([-9.0, -0.5], [-0.5, -9.0], [0, 1], [[1.0, 0.0]]),
+    }
+    folder.cases(
+        "shading",
+        [
+            {
+                "name": name,
+                "claimed": claimed,
+                "recomputed": recomputed,
+                "owners": owners,
+                "rewards": rewards,
+                "expect": {
+                    "shading": shading_sums(rises(np.array(claimed), np.array(recomputed))).log_e,
+                    "shading_by_reward": by_reward_sums(
+                        rises(np.array(claimed), np.array(recomputed)), np.array(owners), reward_classes(rewards)
+                    ).log_e,
+                },
+            }
+            for name, (claimed, recomputed, owners, rewards) in cases.items()
         ],
     )

@@ -32,6 +32,7 @@ from prime_protocol.evidence import BundleEvidence
 from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.invite import open_invite
+from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
@@ -47,6 +48,7 @@ from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, 
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, chain_from, committed
 from prime_protocol.seed_chain import opened as chain_opened
+from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.turns import episodes_behind, turn_seed
@@ -228,6 +230,19 @@ def blob(case: Case, folder: Path) -> Any:
     return fields(header)
 
 
+def logprobs(case: Case, folder: Path) -> Any:
+    run = _run_of(case, folder)
+    header, values = open_logprobs(data_of(case, folder), run=run.digest, keys=run.keys, bytes_max=2**20)
+    return {**fields(header), "logprobs": values.tolist()}
+
+
+def shading(case: Case, folder: Path) -> Any:
+    rises_T = rises(np.array(case["claimed"]), np.array(case["recomputed"]))
+    by_reward = by_reward_sums(rises_T, np.array(case["owners"]), reward_classes(case["rewards"]))
+    found = {SHADING: shading_sums(rises_T), SHADING_BY_REWARD: by_reward}
+    return {name: [pytest.approx(log_e, abs=2e-6) for log_e in sums.log_e] for name, sums in found.items()}
+
+
 def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
     run = _run_of(case, folder)
     opened = open_envelope(data_of(case, folder))
@@ -323,6 +338,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "key_id": key_id,
     "key_ring": key_ring,
     "ledger": ledger,
+    "logprobs": logprobs,
     "message": message,
     "noise": noise,
     "peer_list": peer_list,
@@ -333,6 +349,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "compared": compared,
     "seed_chain": seed_chain,
     "seed": seed,
+    "shading": shading,
     "state_root": root_of_rows,
     "excess_flips": lambda case, folder: [
         pytest.approx(log_e, abs=2e-6)
