@@ -29,6 +29,7 @@ FLOORS = (
     {"replay", "algo", "envs"},
     {"config", "observe", "keyfile", "patience"},
     {"files", "folder_lock", "scratch"},
+    {"inside"},
     {"ports"},
     {"prime_node"},
     {"prime_protocol"},

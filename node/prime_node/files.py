@@ -15,7 +15,7 @@ def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None
     folder = partial_folder or path.parent
     partial = folder / f"{path.name[:100]}.{secrets.token_hex(4)}.partial"
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -24,6 +24,15 @@ def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Create or replace a file, whole for its readers, not durable: for what is only about now. Raises OSError."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:  # never through a link that lies there
+        file.write(data)
+    partial.replace(path)
 
 
 def sync(path: Path) -> None:

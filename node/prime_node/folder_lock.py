@@ -6,6 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from prime_node.inside import open_regular, refuse_links
 from prime_protocol.errors import LocalError
 
 
@@ -13,10 +14,11 @@ class FolderLock:
     """Held until `release`, or until the process ends in whatever way."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises LocalError where another process holds it."""
+        """Raises LocalError where another process holds it, or a link in it could lead elsewhere."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            refuse_links(folder)
+            self._descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT, mode=0o600)
         except OSError as error:
             raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from prime_node.inside import open_regular
 from prime_node.ports.metrics import Metric, MetricKind, Metrics
 
 
@@ -144,20 +146,25 @@ class JsonLines:
         """Beyond `bytes_max` the file becomes PATH.1, in place of an older one, and a new one begins."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._bytes_max = path, bytes_max
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._file: TextIO = _appending(path)
 
     def record(self, **fields: Any) -> None:
         """Example: record(step=3, reward=0.4)."""
         if self._bytes_max is not None and self._file.tell() >= self._bytes_max:
             self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._file = _appending(self._path)
         self._file.write(
             json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n"
         )
 
     def close(self) -> None:
         self._file.close()
+
+
+def _appending(path: Path) -> TextIO:
+    """Not through a link: lines hold words of strangers, and somebody's shell may read what it leads to."""
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8", buffering=1)
 
 
 class JsonLinesReader:

@@ -11,13 +11,11 @@ from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.identity import KeyId
 from prime_protocol.noise import SEED_MAX
-
-# No control characters, line separators or writing-direction controls: names and texts are shown, logged and hashed.
-_VISIBLE = r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"
+from prime_protocol.visible import VISIBLE
 
 Seed = Annotated[int, Field(ge=0, le=SEED_MAX)]
-Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=_VISIBLE)]
-Text = Annotated[str, Field(max_length=limits.TEXT_CHARS_MAX, pattern=_VISIBLE)]
+Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=VISIBLE)]
+Text = Annotated[str, Field(max_length=limits.TEXT_CHARS_MAX, pattern=VISIBLE)]
 """For a person."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=limits.TOKENS_MAX)]

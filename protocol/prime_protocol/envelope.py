@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from prime_protocol import limits
+from prime_protocol.constraints import refuse_dropped
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import PublicKey, SigningKey
@@ -53,9 +54,16 @@ class PayloadType(StrEnum):
 
 
 class WireModel(BaseModel):
-    """Base of everything that crosses the wire: immutable, and an unknown field is an error."""
+    """Base of everything that crosses the wire: immutable, and an unknown field is an error.
+
+    A class whose validator would not apply a constraint that a field declares is a TypeError when it is made.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        refuse_dropped(cls)
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from prime_protocol.limits import DETAIL_CHARS_MAX
+from prime_protocol.visible import printable
 
 
 class ErrorCode(StrEnum):
@@ -113,14 +113,6 @@ HTTP_STATUS: dict[ErrorCode, int] = {
 _TRANSIENT = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.INTERNAL, ErrorCode.WRONG_EPOCH})
 
 
-def printable(text: str) -> str:
-    """A foreign text without what could steer a terminal, forge a log line or turn the writing direction.
-
-    Example: printable("a\\x1b[2Jb") is "a?[2Jb".
-    """
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
-
-
 class PrimeError(Exception):
     """Base of all errors that this project raises on purpose."""
 
@@ -135,7 +127,7 @@ class PeerError(PrimeError):
         self.code = code
         self.epoch = epoch
         """The server's present epoch, where the code is WRONG_EPOCH."""
-        self.detail = printable(detail)[:DETAIL_CHARS_MAX]
+        self.detail = printable(detail)
         super().__init__(f"{code}: {self.detail}")
         self.retry_after_s = retry_after_s
 

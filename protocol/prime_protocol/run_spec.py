@@ -24,6 +24,7 @@ from prime_protocol.evidence import Moments
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
+from prime_protocol.names import ModelFileName
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
 from prime_protocol.seed_chain import SeedChain
@@ -44,7 +45,7 @@ class ModelFile(WireModel):
     Only kinds of files that are data: a run must not bring code, nor a pickle, to the machines of those who join it.
     """
 
-    name: Name = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|jinja|txt|model|md)$")
+    name: ModelFileName
     digest: Digest
     size: Count
 
@@ -52,7 +53,7 @@ class ModelFile(WireModel):
 Option = (
     Annotated[str, Field(max_length=limits.OPTION_CHARS_MAX)]
     | Annotated[int, Field(ge=-limits.COUNT_MAX, le=limits.COUNT_MAX)]
-    | float
+    | Annotated[float, Field(gt=-limits.COUNT_MAX, lt=limits.COUNT_MAX)]  # an integer beyond is taken as a float
     | bool
 )
 

@@ -200,7 +200,7 @@ def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
             value = given.pop(name)
             if target in given:
                 raise ValueError(f"{name} and another setting both say {target}; give one of them")
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= limits.COUNT_MAX:
                 raise ValueError(f"{name} is a number")
             given[target] = convert(value)
     if any(name in given for name in _SWAPS):
@@ -212,8 +212,8 @@ def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
         given["swap"] = _swap_of(*flags.values())
     preset = given.get("preset")
     if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"preset {preset!r} is unknown; there are {', '.join(PRESETS)}")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(f"preset {preset!r:.40} is unknown; there are {', '.join(PRESETS)}")
         given = {**PRESETS[preset], **given}
     return given
 

@@ -11,9 +11,9 @@ from prime_protocol.assigned import Assigned
 from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import printable
 from prime_protocol.evidence import Weighed
 from prime_protocol.identity import KeyId
+from prime_protocol.visible import printable
 
 
 class RejectReason(StrEnum):
@@ -108,7 +108,7 @@ class Verdict(WireModel):
 
     @classmethod
     def refuse(cls, reason: RejectReason, detail: str = "") -> Verdict:
-        return cls(accepted=False, reason=reason, detail=printable(detail)[: limits.TEXT_CHARS_MAX])
+        return cls(accepted=False, reason=reason, detail=printable(detail, limits.TEXT_CHARS_MAX))
 
 
 class BundleStatus(StrEnum):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from prime_protocol import errors, limits
 from prime_protocol.codec import CodecError
-from prime_protocol.errors import HTTP_STATUS, ErrorCode, LimitExceeded, LocalError, PeerError, PrimeError, printable
+from prime_protocol.errors import HTTP_STATUS, ErrorCode, LimitExceeded, LocalError, PeerError, PrimeError
 from prime_protocol.messages import ErrorBody
+from prime_protocol.visible import printable
 
 
 def test_every_code_has_a_status_of_a_refusal() -> None:

@@ -20,8 +20,9 @@ import typer
 
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import clock_ahead_s, run_status
-from prime_protocol.errors import LocalError, printable
+from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
+from prime_protocol.visible import printable
 
 DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0

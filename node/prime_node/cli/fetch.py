@@ -72,6 +72,7 @@ async def _fetch(
 ) -> tuple[Path, int]:
     from prime_node.broadcast.audit.audit import Verified
     from prime_node.broadcast.audit.export import check_free, export
+    from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.cli import wire, wire_swarm
     from prime_node.cli.join import download_bar
     from prime_node.keyfile import load_or_create
@@ -89,7 +90,7 @@ async def _fetch(
                 policy = await _policy(follower, policy_version)
     place = out or Path(f"policy-{policy.version}")
     check_free(place)
-    files = {file.name: (folder / "model" / file.name).read_bytes() for file in run.spec.model_files}
+    files = model_files_in(folder / "model", run)
     verified = Verified(run, policy.signed, policy.weights, files)
     return place, len(export(verified, place, software=f"prime-node {__version__}"))
 

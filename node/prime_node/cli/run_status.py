@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import is_url, pinned_by
-from prime_protocol.errors import LocalError, printable
+from prime_protocol.errors import LocalError
+from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
 """Ten times what a thousand workers take."""
@@ -148,7 +149,7 @@ def _why(error: Exception) -> str:
         return f"its certificate is not valid here ({cause.verify_message}); see this machine's clock, or tell the operator"
     if isinstance(cause, ConnectionRefusedError):
         return "connection refused: is the coordinator running, and is the address right?"
-    return f"{printable(str(cause))[:200]}: is the coordinator running, and is the address right?"
+    return f"{printable(str(cause), 200)}: is the coordinator running, and is the address right?"
 
 
 def clock_ahead_s(target: str) -> float | None:

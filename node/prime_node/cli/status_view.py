@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_node.cli.screen import size
-from prime_protocol.errors import printable
+from prime_protocol.visible import printable
 
 if TYPE_CHECKING:
     from prime_node.cli.run_status import RunStatus, WorkerLine

@@ -43,6 +43,7 @@ async def coordinator_parts(
         from prime_node.adapters.web.http_peer import HttpDialBack
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
+    from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.coordinator.daemon import Parts
     from prime_node.keyfile import keep_secret
     from prime_node.observe import BestEffort, JsonLines
@@ -51,8 +52,8 @@ async def coordinator_parts(
         folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project, who="coordinator"
     )
     blobs = FolderBlobs(public / "blobs")
-    for file in run.spec.model_files:
-        await blobs.put((model / file.name).read_bytes())
+    for data in model_files_in(model, run).values():
+        await blobs.put(data)
     return Parts(
         run=run,
         key=key,

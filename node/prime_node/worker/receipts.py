@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prime_node.files import write_durably
+from prime_node.inside import open_regular, read_regular
 from prime_protocol.assigned import assigned_in
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -81,7 +82,7 @@ class ReceiptBook:
         self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            data = self._file.read_bytes() if self._file.exists() else b""
+            data = read_regular(self._file) if self._file.exists() else b""
             if data and not data.endswith(b"\n"):
                 self._append([b""])  # a crash left half a line, and what comes next is none of it
             cursor = self._cursor_file.read_text(encoding="ascii") if self._cursor_file.exists() else "0"
@@ -175,7 +176,8 @@ class ReceiptBook:
         self._totals[outcome] += sign * kept.num_rollouts
 
     def _append(self, lines: Iterable[bytes]) -> None:
-        with self._file.open("ab") as file:
+        descriptor = open_regular(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with os.fdopen(descriptor, "ab") as file:
             for line in lines:
                 file.write(line + b"\n")
             file.flush()

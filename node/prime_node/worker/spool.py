@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,14 +23,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.files import write_durably
+from prime_node.inside import read_regular
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import UploadReply
+from prime_protocol.names import file_name
 
 log = logging.getLogger(__name__)
 
+_NAME = re.compile(r"[0-9]{12,}-[A-Za-z0-9_-]+\.parcel")
 REFUSED_LINES_MAX = 1_000
 """Refusals remembered; the oldest go first."""
 
@@ -55,7 +59,7 @@ class Spool:
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob("*.partial"):  # never promised to anybody
                 partial.unlink()
-            found = sorted(folder.glob("*.parcel"))
+            found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name))
             self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
         except OSError as error:
             raise self._disk_fault(error) from None
@@ -84,7 +88,7 @@ class Spool:
                     "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
                 )
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
-            path = self._folder / f"{self._next:012d}-{lease_id}.parcel"
+            path = self._folder / file_name(f"{self._next:012d}-{lease_id}.parcel")
             self._next += 1
             try:
                 await asyncio.to_thread(write_durably, path, parcel)
@@ -121,7 +125,7 @@ class Spool:
     async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
         """Until the coordinator has given an answer that stands."""
         backoff = Backoff(self._rng)
-        parcel = await asyncio.to_thread(path.read_bytes)
+        parcel = await asyncio.to_thread(read_regular, path)  # a link would upload what it leads to
         while True:
             try:
                 reply = await upload(parcel)

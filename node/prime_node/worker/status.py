@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from prime_node.files import replace
 from prime_protocol.errors import LocalError
 from prime_protocol.messages import WorkerState
 
@@ -81,10 +82,8 @@ class Status:
 
 def write_status(path: Path, status: Status) -> None:
     """Readers see a whole file. Not durable: it is only about now, so a full disk does not stop the work either."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(json.dumps(dataclasses.asdict(status), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace(path, f"{json.dumps(dataclasses.asdict(status), indent=1)}\n".encode())
     except OSError as error:
         log.warning("status %s: %s", path, error)
 

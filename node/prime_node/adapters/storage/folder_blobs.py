@@ -12,11 +12,14 @@ to S3.)
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from prime_node.files import sync, write_durably
+from prime_node.inside import NotRegular, open_regular, read_regular
 from prime_protocol.digest import digest_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -37,9 +40,12 @@ class FolderBlobs:
 
     async def size(self, digest: str) -> int:
         try:
-            return self._path(digest).stat().st_size
+            found = self._path(digest).lstat()
         except FileNotFoundError:
             raise KeyError(digest) from None
+        if not stat.S_ISREG(found.st_mode):  # a link would be served to strangers
+            raise KeyError(digest)
+        return found.st_size
 
     async def has(self, digest: str) -> bool:
         try:
@@ -76,10 +82,10 @@ class FolderBlobs:
 
     def _get(self, digest: str, start: int, end: int | None) -> bytes:
         try:
-            with self._path(digest).open("rb") as file:
+            with os.fdopen(open_regular(self._path(digest), os.O_RDONLY), "rb") as file:
                 file.seek(start)
                 return file.read() if end is None else file.read(max(0, end - start))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotRegular):
             raise KeyError(digest) from None
 
 
@@ -95,8 +101,8 @@ class FolderDocuments:
 
     async def read(self, name: str) -> bytes:
         try:
-            return await asyncio.to_thread((self._folder / name).read_bytes)
-        except FileNotFoundError:
+            return await asyncio.to_thread(read_regular, self._folder / name)
+        except (FileNotFoundError, NotRegular):
             raise KeyError(name) from None
 
     def _write(self, name: str, data: bytes) -> None:

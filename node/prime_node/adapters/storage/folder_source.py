@@ -14,9 +14,11 @@ mirror. Nothing in it is trusted: whoever reads it checks signatures and digests
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
+from prime_node.inside import open_regular
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, open_envelope
@@ -65,7 +67,7 @@ class FolderSource:
 
     def _read(self, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
         try:
-            with (self.folder / name).open("rb") as file:
+            with os.fdopen(open_regular(self.folder / name, os.O_RDONLY), "rb") as file:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:

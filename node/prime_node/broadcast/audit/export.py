@@ -24,6 +24,7 @@ from pathlib import Path
 from prime_node.broadcast.audit.attestation import sign_statement, statement
 from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, write_safetensors
+from prime_node.inside import write_inside
 from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -130,8 +131,10 @@ def _peft_config(spec: AdapterSpec) -> bytes:
 def _write(verified: Verified, folder: Path, *, shard_bytes: int, is_merged: bool) -> dict[str, str]:
     files: dict[str, str] = {}
     stem, adapters = "model", None if is_merged else verified.run.spec.adapters
+    for name, data in verified.model_files.items():
+        write_inside(folder, name, data)
+        files[name] = hashlib.sha256(data).hexdigest()
     small = {
-        **verified.model_files,
         "provenance/run.json": verified.run.envelope.to_bytes(),
         "provenance/manifest.json": verified.signed.envelope.to_bytes(),
         **{f"provenance/keys-{ring.version:04d}.json": one.to_bytes() for ring, one in verified.run.keys.rings},

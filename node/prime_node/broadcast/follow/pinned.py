@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from prime_node.files import write_durably
+from prime_node.inside import read_inside, write_inside
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, StatementSource, Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
@@ -52,10 +52,24 @@ async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun,
     """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError or
     Unreachable."""
     for file in run.spec.model_files:
-        path = folder / file.name
-        if not await asyncio.to_thread(_is_there, path, file):
-            await asyncio.to_thread(_write, path, await _in_turn(sources, partial(_fetch, file=file, run=run)))
+        if not await asyncio.to_thread(_is_there, folder, file):
+            data = await _in_turn(sources, partial(_fetch, file=file, run=run))
+            await asyncio.to_thread(_write, folder, file.name, data)
     return folder
+
+
+def model_files_in(folder: Path, run: PinnedRun) -> dict[str, bytes]:
+    """The run's model files that lie in `folder`, by name. Raises LocalError where one is missing or another."""
+    return {file.name: _there(folder, file) for file in run.spec.model_files}
+
+
+def _there(folder: Path, file: ModelFile) -> bytes:
+    data = read_inside(folder, file.name, bytes_max=file.size)
+    if data is None or digest_of(data) != file.digest:
+        raise LocalError(
+            f"{folder / file.name} is not the file that the run names; take it from where the run was made"
+        )
+    return data
 
 
 async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[CheckpointSource], Awaitable[T]]) -> T:
@@ -69,13 +83,14 @@ async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[Checkpoin
     raise errors[0]
 
 
-def _is_there(path: Path, file: ModelFile) -> bool:
-    return path.exists() and digest_of(path.read_bytes()) == file.digest
+def _is_there(folder: Path, file: ModelFile) -> bool:
+    data = read_inside(folder, file.name, bytes_max=file.size)
+    return data is not None and digest_of(data) == file.digest
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, data)
+def _write(folder: Path, name: str, data: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inside(folder, name, data)
 
 
 async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> bytes:

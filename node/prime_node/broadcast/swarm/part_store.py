@@ -2,20 +2,24 @@
 
 Invariant: a file that is named by a digest alone has that digest, and appears under that name whole. A part on its way lies in
 `<digest>.partial`: pieces are put where they belong after they were verified, holes are zero. Which of them are there is written
-down nowhere: after a restart the bytes are hashed again, because a disk is not trusted more than a peer.
+down nowhere: after a restart the bytes are hashed again, because a disk is not trusted more than a peer. Whatever has another
+name, or is no file (a link to one would be served to strangers), is neither read nor removed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from prime_node.inside import NotRegular, open_regular, read_regular
 from prime_protocol.digest import digest_of, digest_of_all
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
 
 PARTIAL = ".partial"
+_DIGEST = re.compile("[0-9a-f]{64}")
 READ_BYTES = 2**20
 """Held at a time of a part that is read to its end."""
 
@@ -31,9 +35,11 @@ class PartStore:
         """Of whole parts."""
         self._begun: dict[str, int] = {}
         """Of parts on their way: what they will take."""
-        for path in folder.iterdir():
-            sizes = self._begun if path.suffix == PARTIAL else self._sizes
-            sizes[path.name.removesuffix(PARTIAL)] = path.stat().st_size
+        for entry in os.scandir(folder):
+            digest = entry.name.removesuffix(PARTIAL)
+            if _DIGEST.fullmatch(digest) and entry.is_file(follow_symlinks=False):
+                sizes = self._sizes if digest == entry.name else self._begun
+                sizes[digest] = entry.stat(follow_symlinks=False).st_size
 
     # Whole parts
 
@@ -41,8 +47,10 @@ class PartStore:
         """The part's bytes; None where they are not there whole. A damaged file is removed."""
         if entry.digest not in self._sizes:
             return None
-        path = self._folder / entry.digest
-        data = path.read_bytes() if path.exists() else b""
+        try:
+            data = read_regular(self._folder / entry.digest)
+        except (FileNotFoundError, NotRegular):
+            data = b""
         if len(data) == entry.size and digest_of(data) == entry.digest:
             return data
         self._forget(entry.digest)
@@ -53,8 +61,7 @@ class PartStore:
         for entry in entries:
             if entry.digest not in self._sizes:
                 return False
-            path = self._folder / entry.digest
-            if not path.exists() or digest_of_all(_in_turn(path)) != entry.digest:
+            if digest_of_all(_in_turn(self._folder / entry.digest)) != entry.digest:
                 self._forget(entry.digest)
                 return False
         return True
@@ -66,7 +73,9 @@ class PartStore:
         if not self._has_room(len(data)):
             return False
         partial = self._partial(digest)
-        partial.write_bytes(data)
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            file.write(data)
         partial.replace(self._folder / digest)
         self._begun.pop(digest, None)
         self._sizes[digest] = len(data)
@@ -93,7 +102,8 @@ class PartStore:
         if entry.digest not in self._begun and not self._has_room(entry.size):
             return False
         self._sizes.pop(entry.digest, None)
-        with self._partial(entry.digest).open("wb") as file:
+        descriptor = open_regular(self._partial(entry.digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(descriptor, "wb") as file:
             file.truncate(entry.size)
         self._begun[entry.digest] = entry.size
         return True
@@ -106,7 +116,7 @@ class PartStore:
     def put(self, digest: str, start: int, data: bytes) -> None:
         """Verified bytes of a part that has begun."""
         try:
-            descriptor = os.open(self._partial(digest), os.O_WRONLY)
+            descriptor = open_regular(self._partial(digest), os.O_WRONLY)
         except FileNotFoundError:
             if digest in self._sizes:
                 return  # a second copy of the last piece, or a part that occurs twice
@@ -136,8 +146,8 @@ class PartStore:
         whole = self._folder / digest
         for path in (whole, self._partial(digest), whole):  # it may become whole in between
             try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
+                descriptor = open_regular(path, os.O_RDONLY)
+            except (FileNotFoundError, NotRegular):
                 continue
             try:
                 return os.pread(descriptor, end - start, start)
@@ -153,7 +163,7 @@ class PartStore:
         path = self._folder / digest if digest in self._sizes else self._partial(digest)
         data = bytearray(end - start)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_regular(path, os.O_RDONLY)
             try:
                 num_bytes = os.preadv(descriptor, [data], start, os.RWF_NOWAIT)
             finally:
@@ -183,6 +193,11 @@ class PartStore:
 
 
 def _in_turn(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
+    """Nothing where there is no file."""
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except (FileNotFoundError, NotRegular):
+        return
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
         while data := file.read(READ_BYTES):
             yield data

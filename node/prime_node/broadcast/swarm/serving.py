@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, Telling, told
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
+from prime_node.inside import open_regular, read_regular
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.names import file_name
 from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
@@ -136,7 +139,7 @@ class PeerService:
     async def _statement(self, name: str) -> Response:
         """What trust.py has verified and written."""
         try:
-            return Response(await asyncio.to_thread(((self.folder or Path()) / "trust" / name).read_bytes))
+            return Response(await asyncio.to_thread(read_regular, (self.folder or Path()) / "trust" / name))
         except OSError:
             raise PeerError(ErrorCode.NOT_FOUND, f"this peer has no {name}") from None
 
@@ -187,7 +190,7 @@ class PeerService:
         def read() -> bytes | None:
             if file is None:
                 return self.parts.get(digest, start, end)
-            with file.open("rb") as opened:
+            with os.fdopen(open_regular(file, os.O_RDONLY), "rb") as opened:
                 opened.seek(start)
                 return opened.read(end - start)
 
@@ -199,8 +202,8 @@ class PeerService:
     def _model_file(self, digest: str) -> Path | None:
         for file in self.run.spec.model_files:
             if file.digest == digest and self.folder is not None:
-                path = self.folder / "model" / file.name
-                return path if path.exists() else None
+                path = self.folder / "model" / file_name(file.name)
+                return path if path.is_file() and not path.is_symlink() else None
         return None
 
     # News

@@ -13,6 +13,8 @@ from prime_node.broadcast.follow.paths import Route, search
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
+from prime_node.files import replace
+from prime_node.inside import read_regular
 from prime_protocol import limits
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, open_envelope
@@ -45,7 +47,7 @@ class Shelf:
         """Show again what was kept before this process began, as far as its bytes are still the right ones."""
         for path in sorted(self._folder.iterdir()):
             try:
-                signed = open_manifest(open_envelope(await asyncio.to_thread(path.read_bytes)), run)
+                signed = open_manifest(open_envelope(await asyncio.to_thread(read_regular, path)), run)
             except (PeerError, OSError) as error:
                 log.warning("%s: %s", path, error)
                 continue
@@ -104,9 +106,7 @@ class Shelf:
             for name in there - names.keys():
                 (self._folder / name).unlink()
             for name in names.keys() - there:
-                partial = self._folder / "partial"
-                partial.write_bytes(names[name].envelope.to_bytes())
-                partial.replace(self._folder / name)
+                replace(self._folder / name, names[name].envelope.to_bytes())
         except OSError as error:
             log.warning("%s: %s", self._folder, error)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.files import replace
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
@@ -106,9 +107,8 @@ class DataCap:
     def _write(self) -> None:
         self._written_bytes = self.used_bytes
         try:
-            partial = self._file.with_name(self._file.name + ".partial")
-            partial.write_text(json.dumps({"days": self._days, "period": self._period, "used_bytes": self.used_bytes}))
-            partial.replace(self._file)
+            used = {"days": self._days, "period": self._period, "used_bytes": self.used_bytes}
+            replace(self._file, json.dumps(used).encode())
         except OSError as error:
             log.warning("data cap %s: %s", self._file, error)
 

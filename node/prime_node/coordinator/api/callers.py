@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from prime_node.ports.web import Request
-from prime_protocol.errors import printable
+from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Callers:
         if hops == [""]:
             return address
         while hops and is_in(address, self._proxies):
-            address = _without_port(printable(hops.pop().strip())[:64])
+            address = _without_port(printable(hops.pop().strip(), 64))
         is_named = is_in(request.remote, self._proxies)
         if not (is_named or self._has_warned) and is_in(address, self._trusted):
             self._has_warned = True

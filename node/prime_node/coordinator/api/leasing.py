@@ -13,7 +13,7 @@ from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim, LeaseRecord
 from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError, printable
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.messages import (
     HeartbeatReply,
     HeartbeatRequest,
@@ -23,6 +23,7 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
 )
 from prime_protocol.telemetry import Speed
+from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def _environment_fault(core: Core, grant: Grant, draws: tuple[int, ...]) -> str:
         if not core.environment_fault:
             log.exception("step %d: a problem cannot be made; nothing of it is leased until it can", grant.step)
         detail = str(error) if isinstance(error, LocalError) else type(error).__name__
-        core.environment_fault = printable(f"an environment fails at slots of step {grant.step}: {detail}")[:300]
+        core.environment_fault = printable(f"an environment fails at slots of step {grant.step}: {detail}", 300)
         return core.environment_fault
     core.environment_fault = ""
     return ""

@@ -10,10 +10,12 @@ from prime_node.coordinator.state.batching import choose_batch, next_step, stale
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.scheduler import forgettable_step
 from prime_node.coordinator.watchdog import waiting
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError, printable
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
+from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | No
         wait_s=request.wait_s,
     )
     if not is_fixed:
-        return NotYet(reason=printable("; ".join(waiting(core)))[:500], retry_after_s=RETRY_S)
+        return NotYet(reason=printable("; ".join(waiting(core)), limits.TEXT_CHARS_MAX), retry_after_s=RETRY_S)
     return seal_batch(core, request.step, request.part)
 
 

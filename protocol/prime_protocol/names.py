@@ -1,0 +1,60 @@
+"""Names from outside that become the names of files. SPEC.md, section "Names of files".
+
+Nothing that a peer sends becomes a path but by `file_name`, and the files are opened by prime_node/files.py, which checks again,
+by other means, that a name is one component of a path.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+
+FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+"""Letters, digits, `_`, `.` and `-` of ASCII; neither hidden, nor an option, nor a way to another folder."""
+MODEL_FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|jinja|txt|model|md)$"
+"""Kinds of files that are data. Code and pickles are none."""
+_DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
+"""What Windows opens as a device in every folder, whatever stands behind the first dot."""
+
+
+def file_name(name: str) -> str:
+    """`name` itself, if any system takes it as the name of one file in a folder. Raises PeerError(MALFORMED)."""
+    if fault := _fault(name):
+        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is no name of a file: {fault}")
+    return name
+
+
+def _fault(name: str) -> str:
+    """What is wrong with a name; empty where nothing is."""
+    if not 1 <= len(name) <= limits.NAME_CHARS_MAX:
+        return f"it has {len(name)} characters, 1 to {limits.NAME_CHARS_MAX} are allowed"
+    if not re.fullmatch(FILE_NAME[1:-1], name):
+        return "ASCII letters, digits, '_', '.' and '-' are allowed, and no '.' or '-' at its begin"
+    if name.endswith("."):
+        return "Windows drops a dot at its end"
+    if name.partition(".")[0].lower() in _DEVICES:
+        return "Windows opens it as a device"
+    return ""
+
+
+def _model_file_name(name: str) -> str:
+    """Raises ValueError, as pydantic wants it."""
+    if fault := _fault(name):
+        raise ValueError(fault)
+    folded = name.lower()
+    if folded.endswith(".index.json") or folded == "adapter_config.json" or folded.startswith("provenance"):
+        raise ValueError("a file of this name leads an engine to other files, or is written by an export")
+    return name
+
+
+ModelFileName = Annotated[
+    str,
+    Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=MODEL_FILE_NAME),
+    AfterValidator(_model_file_name),
+]
+"""The name of a file beside the weights."""

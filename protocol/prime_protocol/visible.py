@@ -1,0 +1,50 @@
+"""Text from outside: what names and texts on the wire may hold, and the one function that makes any text fit to be shown."""
+
+from __future__ import annotations
+
+from prime_protocol import limits
+
+INVISIBLE = (
+    (0x00, 0x1F),  # control characters: ESC steers terminals, LF forges lines of a log
+    (0x7F, 0x9F),  # and those of C1: 0x9B is ESC [
+    (0xAD, 0xAD),
+    (0x34F, 0x34F),
+    (0x61C, 0x61C),
+    (0x115F, 0x1160),
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),
+    (0x200B, 0x200F),  # zero width, writing direction
+    (0x2028, 0x202E),  # line and paragraph separators, writing direction
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),
+    (0xFE00, 0xFE0F),
+    (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFFB),
+    (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A),
+    (0xE0000, 0xE0FFF),
+)
+"""Code points, first and last, that no name and no text holds: controls, separators, and what Unicode calls default ignorable.
+Written down, not taken from a table: a name that is valid stays valid, whichever version of Unicode a reader has."""
+_INVISIBLE_CLASS = "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in INVISIBLE)
+VISIBLE = f"^[^{_INVISIBLE_CLASS}]*$"
+"""As a pattern, of Python and of Rust."""
+
+
+def printable(text: str, chars_max: int = limits.DETAIL_CHARS_MAX) -> str:
+    """At most `chars_max` characters of a foreign text, each that could steer a terminal, forge a line or hide itself as `?`.
+
+    Everything from outside passes here before a terminal, a log, a metric's label or a page shows it. Besides INVISIBLE that is
+    what Python calls not printable: surrogates, unassigned and private code points, and spaces other than U+0020.
+
+    Example: printable("a\\x1b[2Jb") is "a?[2Jb".
+    """
+    text = text[:chars_max]
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char.isprintable() and not _is_invisible(ord(char)) else "?" for char in text)
+
+
+def _is_invisible(code: int) -> bool:
+    return any(first <= code <= last for first, last in INVISIBLE)
