@@ -45,6 +45,8 @@ class ErrorCode(StrEnum):
     """The key had this role, and a key ring of the run's root has ended that."""
     UNKNOWN_WORKER = "unknown_worker"
     """The key never joined this run, or left it. Join again."""
+    IN_USE = "in_use"
+    """The key takes part in another session: another machine uses it, or did until lately. Ask again later."""
     BANNED = "banned"
     """The key is banned from this run; the detail names the evidence."""
     NOT_INVITED = "not_invited"
@@ -92,6 +94,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.WRONG_ROLE: 403,
     ErrorCode.REVOKED: 403,
     ErrorCode.UNKNOWN_WORKER: 403,
+    ErrorCode.IN_USE: 409,
     ErrorCode.BANNED: 403,
     ErrorCode.NOT_INVITED: 403,
     ErrorCode.EXPIRED: 401,

@@ -70,8 +70,8 @@ REQUEST_BYTES_MAX = 512 * 2**10
 """A signed request as it is on the wire. The largest one is a validator's verdict with its rewards."""
 REQUEST_AGE_S_MAX = 120.0
 """A signed request is valid this long before and after its time stamp; its nonce is remembered at least twice as long."""
-BLOB_BYTES_PER_S_MIN = 16 * 2**10
-"""A blob's time stamp counts as much longer as its bytes take at this speed, since its body is read behind its header."""
+BLOB_S_PER_MIB_MAX = 64.0
+"""A blob's time stamp counts longer by this for each MiB, in seconds: its body is read behind its header."""
 CLOCK_BACK_S_MAX = 1.0
 """A server whose wall clock falls behind its monotonic one by more than this, in seconds, begins a new epoch."""
 KEY_RINGS_MAX = 1_024

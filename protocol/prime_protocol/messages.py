@@ -47,6 +47,8 @@ def _optional(*, max_length: int) -> Any:
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Epoch = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
 """A time in which the server remembers every nonce. The empty text names none."""
+Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
+"""One process of one worker, by 16 random bytes. The empty text is a session too, that of releases before sessions."""
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
 """A policy version, or -1 before the first."""
@@ -55,7 +57,7 @@ Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MA
 
 
 class JoinRequest(WireModel):
-    """A worker asks to take part. Joining again with the same key is allowed and starts a new session."""
+    """A worker asks to take part. Joining again in the same session is allowed."""
 
     action: Literal["join"] = "join"
     name: Name
@@ -69,6 +71,8 @@ class JoinRequest(WireModel):
     """An invitation, where the run asks new keys for one."""
     hardware: Hardware | None = Field(default=None, exclude_if=_is_default)
     """What the machine is, as it says itself."""
+    session: Session = Field(default="", exclude_if=_is_default)
+    """Chosen at the start of the process. While a key takes part in one session, no other is let in."""
 
 
 class WorkerState(StrEnum):
@@ -96,6 +100,7 @@ class HeartbeatRequest(WireModel):
     """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
     swap_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
     """Of that, what its engine took to swap to it."""
+    session: Session = Field(default="", exclude_if=_is_default)
 
 
 class LeaseRequest(WireModel):
@@ -112,6 +117,7 @@ class LeaseRequest(WireModel):
     wait_s: WaitSeconds = 0.0
     speed: Speed | None = Field(default=None, exclude_if=_is_default)
     """What it claims. Counts until its first bundle has come: then what was measured does."""
+    session: Session = Field(default="", exclude_if=_is_default)
 
 
 class ReturnLeaseRequest(WireModel):
@@ -121,12 +127,14 @@ class ReturnLeaseRequest(WireModel):
     lease_id: Digest
     failed: bool = Field(default=False, exclude_if=_is_default)
     """Its environment failed before it asked the model for anything. SPEC.md, section 8."""
+    session: Session = Field(default="", exclude_if=_is_default)
 
 
 class LeaveRequest(WireModel):
     """A worker goes. Its open leases are handed back."""
 
     action: Literal["leave"] = "leave"
+    session: Session = Field(default="", exclude_if=_is_default)
 
 
 class ReceiptsRequest(WireModel):

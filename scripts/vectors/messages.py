@@ -28,8 +28,9 @@ from vectors.runs import ENGINE, E
 
 
 def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
-    def stamped(request: Any) -> Stamped:
-        return Stamped(run=run.digest, nonce="00112233445566778899aabbccddeeff", issued_at_ms=NOW_MS, request=request)
+    def stamped(request: Any, *, epoch: str = "") -> Stamped:
+        nonce = "00112233445566778899aabbccddeeff"
+        return Stamped(run=run.digest, nonce=nonce, issued_at_ms=NOW_MS, epoch=epoch, request=request)
 
     join = JoinRequest(name="a laptop", software="vectors 1", engine=ENGINE, rollouts_max=8)
     work = LeaseRequest(policy_version=1, policy_digest=lease.policy_digest, rollouts_max=4, wait_s=30.0)
@@ -87,6 +88,7 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("lease", PayloadType.LEASE, lease, COORDINATOR),
         ("join request", PayloadType.REQUEST, stamped(join), WORKER),
         ("lease request", PayloadType.REQUEST, stamped(work), WORKER),
+        ("request of an epoch", PayloadType.REQUEST, stamped(join, epoch="0123456789abcdef" * 2), WORKER),
         ("receipt", PayloadType.RECEIPT, receipt, COORDINATOR),
         ("batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=groups), COORDINATOR),
         ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),

@@ -27,6 +27,7 @@ from prime_protocol.verdict import RejectReason, Verdict
 from vectors.folder import COORDINATOR, TRAINER, VALIDATOR, WORKER
 from vectors.runs import ENGINE
 
+SESSION = "fedcba9876543210" * 2
 POLICY, LEASE, BUNDLE = (digest_of(text) for text in (b"policy 7", b"a lease", b"a bundle"))
 
 
@@ -41,24 +42,36 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
             rollouts_max=64,
             invite="an invitation's text",
             hardware=Hardware(device="cpu", cores=16, memory_bytes=2**35),
+            session=SESSION,
         ),
         WORKER,
     )
     yield (
         "heartbeat",
         HeartbeatRequest(
-            state=WorkerState.GENERATING, policy_version=7, bundles_spooled=2, usable_after_ms=5_200, swap_ms=310
+            state=WorkerState.GENERATING,
+            policy_version=7,
+            bundles_spooled=2,
+            usable_after_ms=5_200,
+            swap_ms=310,
+            session=SESSION,
         ),
         WORKER,
     )
     yield (
         "lease request with what is held",
-        LeaseRequest(policy_version=7, policy_digest=POLICY, rollouts_max=16, holding=(LEASE,), wait_s=20.0),
+        LeaseRequest(
+            policy_version=7, policy_digest=POLICY, rollouts_max=16, holding=(LEASE,), wait_s=20.0, session=SESSION
+        ),
         WORKER,
     )
     yield "lease handed back", ReturnLeaseRequest(lease_id=LEASE), WORKER
-    yield "lease handed back, its environment failed", ReturnLeaseRequest(lease_id=LEASE, failed=True), WORKER
-    yield "leave", LeaveRequest(), WORKER
+    yield (
+        "lease handed back, its environment failed",
+        ReturnLeaseRequest(lease_id=LEASE, failed=True, session=SESSION),
+        WORKER,
+    )
+    yield "leave", LeaveRequest(session=SESSION), WORKER
     yield "receipts", ReceiptsRequest(after=41), WORKER
     yield "peers", PeersRequest(port=8_470, addresses=("/ip4/192.0.2.7/tcp/8470",), peers_max=12), WORKER
     yield "check request", CheckRequest(policy_versions=(6, 7), wait_s=15.0), VALIDATOR

@@ -42,6 +42,11 @@ class Presence:
     def forget(self, worker: str) -> None:
         self._seen.pop(worker, None)
 
+    def lasts_s(self, worker: str, now_s: float) -> float:
+        """Seconds until a worker is lost if nothing more is heard from it."""
+        seen = self._seen.get(worker)
+        return self._silence_s_max if seen is None else max(0.0, seen.at_s + self._silence_s_max - now_s)
+
     def get(self, worker: str) -> Seen | None:
         return self._seen.get(worker)
 

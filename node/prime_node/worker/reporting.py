@@ -59,6 +59,7 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
         bundles_spooled=worker.spool.num_bundles,
         usable_after_ms=worker.usable_after_ms,
         swap_ms=worker.swap_ms,
+        session=worker.session.name,
     )
 
 
@@ -101,7 +102,7 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         bundles_uploaded=worker.spool.num_uploaded,
         leases_dropped=worker.leases_dropped,
         coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
-        waiting_for=worker.waiting_for or _first_wait(worker, head),
+        waiting_for=session.in_use or worker.waiting_for or _first_wait(worker, head),
         notice=session.notice,
         swarm=worker.swarm(),
         ended=ended,

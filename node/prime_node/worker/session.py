@@ -2,7 +2,7 @@
 
 Everything that a worker asks goes through here, so that one place decides what an error means: nobody there,
 or busy: ask again after a growing pause; unknown worker (the coordinator lost its memory, or we were away too
-long): join again; banned: the end; anything else is the asker's to handle.
+long): join again; another machine uses our key: wait until it is gone; banned: the end; anything else is the asker's to handle.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOCK_DIFFERENCE_S_NOTED = 10.0
 """A larger difference between the clocks is said aloud; requests are refused from REQUEST_AGE_S_MAX on."""
-_ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED})
-"""Refusals that a fresh stamp cures: at once, or after somebody has set the clock."""
+_ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED, ErrorCode.IN_USE})
+"""Refusals that go away: with a fresh stamp, after somebody has set the clock, or once the other machine with our key is gone."""
 
 
 class Banned(Exception):
@@ -41,9 +41,13 @@ class Session:
     ) -> None:
         self.run = run
         self.port = port
+        self.name = request.session
+        """Of this process, for the coordinator: it lets one machine at a time use a key."""
         self.step = 0
         self.head = -1
         self.notice = ""
+        self.in_use = ""
+        """Why the coordinator does not let this machine in; empty where it does."""
         self.draining = asyncio.Event()
         """Set once the coordinator wants no more work from us."""
         self.away_since_s: float | None = None
@@ -71,7 +75,7 @@ class Session:
     async def leave(self) -> None:
         """Say goodbye, once. Nothing depends on it: four missed heartbeats say the same."""
         try:
-            await self.port.leave(LeaveRequest())
+            await self.port.leave(LeaveRequest(session=self.name))
         except (PeerError, Unreachable) as error:
             log.info("the coordinator did not hear our goodbye: %s", error)
 
@@ -80,7 +84,7 @@ class Session:
         said = ""
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
-            self.step, self.head = reply.step, reply.head
+            self.step, self.head, self.in_use = reply.step, reply.head, ""
             # One that is gone by the next heartbeat was about a moment; one that stays, the owner wants to know.
             if reply.notice and reply.notice == self.notice != said:
                 log.warning("the coordinator says: %s", reply.notice)
@@ -122,6 +126,8 @@ class Session:
             raise
         except PeerError as error:
             self.away_since_s = None
+            if error.code is ErrorCode.IN_USE:
+                self.in_use = error.detail
             if error.code is ErrorCode.UNKNOWN_FIELD:  # coordinators are upgraded first (SPEC.md, section 18)
                 detail = (
                     f"the coordinator runs an older release ({error.detail}): wait for its operator, or install his"
@@ -157,5 +163,5 @@ class Session:
             )
         if reply.notice:
             log.warning("the coordinator says: %s", reply.notice)
-        self.step, self.head = reply.step, reply.head
+        self.step, self.head, self.in_use = reply.step, reply.head, ""
         self._joins += 1

@@ -82,6 +82,7 @@ async def _next_lease(worker: Worker) -> Lease:
             holding=_holding(worker),
             speed=None if worker.rollouts_generated else worker.speed,
             wait_s=worker.config.wait_seconds,
+            session=worker.session.name,
         )
         try:
             reply = await worker.session.ask(functools.partial(worker.coordinator.lease, asked))
@@ -212,7 +213,7 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
         return
     why = "its environment failed" if failed else "it cannot be finished in time"
     log.info("lease %s: %s; handing it back", lease.lease_id[:12], why)
-    request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed)
+    request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed, session=worker.session.name)
     try:
         await worker.session.attempt(lambda: worker.coordinator.return_lease(request))
     except (PeerError, Unreachable) as error:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,6 +117,7 @@ class Worker:
             rollouts_max=self.config.rollouts_max,
             invite=self.config.invite,
             hardware=self.hardware,
+            session=secrets.token_hex(16),
         )
         self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=self.rng)
 

@@ -1,5 +1,6 @@
 """Who may join. The checks of a join request, after those that every signed request passes (requests.py):
 
+    (0) no other machine takes part with this key              IN_USE
     (1) the software is not older than the operator takes      VERSION_UNSUPPORTED
     (2) the key is on the operator's list, if there is one     NOT_INVITED
     (3) a new key has an invitation, where one is asked for    NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
@@ -15,6 +16,7 @@ import ipaddress
 import re
 
 from prime_node.coordinator.api.callers import is_in, parsed
+from prime_node.coordinator.api.sessions import require_session
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
@@ -34,6 +36,7 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
     state, config = core.state, core.config
     worker = state.workers.get(signer)
     is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
+    require_session(core, signer, request.session)  # (0)
     _check_software(request.software, config.software_min)  # (1)
     if not (request.engine.seeded or core.run.spec.checks.unseeded):
         raise PeerError(
@@ -71,6 +74,7 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
             network=network,
             invite=invite,
             hardware=_described(request.hardware),
+            session=request.session,
         )
     )
     core.presence.heard(signer, core.clock.monotonic_s())

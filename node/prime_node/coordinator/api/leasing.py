@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from prime_node.coordinator.api.requests import Caller, require_role
+from prime_node.coordinator.api.sessions import require_session
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.curation import draws_of
 from prime_node.coordinator.state import events as ev
@@ -34,6 +35,7 @@ RETRY_S = 0.2
 
 
 async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
+    require_session(core, signer, request.session)
     core.presence.reported(signer, request, core.clock.monotonic_s())
     after_ms = request.usable_after_ms
     is_known = 0 <= request.policy_version <= core.state.head
@@ -52,6 +54,7 @@ async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> Heart
 
 async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | NotYet:
     """The lowest open slots that the worker's policy may serve; or, at the latest after `wait_s`, why there are none."""
+    require_session(core, signer, request.session)
     core.presence.heard(signer, core.clock.monotonic_s())
     _note_claim(core, signer, request.speed)
     if request.holding is not None:
@@ -62,6 +65,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
 
     def look() -> Grant | Refusal:
         require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # things change meanwhile
+        require_session(core, signer, request.session)
         refusal = _policy_fault(core, request)
         return refusal or choose_slots(
             core.state,
@@ -87,6 +91,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
 
 async def return_lease(core: Core, signer: str, request: ReturnLeaseRequest) -> None:
     """Idempotent."""
+    require_session(core, signer, request.session)
     record = core.state.lease_of(request.lease_id, signer)
     if record is None:
         raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease")
@@ -109,6 +114,7 @@ def note_failed(core: Core, record: LeaseRecord, *, is_judged: bool = False) -> 
 
 
 async def leave(core: Core, signer: str, request: LeaveRequest) -> None:
+    require_session(core, signer, request.session)
     core.decide(ev.WorkerLeft(signer))
     core.presence.forget(signer)
     core.hints.pop(signer, None)

@@ -47,7 +47,7 @@ async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> st
         header.issued_at_ms,
         now_ms=core.clock.now_ms(),
         now_s=core.clock.monotonic_s(),
-        on_its_way_s=header.body_bytes / limits.BLOB_BYTES_PER_S_MIN,
+        on_its_way_s=header.body_bytes / 2**20 * limits.BLOB_S_PER_MIB_MAX,
     )
     return await core.public.put(bytes(opened.check_body(header)), digest=header.body_digest)
 

@@ -20,7 +20,7 @@ from prime_protocol.verdict import RejectReason
 
 @carrier(frozen=True, slots=True)
 class WorkerJoined:
-    """A key takes part, for the first time or again. Its open leases of an earlier session lapse."""
+    """A key takes part, for the first time or again. Its open leases from before lapse."""
 
     worker: str
     name: str
@@ -31,6 +31,7 @@ class WorkerJoined:
     """Where from, as a keyed hash; empty: a network that the operator trusts."""
     invite: str = ""
     hardware: str = ""
+    session: str = ""
     type: Literal["worker_joined"] = "worker_joined"
 
 

@@ -160,6 +160,8 @@ class Worker:
     """What it says about its machine."""
     invite: str = ""
     """The invitation that it came with."""
+    session: str = ""
+    """The one process that takes part under this key, as it named itself when it joined."""
     streak: int = 0
     """Audits passed in a row (audits.py)."""
     abandoned: int = 0

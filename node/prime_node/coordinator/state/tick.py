@@ -40,6 +40,7 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
     state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
     worker.name, worker.software, worker.engine = event.name, event.software, event.engine
     worker.rollouts_max, worker.hardware, worker.joined_at_ms = event.rollouts_max, event.hardware, at_ms
+    worker.session = event.session
     state.num_active += not worker.active
     worker.active = True
     state.workers[event.worker] = worker

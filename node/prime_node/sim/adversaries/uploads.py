@@ -34,11 +34,13 @@ class DishonestPort:
         self.key = key
         self.means = means
         self.leases: dict[str, Lease] = {}
+        self.session = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.port, name)
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        self.session = request.session
         answer = await self.port.lease(request)
         if isinstance(answer, Envelope):
             lease = parse_json(answer.payload, Lease)
@@ -183,7 +185,7 @@ class Framing(DishonestPort):
             return pretended(parcel)
         reply = await self.port.upload(parcel)
         if not self.means.mailbox:  # it is filed
-            await self.port.return_lease(ReturnLeaseRequest(lease_id=self.held))
+            await self.port.return_lease(ReturnLeaseRequest(lease_id=self.held, session=self.session))
             self.held = None
         return reply
 
@@ -204,7 +206,7 @@ class Picking(DishonestPort):
         self.lengths.append(length)
         if length < statistics.fmean(self.lengths):
             return answer
-        await self.port.return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
+        await self.port.return_lease(ReturnLeaseRequest(lease_id=lease.lease_id, session=self.session))
         return NotYet(reason="too long for my taste", retry_after_s=0.0)
 
 

@@ -1,0 +1,30 @@
+"""One machine at a time takes part with a key.
+
+Two machines that share a key would take each other's leases: each tells which leases it holds, and the others lapse. So a process
+names its session when it joins, and repeats the name in what it asks afterwards. While a session lasts, no other is let in. It
+ends when its worker leaves, is banned, or misses HEARTBEATS_MISSED_MAX heartbeats. So a machine that crashed and starts again, or
+whose folder was moved, waits no longer than that. Uploads and receipts need no session: finished work counts, whoever brings it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from prime_node.coordinator.core import Core
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+
+
+def require_session(core: Core, signer: str, session: str) -> None:
+    """Raises PeerError(IN_USE) where the key takes part in another session."""
+    worker = core.state.workers.get(signer)
+    if worker is None or not worker.active or worker.session == session:
+        return
+    since = datetime.fromtimestamp(worker.joined_at_ms / 1_000, UTC)
+    wait_s = core.presence.lasts_s(signer, core.clock.monotonic_s())
+    raise PeerError(
+        ErrorCode.IN_USE,
+        f"another machine uses this key since {since:%Y-%m-%d %H:%M:%S} UTC. Give each machine an identity of its own, or stop "
+        f"the other one. If it is gone, this one is let in {wait_s:.0f} s after its last sign of life",
+        retry_after_s=min(wait_s, limits.RETRY_AFTER_S_MAX),
+    )
