@@ -150,6 +150,10 @@ PEER_RECORDS_MAX = 1_024
 """Peers of the coordinator's lists that one peer remembers; the oldest go first."""
 PEER_HINTS_MAX = 16
 """Peers that hints name (a table, the local network) and that are tried; no coordinator vouches for them."""
+PEER_HINT_ADDRESSES_MAX = 2
+"""Addresses of one such peer that are dialled."""
+PEER_HINTS_S = 300.0
+"""PEER_HINTS_MAX new ones are tried in this time, and no more."""
 PEER_QUESTION_BYTES_MAX = 3 * PEER_TICKET_BYTES_MAX
 """One question to a peer over libp2p: a path, a range and a ticket."""
 PEER_RANGE_BYTES_MAX = 16 * 2**20
@@ -180,6 +184,10 @@ PEER_HANDSHAKES_MAX = 64
 """Links of one peer that are being made, in each direction."""
 PEER_DIAL_BACKS_MAX = 4
 """Peers for whom one peer tries at a time whether they can be reached."""
+PEER_DIAL_BACKS_PER_MINUTE_MAX = 120
+"""Dial-backs that a coordinator makes for one network (/24, /48), and that a peer makes to one IP address, in a minute."""
+PEER_OFFERS_PER_NETWORK_MAX = 256
+"""Peers of one network (/24, /48) that a coordinator remembers to list; those of trusted keys do not count."""
 DIAL_BACKS_MAX = 64
 """The same at the coordinator."""
 DIAL_BACK_S_MAX = 5.0

@@ -16,6 +16,7 @@ from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerRecord, authorization, check_authorization, open_peer_list
 
 RUN = make_run()
+HOME = "192.0.2.1"
 
 
 class Dials:
@@ -25,27 +26,30 @@ class Dials:
         self.reachable = True
         self.asked: list[str] = []
 
-    async def answers(self, url: str, peer: KeyId) -> bool:
-        self.asked.append(url)
+    async def answers(self, address: str, peer: KeyId) -> bool:
+        self.asked.append(address)
         return self.reachable
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 def record(key: SigningKey, port: int = 4000) -> PeerRecord:
-    return PeerRecord(peer=key.key_id, urls=(f"http://192.0.2.1:{port}",))
+    return PeerRecord(peer=key.key_id, urls=(f"http://{HOME}:{port}",))
 
 
 def listed(peers: Peers, asker: SigningKey, now_s: float) -> set[str]:
-    return {found.peer for found in peers.sample(asker.key_id, 10, now_s, random.Random(1))}
+    return {found.peer for found in peers.sample(asker.key_id, 10, now_s, random.Random(1), address=HOME)}
 
 
 async def test_an_offer_is_listed_once_the_dial_back_has_found_it() -> None:
     dials = Dials()
     peers = Peers(dials)
-    assert peers.offer(record(ANNA), 0.0, offers_max=10) is None
+    assert peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10) is None
     assert listed(peers, BEN, 0.0) == set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert peers.offer(record(ANNA), 1.0, offers_max=10) is True
+    assert peers.offer(record(ANNA), 1.0, seen_at=HOME, offers_max=10) is True
     assert listed(peers, BEN, 1.0) == {ANNA.key_id}
     assert listed(peers, ANNA, 1.0) == set()
     assert len(dials.asked) == 1
@@ -54,12 +58,12 @@ async def test_an_offer_is_listed_once_the_dial_back_has_found_it() -> None:
 async def test_who_is_not_reached_is_not_listed_and_is_tried_again_later() -> None:
     dials = Dials()
     peers, dials.reachable = Peers(dials), False
-    peers.offer(record(ANNA), 0.0, offers_max=10)
+    peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
     await asyncio.sleep(0.001)
-    assert peers.offer(record(ANNA), 1.0, offers_max=10) is False
+    assert peers.offer(record(ANNA), 1.0, seen_at=HOME, offers_max=10) is False
     assert listed(peers, BEN, 1.0) == set()
     dials.reachable = True
-    peers.offer(record(ANNA), TRIED_AGAIN_S + 1.0, offers_max=10)
+    peers.offer(record(ANNA), TRIED_AGAIN_S + 1.0, seen_at=HOME, offers_max=10)
     await asyncio.sleep(0.001)
     assert listed(peers, BEN, TRIED_AGAIN_S + 1.0) == {ANNA.key_id}
 
@@ -67,17 +71,17 @@ async def test_who_is_not_reached_is_not_listed_and_is_tried_again_later() -> No
 async def test_another_address_is_tried_before_it_is_listed() -> None:
     dials = Dials()
     peers = Peers(dials)
-    peers.offer(record(ANNA), 0.0, offers_max=10)
+    peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
     await asyncio.sleep(0.001)
     dials.reachable = False
-    assert peers.offer(record(ANNA, 4001), 1.0, offers_max=10) is None
+    assert peers.offer(record(ANNA, 4001), 1.0, seen_at=HOME, offers_max=10) is None
     await asyncio.sleep(0.001)
     assert listed(peers, BEN, 1.0) == set()
 
 
 async def test_an_offer_that_is_not_repeated_is_forgotten() -> None:
     peers = Peers(Dials())
-    peers.offer(record(ANNA), 0.0, offers_max=10)
+    peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
     await asyncio.sleep(0.001)
     assert listed(peers, BEN, OFFER_S_MAX) == {ANNA.key_id}
     assert listed(peers, BEN, OFFER_S_MAX + 1.0) == set()
@@ -86,7 +90,7 @@ async def test_an_offer_that_is_not_repeated_is_forgotten() -> None:
 async def test_offers_are_bounded() -> None:
     peers = Peers(Dials())
     for number in range(5):
-        peers.offer(record(SigningKey(bytes([100 + number]) * 32)), 0.0, offers_max=3)
+        peers.offer(record(SigningKey(bytes([100 + number]) * 32)), 0.0, seen_at=HOME, offers_max=3)
     await asyncio.sleep(0.001)
     assert len(peers) == 3
 
@@ -120,11 +124,18 @@ async def test_who_offers_nothing_gets_a_ticket_and_is_not_listed(fields: dict[s
 
 async def test_an_address_is_shown_only_to_those_whom_it_leads_there() -> None:
     peers = Peers(Dials())
-    addresses = {"127.0.0.1": 2, "192.168.7.7": 1, "8.8.8.8": 0}
+    addresses = ("127.0.0.1", "192.168.7.7", "10.0.0.1", "8.8.8.8")
     for number, address in enumerate(addresses):
         key = SigningKey(bytes([120 + number]) * 32)
-        peers.offer(PeerRecord(peer=key.key_id, urls=(f"http://{address}:80",)), 0.0, offers_max=10)
+        offered = PeerRecord(peer=key.key_id, urls=(f"http://{address}:80",))
+        peers.offer(offered, 0.0, seen_at=address, offers_max=10)
     await asyncio.sleep(0.001)
-    for asker, near in (("127.0.0.1", 2), ("10.0.0.9", 1), ("9.9.9.9", 0)):
+    told = {
+        "127.0.0.1": set(addresses),  # on this machine itself
+        "192.168.1.1": {"192.168.7.7", "8.8.8.8"},
+        "10.0.0.9": {"10.0.0.1", "8.8.8.8"},
+        "9.9.9.9": {"8.8.8.8"},
+    }
+    for asker, seen in told.items():
         shown = peers.sample(ANNA.key_id, 10, 0.0, random.Random(1), address=asker)
-        assert {found.urls[0] for found in shown} == {f"http://{a}:80" for a, n in addresses.items() if n <= near}
+        assert {found.urls[0] for found in shown} == {f"http://{address}:80" for address in seen}

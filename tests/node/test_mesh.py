@@ -13,7 +13,7 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
 from tests.node.swarm_world import CORA, until
 
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
+from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch, memory_address
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.swarm.directory import Directory
@@ -41,6 +41,7 @@ class Finder:
 
     peers: tuple[PeerRecord, ...] = ()
     is_away: bool = False
+    hosts: frozenset[str] = frozenset(["127.0.0.1"])
 
     async def find_peers(self, request: PeersRequest) -> PeersReply:
         if self.is_away:
@@ -92,7 +93,7 @@ async def meshes(finder: Finder) -> AsyncIterator[Meshes]:
 
 
 def where(key: SigningKey) -> PeerRecord:
-    return PeerRecord(peer=key.key_id, addresses=(f"/memory/{key.key_id}",))
+    return PeerRecord(peer=key.key_id, addresses=(memory_address(key.key_id),))
 
 
 async def test_links_lead_past_the_coordinators_host() -> None:
@@ -129,7 +130,7 @@ async def test_whom_the_coordinator_names_is_tried_before_any_number_of_hints() 
         network, clock, rng = Noting(made.switch, ANNA.key_id, run=RUN.digest), SystemClock(), random.Random(1)
         made.networks[ANNA.key_id] = network
         await network.start()
-        network.learn(tuple(PeerAddress(peer, ("/memory/nowhere",)) for peer in made_up))
+        network.learn(tuple(PeerAddress(peer, ("/ip4/192.0.2.1/tcp/9",)) for peer in made_up))
         directory = Directory(RUN, ANNA, made.finder, clock=clock, rng=rng)
         directory.records.update({key.key_id: where(key) for key in keys})
         made.tasks.append(asyncio.create_task(Mesh(RUN, network, directory, clock=clock, rng=rng).run()))
@@ -152,7 +153,7 @@ async def test_peers_that_nobody_names_meet_by_the_hints_of_the_table() -> None:
 async def test_hints_count_only_while_the_coordinator_is_away() -> None:
     async with meshes(Finder(is_away=True)) as made:
         network, directory = await made.add(ANNA), made.directories[ANNA.key_id]
-        network.learn((PeerAddress(BEN.key_id, ("/memory/ben",)),))
+        network.learn((PeerAddress(BEN.key_id, ("/ip4/192.0.2.1/tcp/9",)),))
         await until(lambda: BEN.key_id in directory.candidates)
         made.finder.is_away, made.finder.peers = False, (where(CORA),)
         await until(lambda: set(directory.candidates) == {CORA.key_id})
@@ -162,7 +163,7 @@ async def test_hints_are_few_and_never_in_the_way_of_what_the_coordinator_says()
     directory = Directory(RUN, ANNA, Finder(), clock=SystemClock(), rng=random.Random(1))
     directory.records[BEN.key_id] = where(BEN)
     strangers = [SigningKey(bytes([1, number]) + bytes(30)).key_id for number in range(2 * limits.PEER_HINTS_MAX)]
-    directory.hint([PeerAddress(peer, ("/memory/x",)) for peer in (BEN.key_id, ANNA.key_id, *strangers)])
+    directory.hint([PeerAddress(peer, ("/ip4/192.0.2.1/tcp/9",)) for peer in (BEN.key_id, ANNA.key_id, *strangers)])
     directory.hint([PeerAddress(CORA.key_id, ()), PeerAddress(CORA.key_id, ("no address\n",))])
     assert len(directory.hinted) == limits.PEER_HINTS_MAX
     assert not {ANNA.key_id, BEN.key_id, CORA.key_id} & directory.hinted.keys()

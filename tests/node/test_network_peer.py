@@ -52,7 +52,7 @@ async def linked(folder: Path, *, shows_ticket: bool = True) -> AsyncIterator[tu
     ticket = PeerTicket(run=RUN.digest, peer=BEN.key_id, expires_at_ms=CLOCK.now_ms() + 60_000)
     text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
     shown = authorization(text, ANNA.key_id, RUN.digest, BEN, now_ms=CLOCK.now_ms()) if shows_ticket else None
-    record = PeerRecord(peer=ANNA.key_id, addresses=anna.addresses() or ("/memory/anna",))
+    record = PeerRecord(peer=ANNA.key_id, addresses=anna.addresses() or ("/ip4/127.0.0.1/tcp/9",))
     link = NetworkPeer(ben, record, bounds=RUN.spec.limits, authorization=lambda: shown)
     await ben.connect(link._address)
     try:

@@ -12,6 +12,7 @@ pytest.importorskip("libp2p", reason="libp2p could not be built on this machine"
 from tests.node.coordinator_world import COORDINATOR, make_run
 from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm, until
 
+from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peers import Reachability
@@ -25,8 +26,11 @@ OVER_LIBP2P = LOCAL.model_copy(update={"p2p": "on", "p2p_listen": LISTEN})
 class NobodyAnswers:
     """A dial-back that fails, as it does for everybody at home behind a router."""
 
-    async def answers(self, url: str, peer: KeyId) -> bool:
+    async def answers(self, address: str, peer: KeyId) -> bool:
         return False
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,9 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_path: Path) -> None:
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
-    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+    async with swarm(
+        tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host
+    ) as made:
         workers = [await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)]
         for _, peer in workers:
             network, neighbours = peer.network, peer.neighbours
@@ -58,7 +64,7 @@ async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_
 async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: Path) -> None:
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
-    async with swarm(tmp_path, dial_back=NobodyAnswers(), network=host) as made:
+    async with swarm(tmp_path, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host) as made:
         follower, peer = await made.worker(ANNA, p2p="on", p2p_listen=LISTEN)
         network = peer.network
         assert network is not None
@@ -76,7 +82,9 @@ async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) 
     """Announced by the trainer's own peer along links that lead past the coordinator, fetched from peers, over libp2p alone."""
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
-    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+    async with swarm(
+        tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host
+    ) as made:
         workers = [await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)]
         peers = [made.seeder, *(peer for _, peer in workers)]
         keys = {peer.service.key.key_id for peer in peers}
@@ -98,7 +106,9 @@ async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) 
 async def test_a_newcomer_who_knows_one_peer_joins_after_the_coordinator_is_gone(tmp_path: Path) -> None:
     """He has no ticket, and no list: one bootstrap peer leads him to a policy that a second one has, too."""
     host = Libp2pNetwork(COORDINATOR, run=make_run().digest, settings=PeerSettings(listen=LISTEN, relay=True))
-    async with swarm(tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), network=host) as made:
+    async with swarm(
+        tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host
+    ) as made:
         follower, peer = await made.worker(ANNA, p2p="on", p2p_listen=LISTEN)
         published = await made.publish()
         await follower.wait_newer(-1)

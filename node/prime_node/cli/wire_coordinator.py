@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli import wire
+from prime_node.cli import wire, wire_swarm
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.run_dir import SECRET
 from prime_node.cli.wire_rows import rows_in
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.peers import PeerNetwork
+    from prime_node.ports.swarm import DialBack
 
 
 async def coordinator_parts(
@@ -70,6 +71,7 @@ async def coordinator_parts(
         environments=wire.environments(run.spec, model, grants, folder=folder),
         tokenizer=wire.tokenizer(model),
         dial_back=HttpDialBack(run.digest),
+        dial_back_libp2p=_libp2p_dial_back(),
         network=_coordinator_network(run, key, settings),
         rows=BestEffort(rows),
         timeline=BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=settings.timeline_bytes_max)),
@@ -121,6 +123,15 @@ def _secret(run: PinnedRun, folder: Path, key: SigningKey) -> bytes:
     return kept
 
 
+def _libp2p_dial_back() -> DialBack | None:
+    """None where libp2p is not installed: then the libp2p addresses of peers are told to nobody."""
+    try:
+        from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
+    except ImportError:
+        return None
+    return Libp2pDialBack()
+
+
 def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorConfig) -> PeerNetwork | None:
     """Raises LocalError."""
     if not settings.p2p_listen:
@@ -135,5 +146,6 @@ def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorC
             "coordinator.p2p_listen names no address that others could dial: set coordinator.p2p_announce, "
             'for example ["/ip4/203.0.113.7/tcp/8401"]'
         )
+    wire_swarm.require_tcp("coordinator.p2p_announce", settings.p2p_announce)
     settings_of_host = PeerSettings(listen=settings.p2p_listen, announce=settings.p2p_announce, relay=True)
     return Libp2pNetwork(key, run=run.digest, settings=settings_of_host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire import clock, trust
+from prime_protocol.addresses import endpoint_of, place_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -112,6 +113,8 @@ def make_peer(
             return None  # its host gives no bytes
         bounds = run.spec.limits
         if record.urls:
+            if not directory.may_dial(record.urls[0]):
+                return None  # the directory has seen to it; this is the second look
             return HttpPeer(record.urls[0], run=run.digest, clock=clock(), bounds=bounds, authorization=shown)
         if network is not None and record.addresses:
             return NetworkPeer(network, record, bounds=bounds, authorization=shown)
@@ -129,7 +132,7 @@ def make_peer(
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
     service = PeerService(
         run, key, served.holdings, served.parts, uplink, clock(), served.manifest,
-        peer_list=lambda: directory.list_text, met=directory.met, folder=served.folder,
+        peer_list=directory.list_for, met=directory.met, folder=served.folder,
     )  # fmt: skip
     if network is not None and not config.private:
         serve_over(network, service)
@@ -147,8 +150,11 @@ def make_peer(
     return Peer(config, service, AiohttpServer(), directory, neighbours, network, mesh)
 
 
-def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNetwork | None:
-    """libp2p with the role's key, or None where it is off or not installed. Raises LocalError where it is on and missing."""
+def peer_network(
+    run: PinnedRun, key: SigningKey, config: SwarmConfig, coordinator_hosts: frozenset[str]
+) -> PeerNetwork | None:
+    """libp2p with the role's key, or None where it is off or not installed. Raises LocalError where it is on and missing, and for
+    an address in the settings that nobody can be sent to."""
     if config.p2p == "off":
         return None
     try:
@@ -164,16 +170,29 @@ def peer_network(run: PinnedRun, key: SigningKey, config: SwarmConfig) -> PeerNe
         bootstrap = tuple(PeerAddress.parse(text) for text in config.p2p_bootstrap)
     except ValueError as error:
         raise LocalError(f"swarm.p2p_bootstrap: {error}") from None
+    require_tcp("swarm.p2p_announce", config.p2p_announce)
+    require_tcp("swarm.p2p_bootstrap", [text for one in bootstrap for text in one.addresses])
     settings = PeerSettings(
         listen=() if config.private else config.p2p_listen,
         announce=config.p2p_announce,
         bootstrap=bootstrap,
         private=config.private,
         lan=config.p2p_lan,
+        near=tuple(coordinator_hosts),
     )
     network = Libp2pNetwork(key, run=run.digest, settings=settings)
     network.learn(bootstrap)  # whom a newcomer asks while no coordinator names anybody
     return network
+
+
+def require_tcp(setting: str, addresses: Sequence[str]) -> None:
+    """Raises LocalError for an address that is no IP address with a TCP port: peers look no names up."""
+    for address in addresses:
+        end = endpoint_of(address)
+        if end is None or place_of(end.host) is None:
+            raise LocalError(
+                f"{setting}: {address!r} is not where peers could be sent; write for example /ip4/203.0.113.7/tcp/4001"
+            )
 
 
 @contextlib.asynccontextmanager
@@ -206,7 +225,7 @@ async def swarm_follower(
         peer = None
         if settings.swarm.enabled:
             served = Served(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
-            network = peer_network(run, key, settings.swarm)
+            network = peer_network(run, key, settings.swarm, client.hosts)
             peer = make_peer(
                 run,
                 key,
@@ -233,7 +252,7 @@ def trainer_seeding(
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings, folder=folder / "seed")
     served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
-    network = peer_network(run, key, config)
+    network = peer_network(run, key, config, client.hosts)
     if network is not None:
         seeding.announce = partial(announce, network)
     return seeding, make_peer(run, key, client, config, served, folder=folder / "seed", network=network)
@@ -259,7 +278,7 @@ async def mirror(
             parts_bytes_max=settings.parts_bytes_max,
         )
         served = Served(made.holdings, made.parts, made.shelf.manifest_at_hand, folder)
-        network = peer_network(run, key, settings.swarm)
+        network = peer_network(run, key, settings.swarm, client.hosts)
         peer = make_peer(
             run, key, client, settings.swarm, served, folder=folder / "swarm", pool=made.pool, network=network
         )

@@ -81,7 +81,9 @@ class Parts:
     """By the names in the RunSpec."""
     tokenizer: Tokenizer
     dial_back: DialBack | None = None
-    """Tries what peers announce; without it, they are believed."""
+    """Tries the HTTP addresses that peers announce; without it, none is told to others."""
+    dial_back_libp2p: DialBack | None = None
+    """The same for libp2p."""
     network: PeerNetwork | None = None
     """A libp2p host of the coordinator's own, where its operator wants one."""
     rows: Recorder = field(default_factory=Recorders)
@@ -96,6 +98,9 @@ async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], Non
         core = await open_core(parts)
         await _serve(core, parts, stop, ready)
     finally:
+        for dial_back in (parts.dial_back, parts.dial_back_libp2p):
+            if dial_back is not None:
+                await dial_back.close()
         parts.rows.close()
         parts.timeline.close()
         await parts.store.close()
@@ -194,7 +199,7 @@ async def open_core(parts: Parts) -> Core:
             attempts_max=config.check_attempts_max,
         ),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
-        peers=Peers(parts.dial_back),
+        peers=Peers(parts.dial_back, parts.dial_back_libp2p),
     )
     await parts.published.write("run.json", run.envelope.to_bytes())
     await restore_head(core)

@@ -32,6 +32,7 @@ async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -
     network.subscribe(TOPIC, _judge, _hear)
     await network.start()
     core.peers.own = lambda: PeerRecord(peer=network.peer_id, addresses=network.addresses())
+    core.peers.link_hosts = lambda peer: next((one.hosts for one in network.connected() if one.peer == peer), None)
     log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
 
 

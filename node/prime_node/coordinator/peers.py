@@ -1,8 +1,9 @@
 """Who serves checkpoints to others, and who is told of them. Soft state: peers offer themselves again every so often.
 
-An address counts only as the one that the offer came from, and only after a dial-back has found the offering key there: so the
-list can neither send a swarm to a stranger's machine nor fill up with machines that nobody reaches. The asker gets a random
-sample, and a ticket that shows other peers that his key belongs to the run.
+An address is told to others only after the offering key has answered a dial-back there, over HTTP and libp2p alike. Dial-backs go
+only to addresses that the offer itself comes from, so the list can neither send a swarm to a stranger's machine nor be used to
+scan one. An address that is not of the public internet is told only inside the network where it was heard. The asker gets a
+random sample, and a ticket that shows other peers that its key belongs to the run.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
+from prime_node.coordinator.api.limiter import Buckets
 from prime_node.ports.swarm import DialBack
 from prime_protocol import limits
+from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, may_be_named, parse_ip, place_of
+from prime_protocol.errors import PeerError
+from prime_protocol.identity import KeyId
 from prime_protocol.peers import PeerRecord
 
 log = logging.getLogger(__name__)
@@ -25,100 +31,186 @@ OFFER_S_MAX = 180.0
 """An offer that is not repeated is forgotten."""
 TRIED_AGAIN_S = 60.0
 """An address where nobody answered is tried again after this."""
+VERIFIED_S_MAX = 600.0
+"""An address where the key answered is tried again after this."""
+PREFIX_BITS = {4: 24, 6: 48}
+"""Addresses of one network, for the bounds on what one network may ask for."""
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """Whether the key answers at one address."""
+
+    found: bool | None = None
+    """None before the first answer."""
+    tried_s: float = -math.inf
+    is_under_way: bool = False
+
+    def is_due(self, now_s: float) -> bool:
+        pause_s = {None: 0.0, False: TRIED_AGAIN_S, True: VERIFIED_S_MAX}[self.found]
+        return not self.is_under_way and now_s - self.tried_s > pause_s
 
 
 @dataclass(slots=True)
 class _Offer:
     record: PeerRecord
     heard_s: float
-    reachable: bool | None
-    """None while the dial-back is under way."""
-    tried_s: float
+    network: str
+    """Which network it counts against; empty for one that is not of the public internet."""
+    verdicts: dict[str, _Verdict] = field(default_factory=dict)
+    """By address, for those that may be dialled back."""
 
     @property
-    def nearness(self) -> int:
-        """Whose networks its addresses lead to: 0 everybody's, 1 a private one's, 2 this machine's."""
-        return max((_nearness(urlsplit(url).hostname or "") for url in self.record.urls), default=0)
+    def is_listed(self) -> bool:
+        return any(verdict.found for verdict in self.verdicts.values())
 
     @property
-    def shown(self) -> PeerRecord | None:
-        """What others are told: of a peer that HTTP does not reach, where libp2p may."""
-        if self.reachable:
-            return self.record
-        return self.record.model_copy(update={"urls": ()}) if self.record.addresses else None
+    def reachable(self) -> bool | None:
+        """Over HTTP."""
+        verdict = self.verdicts.get(self.record.urls[0]) if self.record.urls else None
+        return None if verdict is None else verdict.found
 
 
 class Peers:
     """The offers."""
 
-    def __init__(self, dial_back: DialBack | None = None) -> None:
+    def __init__(self, over_http: DialBack | None = None, over_libp2p: DialBack | None = None) -> None:
+        """Without a way to dial back, nothing that would be reached that way is told to anybody."""
         self.own: Callable[[], PeerRecord | None] = lambda: None
         """The coordinator's own libp2p host, which every list names: bootstrap peer and relay."""
-        self._dial_back = dial_back
-        self._offers: dict[str, _Offer] = {}
+        self.link_hosts: Callable[[KeyId], Collection[str] | None] = lambda peer: None
+        """The IP addresses that a peer's direct links to that host come from; None where it is not linked."""
+        self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
+        self._offers: dict[KeyId, _Offer] = {}
+        self._networks: Counter[str] = Counter()
         self._dials: set[asyncio.Task[None]] = set()
+        per_minute = limits.PEER_DIAL_BACKS_PER_MINUTE_MAX
+        self._rates = Buckets(per_second=per_minute / 60, burst=per_minute)
 
     def __len__(self) -> int:
-        return sum(offer.reachable is True for offer in self._offers.values())
+        return sum(offer.is_listed for offer in self._offers.values())
 
-    def offer(self, record: PeerRecord, now_s: float, *, offers_max: int) -> bool | None:
-        """Take an offer in, or up again. Returns whether its address is reachable, as far as that is known."""
+    def offer(
+        self, record: PeerRecord, now_s: float, *, seen_at: str, offers_max: int, is_trusted: bool = False
+    ) -> bool | None:
+        """Take an offer that came from the IP address `seen_at` in, or up again. Returns whether the peer is reached over
+        HTTP, as far as that is known.
+
+        A trusted key, the trainer's say, may name addresses that its offer does not come from.
+        """
         self._forget(now_s)
         known = self._offers.get(record.peer)
-        if known is None and len(self._offers) >= offers_max:
-            return None
-        if known is not None and known.record == record:
-            known.heard_s = now_s
-            if known.reachable is False and now_s - known.tried_s > TRIED_AGAIN_S:
-                self._try(known, now_s)
-            return known.reachable
-        offer = self._offers[record.peer] = _Offer(record, now_s, None, now_s)
-        self._try(offer, now_s)
-        return offer.reachable
+        if known is None:
+            network = _network_of(seen_at)
+            if not (is_trusted or self._has_room(network, offers_max)):
+                return None
+            known = self._offers[record.peer] = _Offer(record, now_s, network)
+            self._networks[network] += 1
+        known.record, known.heard_s = record, now_s
+        hosts = {seen_at, *(self.link_hosts(record.peer) or ())}
+        own = {parsed for host in hosts if (parsed := parse_ip(host)) is not None}
+        allowed = [
+            address
+            for address in (*record.urls, *record.addresses)
+            if (found := endpoint_of(address)) is not None
+            and not found.relay
+            and place_of(found.host) is not None
+            and (is_trusted or parse_ip(found.host) in own)
+        ]
+        known.verdicts = {address: known.verdicts.get(address) or _Verdict() for address in allowed}
+        for address, verdict in known.verdicts.items():
+            if verdict.is_due(now_s):
+                self._try(known, address, verdict, now_s)
+        return known.reachable
 
-    def withdraw(self, peer: str) -> None:
-        self._offers.pop(peer, None)
+    def withdraw(self, peer: KeyId) -> None:
+        offer = self._offers.pop(peer, None)
+        if offer is not None:
+            self._networks[offer.network] -= 1
+            if not self._networks[offer.network]:
+                del self._networks[offer.network]
 
     def sample(
-        self, asker: str, peers_max: int, now_s: float, rng: random.Random, *, address: str = "127.0.0.1"
+        self, asker: KeyId, peers_max: int, now_s: float, rng: random.Random, *, address: str
     ) -> tuple[PeerRecord, ...]:
-        """Some that can be reached from the asker's address, in random order; before them the coordinator's own host, where it
-        has one."""
+        """Some peers that can be reached from the asker's IP address, in random order; before them the coordinator's own host,
+        where it has one."""
         self._forget(now_s)
-        near = _nearness(address)
-        found = [
-            offer.shown
-            for peer, offer in self._offers.items()
-            if offer.shown is not None and peer != asker and (offer.nearness <= near or not offer.shown.urls)
-        ]
         own = self.own()
-        first = () if own is None else (own,)
+        told = None if own is None else own.model_copy(update={"addresses": _named(own.addresses, address)})
+        first = (told,) if told is not None and told.addresses else ()
+        found = [
+            shown
+            for peer, offer in self._offers.items()
+            if peer != asker and (shown := self._shown(offer, address, told)) is not None
+        ]
         return (*first, *rng.sample(found, min(peers_max, len(found))))[:peers_max]
+
+    def _shown(self, offer: _Offer, asker: str, relay: PeerRecord | None) -> PeerRecord | None:
+        """What an asker at an address is told: where the key has answered, and the way over our own relay while it is linked."""
+        verified = [address for address, verdict in offer.verdicts.items() if verdict.found]
+        urls = _named([address for address in offer.record.urls if address in verified], asker)
+        addresses = _named([address for address in offer.record.addresses if address in verified], asker)
+        if relay is not None and self.link_hosts(offer.record.peer) is not None:
+            circuits = {f"{address}/p2p/{relay.peer}/p2p-circuit" for address in relay.addresses}
+            addresses += tuple(address for address in offer.record.addresses if address in circuits)
+        if not (urls or addresses):
+            return None
+        return PeerRecord(peer=offer.record.peer, urls=urls, addresses=addresses)
+
+    def _has_room(self, network: str, offers_max: int) -> bool:
+        """One network may not take all places, and offers at which nobody answers give way."""
+        if network and self._networks[network] >= limits.PEER_OFFERS_PER_NETWORK_MAX:
+            return False
+        if len(self._offers) >= offers_max:
+            given_up = next((peer for peer, offer in self._offers.items() if not offer.is_listed), None)
+            if given_up is None:
+                return False
+            self.withdraw(given_up)
+        return True
 
     def _forget(self, now_s: float) -> None:
         for peer in [peer for peer, offer in self._offers.items() if now_s - offer.heard_s > OFFER_S_MAX]:
-            del self._offers[peer]
+            self.withdraw(peer)
 
-    def _try(self, offer: _Offer, now_s: float) -> None:
-        offer.tried_s = now_s
-        if self._dial_back is None or not offer.record.urls:
-            offer.reachable = True  # libp2p finds out by itself who is reachable
-        elif len(self._dials) < limits.DIAL_BACKS_MAX:
-            offer.reachable = None
-            task = asyncio.create_task(self._dial(offer, self._dial_back))
-            self._dials.add(task)
-            task.add_done_callback(self._dials.discard)
+    def _try(self, offer: _Offer, address: str, verdict: _Verdict, now_s: float) -> None:
+        dial_back = self._dial_backs["http" if address.startswith("http://") else "libp2p"]
+        if dial_back is None or len(self._dials) >= limits.DIAL_BACKS_MAX:
+            return
+        if offer.network:
+            try:
+                self._rates.require(offer.network, now_s)
+            except PeerError:
+                return  # asked for again with the next offer
+            self._rates.charge(offer.network, now_s)
+        verdict.tried_s, verdict.is_under_way = now_s, True
+        task = asyncio.create_task(self._dial(offer.record.peer, address, verdict, dial_back))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
 
-    async def _dial(self, offer: _Offer, dial_back: DialBack) -> None:
-        offer.reachable = await dial_back.answers(offer.record.urls[0], offer.record.peer)
-        if not offer.reachable:
-            log.info("nobody answers for %s at %s: this is not listed", offer.record.peer, offer.record.urls[0])
+    async def _dial(self, peer: KeyId, address: str, verdict: _Verdict, dial_back: DialBack) -> None:
+        try:
+            verdict.found = await dial_back.answers(address, peer)
+        except Exception:
+            verdict.found = False
+            log.exception(
+                "the dial-back to %s at %s failed by a fault of ours: the address is not listed", peer, address
+            )
+        finally:
+            verdict.is_under_way = False
+        if not verdict.found:
+            log.info("nobody answers for %s at %s: this is not listed", peer, address)
 
 
-def _nearness(address: str) -> int:
-    """An address of this machine leads to it from nowhere else, one of a private network only from there."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return 0
-    return 2 if parsed.is_loopback else int(parsed.is_private)
+def _named(addresses: Collection[str], asker: str) -> tuple[str, ...]:
+    """Those that lead to the same machine for the asker."""
+    found: list[tuple[str, Endpoint | None]] = [(address, endpoint_of(address)) for address in addresses]
+    return tuple(one for one, end in found if end is not None and may_be_named(end.host, between=(asker,)))
+
+
+def _network_of(address: str) -> str:
+    """Empty for what is not of the public internet: whoever is there could dial his neighbours himself."""
+    found = parse_ip(address)
+    if found is None or place_of(address) != GLOBAL:
+        return ""
+    return str(ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False))

@@ -75,6 +75,8 @@ class ConnectedPeer:
     peer: KeyId
     is_relayed: bool
     """Every link to it leads through a relay: good for words, too slow for bytes."""
+    hosts: tuple[str, ...] = ()
+    """The IP addresses at which its direct links end."""
 
     @property
     def is_direct(self) -> bool:

@@ -35,12 +35,21 @@ class PeerLink(CheckpointSource, Protocol):
 class PeerFinder(Protocol):
     """The coordinator, as far as it knows who is there. Requests are signed by the adapter."""
 
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The IP addresses that its name has led to so far, in this process."""
+        ...
+
     async def find_peers(self, request: PeersRequest) -> PeersReply: ...
 
 
 class DialBack(Protocol):
     """Tries an address that somebody has offered."""
 
-    async def answers(self, url: str, peer: KeyId) -> bool:
+    async def answers(self, address: str, peer: KeyId) -> bool:
         """Does `peer` itself answer there? Asks one small question, follows nothing, and takes a few seconds at most."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent."""
         ...

@@ -9,12 +9,16 @@ protocol name for all tables.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import trio
 from libp2p.abc import IHost
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
 
+from prime_node.adapters.peers import faults
 from prime_node.ports.peers import PeerAddress
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -29,11 +33,23 @@ MEET_S = (0.2, 1.0, 4.0)
 class Hints:
     """One host's part of the table. A private peer only asks."""
 
-    def __init__(self, host: IHost, *, run: str, private: bool) -> None:
+    def __init__(
+        self,
+        host: IHost,
+        *,
+        run: str,
+        private: bool,
+        choose: Callable[[Sequence[str]], Sequence[str]],
+        proven: Callable[[str, Sequence[Any]], list[Any]],
+    ) -> None:
+        """`choose`: the addresses of a hint that may be dialled. `proven`: the addresses of a provider that
+        others may be told, by its key id."""
         self._host = host
+        self._choose = choose
         self._run = run
         self._private = private
         self.table = KadDHT(host, DHTMode.CLIENT if private else DHTMode.SERVER, enable_values=False)
+        self._tell_only(proven)
 
     async def meet(self, peer: str) -> None:
         """Take a linked peer into the table, where it takes part."""
@@ -43,7 +59,7 @@ class Hints:
                 if await self.table.add_peer(ID.from_string(peer)):
                     return
             except Exception as error:  # noqa: BLE001 - a hint less, and nothing else
-                log.debug("%s does not enter the table of hints: %r", peer, error)
+                faults.note(log, f"table of hints: {peer} does not enter", error)
 
     async def provide(self, digest: str) -> None:
         if self._private:
@@ -52,7 +68,7 @@ class Hints:
             with trio.move_on_after(LOOKUP_S_MAX):
                 await self.table.provide(self._key(digest))
         except Exception as error:  # noqa: BLE001 - a hint less, and nothing else
-            log.debug("no hint left for %s: %r", digest[:12], error)
+            faults.note(log, f"no hint left for {digest[:12]}", error)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
         found = []
@@ -60,15 +76,28 @@ class Hints:
             with trio.move_on_after(LOOKUP_S_MAX):
                 found = await self.table.find_providers(self._key(digest), limits.PEER_HINTS_MAX)
         except Exception as error:  # noqa: BLE001 - no hint, and nothing else
-            log.debug("no hints for %s: %r", digest[:12], error)
-        by_peer = {str(info.peer_id): _texts(info.addrs) for info in found}  # the table names a peer more than once
+            faults.note(log, f"no hints for {digest[:12]}", error)
+        by_peer = {
+            str(info.peer_id): self._texts(info.addrs) for info in found
+        }  # the table names a peer more than once
         by_peer.pop(str(self._host.get_id()), None)
         return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[: limits.PEER_HINTS_MAX]
 
     def _key(self, digest: str) -> str:
         return digest_of(f"{self._run} {digest}".encode())
 
+    def _texts(self, addresses: Sequence[object]) -> tuple[str, ...]:
+        texts = [text for one in addresses if len(text := str(one).split("/p2p/")[0]) <= limits.PEER_ADDRESS_CHARS_MAX]
+        return tuple(self._choose(texts))[: limits.PEER_HINT_ADDRESSES_MAX]
 
-def _texts(addresses: list[object]) -> tuple[str, ...]:
-    texts = (str(address).split("/p2p/")[0] for address in addresses if "p2p-circuit" not in str(address))
-    return tuple(text for text in texts if len(text) <= limits.PEER_ADDRESS_CHARS_MAX)[: limits.PEER_ADDRESSES_MAX]
+    def _tell_only(self, proven: Callable[[str, Sequence[Any]], list[Any]]) -> None:
+        """The library keeps any address that a provider names, and tells it to whoever asks."""
+        store, own = self.table.provider_store, self._host.get_id()
+        add = store.add_provider
+
+        def add_provider(key: bytes, provider: PeerInfo) -> None:
+            addresses = provider.addrs if provider.peer_id == own else proven(str(provider.peer_id), provider.addrs)
+            if addresses:
+                add(key, PeerInfo(provider.peer_id, addresses))
+
+        store.add_provider = add_provider

@@ -37,7 +37,7 @@ class PeerSettings:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddrs to listen on. A private peer listens on none."""
     announce: tuple[str, ...] = ()
-    """Addresses that its owner knows to be open from outside: a forwarded port, a public name."""
+    """Addresses that its owner knows to be open from outside: a forwarded port."""
     bootstrap: tuple[PeerAddress, ...] = ()
     """Peers to stay linked to: the coordinator's, and any that the contributor names."""
     private: bool = False
@@ -46,6 +46,8 @@ class PeerSettings:
     """Serve as a relay for peers behind NATs, and dial them back on request. For public machines."""
     lan: bool = False
     """Tell the local network of this peer, and look for others there."""
+    near: tuple[str, ...] = ()
+    """IP addresses of the coordinator as its owner has written it: peers in their networks may be dialled."""
     connections_max: int = limits.PEER_CONNECTIONS_MAX
     heartbeat_s: float = field(default=4.0, kw_only=True)
     """Between two signs of life; a peer that gives none for three of them is dropped."""

@@ -1,7 +1,8 @@
 """Links into homes, on the trio side: circuits of a relay (circuit v2) and holes punched through them (DCUtR).
 
 A peer behind a NAT holds a place at a relay. Who wants to reach it asks the relay for a circuit. Over that circuit both agree to
-dial each other at the same moment, so that either NAT takes the other's packet for an answer. The side with the lower key id
+dial each other at the same moment, so that either NAT takes the other's packet for an answer. Both dial only the IP addresses at
+which the relay sees the other. The side with the lower key id
 leads. A pair tries once a session, because what failed once fails again: a NAT that gives every connection a port of its own
 cannot be punched. A circuit carries words, for two minutes; bytes go over a direct link or come from the origin.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -26,8 +28,11 @@ from libp2p.relay.circuit_v2.transport import CircuitV2Transport
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_gate import Gate
 from prime_node.adapters.peers.libp2p_streams import Streams
 from prime_protocol import limits
+from prime_protocol.addresses import endpoint_of, may_be_named
 from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
@@ -41,8 +46,20 @@ PUNCH_S_MAX = 30.0
 class Holes:
     """One host's circuits and holes."""
 
-    def __init__(self, host: IHost, streams: Streams, nursery: trio.Nursery, *, serves_as_relay: bool) -> None:
+    def __init__(
+        self,
+        host: IHost,
+        streams: Streams,
+        nursery: trio.Nursery,
+        *,
+        serves_as_relay: bool,
+        gate: Gate,
+        seen_at: Callable[[KeyId], Awaitable[frozenset[str]]],
+    ) -> None:
+        """`seen_at`: the IP addresses that a peer's links come from, by a relay's word."""
         self._host = host
+        self._gate = gate
+        self._seen_at = seen_at
         self._nursery = nursery
         self._streams = streams
         roles = RelayRole.STOP | RelayRole.CLIENT | (RelayRole.HOP if serves_as_relay else RelayRole.STOP)
@@ -55,6 +72,8 @@ class Holes:
         self._relay = CircuitV2Protocol(host, limits=bounds, allow_hop=serves_as_relay)
         self._circuits = CircuitV2Transport(host, self._relay, RelayConfig(roles=roles, limits=bounds))
         self._punching = _Punching(_AsItListens(host))
+        self._punching.gate = gate
+        self._punching.relay_hosts = streams.all_hosts
         host._dcutr_protocol = self._punching  # what the library does to the host that it is given
         self._tried: dict[KeyId, trio.Event] = {}
         self.num_punched = 0
@@ -78,16 +97,16 @@ class Holes:
                 await stream.close()
                 return kept
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: it is no relay, or a full one
-            log.debug("no place at relay %s: %r", relay, error)
+            faults.note(log, f"no place at relay {relay}", error)
             return False
 
     async def call(self, peer: KeyId, address: str) -> bool:
         """Ask the relay in `address` for a circuit to a peer, and punch. Returns whether there is any link then."""
         try:
-            with trio.fail_after(CIRCUIT_S_MAX):
+            with trio.fail_after(CIRCUIT_S_MAX), self._gate.opened((address,)):
                 await self._circuits.dial(Multiaddr(f"{address}/p2p/{peer}"))
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no place there, no relay, no circuit left
-            log.debug("no circuit to %s over %s: %r", peer, address, error)
+            faults.note(log, f"no circuit to {peer} over {address}", error)
             return False
         await self.punch(peer)
         return True
@@ -101,17 +120,23 @@ class Holes:
 
     async def _try(self, peer: KeyId, tried: trio.Event) -> None:
         started_s = time.monotonic()
+        seen = self._punching.seen[peer] = _Seen()
         try:
             with trio.move_on_after(PUNCH_S_MAX):
-                if self._host.get_id().to_string() < peer:
+                seen.hosts = await self._seen_at(peer)
+                seen.is_known.set()
+                if not seen.hosts:
+                    log.debug("no relay tells where %s is seen: no hole is punched", peer)
+                elif self._host.get_id().to_string() < peer:
                     await self._punching.initiate_hole_punch(ID.from_string(peer))
                 else:
                     await self._wait_for_direct_link(peer)
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no hole, and nothing else
-            log.debug("hole punching with %s: %r", peer, error)
+            faults.note(log, f"hole punching with {peer}", error)
         finally:
             punched = self._streams.has_direct_link(peer)
             self.num_punched += punched
+            self._punching.seen.pop(peer, None)
             tried.set()
         outcome = "a direct link" if punched else "no direct link"
         log.info("hole punching with %s: %s after %.1f s", peer, outcome, time.monotonic() - started_s)
@@ -127,11 +152,60 @@ class Holes:
             del self._tried[peer]
 
 
+@dataclass
+class _Seen:
+    """Where a relay sees a peer."""
+
+    hosts: frozenset[str] = frozenset()
+    is_known: trio.Event = field(default_factory=trio.Event)
+
+
 class _Punching(DCUtRProtocol):  # type: ignore[misc]
-    """The library's own loop would try each pair three times, from both sides."""
+    """The library's own dials whatever the other peer names, by TCP and by a stream of UDP packets. This one dials the
+    addresses at which a relay sees the peer, by TCP alone, and tells the peer of no address inside a home."""
+
+    gate: Gate
+    relay_hosts: Callable[[], frozenset[str]]
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self.seen: dict[KeyId, _Seen] = {}
+        """Peers that a hole is being punched to."""
 
     async def _auto_drive_loop(self) -> None:
+        """The library's own would try each pair three times, from both sides."""
         await trio.sleep_forever()
+
+    async def _try_unilateral_upgrade(self, peer_id: ID) -> bool:
+        """The library's own dials what Identify told. What is listed was dialled before."""
+        return False
+
+    async def _spam_udp_for_hole_punch(self, addr: Multiaddr, stop: trio.Event) -> None:
+        """For QUIC, which we do not speak; the address may be a victim's."""
+
+    async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
+        seen = self.seen.get(str(peer_id))
+        if seen is None:
+            return False
+        with trio.move_on_after(CIRCUIT_S_MAX):
+            await seen.is_known.wait()
+        wanted = [one for one in addrs if (end := endpoint_of(str(one))) is not None and end.host in seen.hosts]
+        if not wanted:
+            log.debug("%s is not seen at any of the addresses that it names", peer_id)
+            return False
+        with self.gate.opened(map(str, wanted)):
+            punched: bool = await super()._perform_hole_punch(
+                peer_id, wanted[: limits.PEER_ADDRESSES_MAX], as_responder
+            )
+        return punched
+
+    async def _get_observed_addrs(self) -> list[bytes]:
+        near = self.relay_hosts()
+        return [
+            one
+            for one in await super()._get_observed_addrs()
+            if (end := endpoint_of(str(Multiaddr(one)))) is not None and near and may_be_named(end.host, between=near)
+        ]
 
 
 class _AsItListens:

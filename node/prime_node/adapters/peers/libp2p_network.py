@@ -15,17 +15,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import trio
-from libp2p.abc import IHost, INetConn, INetwork
+from libp2p.abc import IHost
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_doorkeeper import Doorkeeper
+from prime_node.adapters.peers.libp2p_gate import Gate
 from prime_node.adapters.peers.libp2p_gossip import Gossip
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
-from prime_node.adapters.peers.libp2p_streams import Serve, Streams, leads_through_relay, settle
+from prime_node.adapters.peers.libp2p_streams import Serve, Streams, hosts_of, leads_through_relay, settle
 from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.peers import (
@@ -62,6 +66,7 @@ class Libp2pNetwork:
         self._run = run
         self._settings = settings
         self._thread = TrioThread("libp2p")
+        self._gate = Gate(near=_near(settings))
         self._local = LocalPeers(key.key_id, run, found=lambda address: self.learn((address,)))
         self._served: dict[str, tuple[RequestHandler, int]] = {}
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
@@ -117,7 +122,7 @@ class Libp2pNetwork:
             return ()
         links = list(self._host.get_network().connections.items())
         return tuple(
-            ConnectedPeer(str(peer), is_relayed=all(map(leads_through_relay, up)))
+            ConnectedPeer(str(peer), is_relayed=all(map(leads_through_relay, up)), hosts=hosts_of(up))
             for peer, every in links
             if (up := [link for link in list(every) if not link.is_closed])
         )
@@ -175,8 +180,12 @@ class Libp2pNetwork:
     async def _main(self, is_ready: Callable[[], None], stopping: trio.Event) -> None:
         host = make_host(self._key, self._settings, advertised=self._advertised)
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
+        self._gate.guard(host)
+        proven = self._gate.guard_what_is_told(
+            host, lambda peer: () if self._streams is None else self._streams.hosts(peer)
+        )
         gossip = Gossip(host, self._block)
-        hints = Hints(host, run=self._run, private=self._settings.private)
+        hints = Hints(host, run=self._run, private=self._settings.private, choose=self._choose_hints, proven=proven)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(host.run(listen_addrs=listen))
             for service in (gossip.pubsub, gossip.router, hints.table):
@@ -185,17 +194,21 @@ class Libp2pNetwork:
             nursery = await stack.enter_async_context(trio.open_nursery())
             self._host, self._gossip, self._hints = host, gossip, hints
             self._streams = streams = Streams(host, nursery)
-            holes = Holes(host, streams, nursery, serves_as_relay=self._settings.relay)
+            is_relay, gate = self._settings.relay, self._gate
+            holes = Holes(host, streams, nursery, serves_as_relay=is_relay, gate=gate, seen_at=self._seen_at)
             self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
             self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
             if not self._settings.private:
                 self._holes = holes
                 await stack.enter_async_context(holes.run())
                 self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
+                if is_relay:
+                    meetings = Meetings(streams.hosts)
+                    self._serve(streams, MEET, meetings.introduce, request_bytes_max=KEY_CHARS_MAX)
                 for name, (handler, bytes_max) in self._served.items():
                     self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
                 nursery.start_soon(reach.look)
-            host.get_network().register_notifee(_Doorkeeper(self._blocked, hints, self._holes, nursery))
+            host.get_network().register_notifee(Doorkeeper(self._blocked, hints, self._holes, nursery))
             for topic, (validate, handle) in self._topics.items():
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
@@ -269,14 +282,24 @@ class Libp2pNetwork:
         if peer in self._blocked or peer == self.peer_id:
             raise Unreachable(f"{peer} is {'this peer' if peer == self.peer_id else 'blocked'}")
         if not self._streams.has_direct_link(peer):
-            direct = [text for text in address.addresses if "p2p-circuit" not in text]
+            direct = [text for text in self._gate.choose(address.addresses) if "p2p-circuit" not in text]
             with trio.move_on_after(timeout_s):
-                await self._dial(peer, direct[: limits.PEER_ADDRESSES_MAX])
+                with self._gate.opened(direct):
+                    await self._dial(peer, direct[: limits.PEER_ADDRESSES_MAX])
                 if self._holes is not None and not self._streams.has_direct_link(peer):
                     await self._call(self._holes, address)
         if not self._streams.links(peer):
             raise Unreachable(f"{peer}: nobody with this key answers at {', '.join(address.addresses) or 'no address'}")
         return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
+
+    async def _seen_at(self, peer: KeyId) -> frozenset[str]:
+        """By the word of the relays that this machine stays linked to."""
+        assert self._streams is not None
+        relays = [one for one in list(self._staying) if self._streams.has_direct_link(one)]
+        return await hosts_by(relays, peer, self._ask)
+
+    def _choose_hints(self, addresses: Sequence[str]) -> Sequence[str]:
+        return self._gate.choose_hints(addresses, () if self._streams is None else self._streams.all_hosts())
 
     async def _call(self, holes: Holes, address: PeerAddress) -> None:
         """Over a relay, and from there directly if a hole can be punched."""
@@ -298,7 +321,7 @@ class Libp2pNetwork:
                 await swarm.dial_addr(Multiaddr(text), ID.from_string(peer))
                 nursery.cancel_scope.cancel()
             except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; the next address is tried
-                log.debug("%s at %s: %r, %r", peer, text, error, error.__cause__)
+                faults.note(log, f"{peer} at {text}", error)
             finally:
                 failed.set()
 
@@ -345,7 +368,7 @@ class Libp2pNetwork:
         try:
             await self._ask(peer, ALIVE, b"", self._settings.heartbeat_s, limits.PEER_ADDRESS_CHARS_MAX)
         except Exception as error:  # noqa: BLE001 - whatever it was, it was no sign of life; the next round decides
-            log.debug("no sign of life from %s: %r", peer, error)
+            faults.note(log, f"no sign of life from {peer}", error)
 
     async def _stay_linked(self, address: PeerAddress) -> None:
         """Dial a bootstrap peer whenever there is no link to it."""
@@ -365,36 +388,7 @@ class Libp2pNetwork:
         return [Multiaddr(address) for address in self.addresses()]
 
 
-class _Doorkeeper:
-    """Looks at every new link: closes a blocked peer's, answers a circuit with a punch, introduces the rest to the hints."""
-
-    def __init__(self, blocked: set[KeyId], hints: Hints, holes: Holes | None, nursery: trio.Nursery) -> None:
-        self._blocked = blocked
-        self._hints = hints
-        self._holes = holes
-        self._nursery = nursery
-
-    async def connected(self, network: INetwork, link: INetConn) -> None:
-        peer = str(link.muxed_conn.peer_id)
-        if peer in self._blocked:
-            await link.close()
-        elif leads_through_relay(link) and self._holes is not None:
-            self._nursery.start_soon(self._holes.punch, peer)
-        else:
-            self._nursery.start_soon(self._hints.meet, peer)
-
-    async def disconnected(self, network: INetwork, link: INetConn) -> None:
-        if self._holes is not None and not leads_through_relay(link):
-            self._holes.forget(str(link.muxed_conn.peer_id))
-
-    async def opened_stream(self, network: INetwork, stream: Any) -> None:
-        return
-
-    async def closed_stream(self, network: INetwork, stream: Any) -> None:
-        return
-
-    async def listen(self, network: INetwork, address: Multiaddr) -> None:
-        return
-
-    async def listen_close(self, network: INetwork, address: Multiaddr) -> None:
-        return
+def _near(settings: PeerSettings) -> list[str]:
+    """The IP addresses that the machine's owner leads us to."""
+    named = [*settings.listen, *settings.announce, *(text for one in settings.bootstrap for text in one.addresses)]
+    return [*settings.near, *(parts[2] for text in named if len(parts := text.split("/")) > 2)]

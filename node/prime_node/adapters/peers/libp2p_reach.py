@@ -8,22 +8,22 @@ AutoNAT never comes to a conclusion.) Where nobody gets through, a place at a re
 from __future__ import annotations
 
 import logging
-import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import trio
 from libp2p.abc import IHost
-from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_dial_back import key_answers
+from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_streams import Streams, leads_through_relay
 from prime_node.ports.peers import PeerAddress, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.identity import KeyId, SigningKey
+from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class Reach:
         self._holes = holes
         self._ask = ask
         self._helping: set[KeyId] = set()
+        self._minute = 0
+        self._dialled: Counter[str] = Counter()
+        """Dial-backs by address, in this minute."""
 
     async def look(self) -> None:
         """Find out, and again every ten minutes: a router may have been told to forward a port meanwhile."""
@@ -81,12 +84,25 @@ class Reach:
         wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
         if asker in self._helping or len(self._helping) >= limits.PEER_DIAL_BACKS_MAX:
             raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "dialling back already", retry_after_s=limits.DIAL_BACK_S_MAX)
+        self._require_room(hosts, len(wanted))
         self._helping.add(asker)
         try:
-            worked = [address for address in wanted if await _reached(asker, address)]
+            worked = [address for address in wanted if await key_answers(asker, address)]
         finally:
             self._helping.remove(asker)
         return "\n".join(worked).encode()
+
+    def _require_room(self, hosts: set[str], num_dials: int) -> None:
+        """So many dials to one IP address in a minute, whichever keys ask: an asker shares its address with its neighbours.
+        Raises PeerError(TOO_MANY_REQUESTS)."""
+        minute = int(trio.current_time() // 60)
+        if minute != self._minute:
+            self._minute = minute
+            self._dialled.clear()
+        if any(self._dialled[host] + num_dials > limits.PEER_DIAL_BACKS_PER_MINUTE_MAX for host in hosts):
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many dial-backs to your address", retry_after_s=60.0)
+        for host in hosts:
+            self._dialled[host] += num_dials
 
     def _seen_at(self, peer: KeyId) -> list[str]:
         direct = [link for link in self._streams.links(peer) if not leads_through_relay(link)]
@@ -142,20 +158,6 @@ class Reach:
         if found is not self.found:
             log.info("this peer is %s%s", found, f" at {', '.join(self.confirmed)}" if self.confirmed else "")
         self.found = found
-
-
-async def _reached(peer: KeyId, address: str) -> bool:
-    """Whether a connection to the address finds the peer's key there."""
-    host = make_host(SigningKey(os.urandom(32)), PeerSettings(listen=(), private=True))
-    try:
-        with trio.fail_after(limits.DIAL_BACK_S_MAX):
-            async with host.run(listen_addrs=[]):
-                await host.get_network().dial_addr(Multiaddr(address), ID.from_string(peer))
-                await host.close()
-    except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them means no
-        log.debug("%s does not answer at %s: %r", peer, address, error)
-        return False
-    return True
 
 
 def _addresses(payload: bytes) -> list[str]:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -23,10 +23,12 @@ import trio
 from libp2p.abc import IHost, INetStream
 from libp2p.peer.id import ID
 
+from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_yamux import Stream
 from prime_node.ports.peers import Answer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
+from prime_protocol.addresses import endpoint_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.peer_frames import (
     REPLY_HEADER_BYTES,
@@ -99,6 +101,7 @@ class AskingStream:
             while True:
                 await self._read_reply()
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them ends this stream
+            faults.note(log, f"replies of {self._peer}", error)
             why = error
         finally:
             self.is_open = False
@@ -169,7 +172,7 @@ class Streams:
             try:
                 await self._answer_all(stream, peer, answer, request_bytes_max)
             except Exception as error:  # noqa: BLE001 - the edge of the task: a peer's stream never ends the host
-                log.debug("the stream of %s ended: %r", peer, error)
+                faults.note(log, f"the stream of {peer}", error)
             finally:
                 self._held[peer] -= 1
                 if not self._held[peer]:
@@ -214,6 +217,15 @@ class Streams:
     def links(self, peer: str) -> list[Any]:
         connections = self._host.get_network().connections.get(ID.from_string(peer)) or []
         return [link for link in connections if not link.is_closed]
+
+    def hosts(self, peer: str) -> tuple[str, ...]:
+        """The IP addresses at which a peer's direct links end."""
+        return hosts_of(self.links(peer))
+
+    def all_hosts(self) -> frozenset[str]:
+        """Those of every linked peer."""
+        peers = [str(peer) for peer in list(self._host.get_network().connections)]
+        return frozenset(host for peer in peers for host in self.hosts(peer))
 
     def has_direct_link(self, peer: str) -> bool:
         return any(not leads_through_relay(link) for link in self.links(peer))
@@ -270,6 +282,7 @@ def settle(given: bytes | Answer) -> None:
 
 
 _relayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_hosts: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """By link. It never changes, is asked for at every request, and to spell a link's addresses takes 0.1 ms."""
 
 
@@ -282,6 +295,23 @@ def leads_through_relay(link: Any) -> bool:
         except Exception:  # noqa: BLE001 - a link that is just closing cannot say
             return False
         _relayed[link] = known
+    return known
+
+
+def hosts_of(links: Iterable[Any]) -> tuple[str, ...]:
+    """The IP addresses at which the direct ones of these links end. Example: ("203.0.113.7",)."""
+    return tuple(dict.fromkeys(host for link in links if (host := _host_of(link))))
+
+
+def _host_of(link: Any) -> str:
+    known = _hosts.get(link)
+    if known is None:
+        try:
+            texts = [str(address).split("/p2p/")[0] for address in link.get_transport_addresses()]
+        except Exception:  # noqa: BLE001 - a link that is just closing cannot say
+            return ""
+        ends = [end.host for text in texts if (end := endpoint_of(text)) is not None]
+        known = _hosts[link] = "" if leads_through_relay(link) or not ends else ends[0]
     return known
 
 

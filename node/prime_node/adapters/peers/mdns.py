@@ -2,7 +2,8 @@
 
 Records are those of libp2p's own discovery: a TXT entry `dnsaddr=<multiaddr>/p2p/<key>` for each address. The service's name
 holds the beginning of the run's digest, so that two runs in one house do not meet. Whoever is on the local network hears them,
-and anybody there may say anything: what is heard is an address to try, where the key has to prove itself. (The library's own
+and anybody there may say anything: what is heard is an address to try, where the key has to prove itself, and it counts only
+if it is in a network that this machine is in. (The library's own
 class blocks its caller, looks for our address by a route to the internet, and tells all hosts of a process of each other.)
 """
 
@@ -15,9 +16,11 @@ from collections.abc import Callable, Sequence
 from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from prime_node.adapters.peers.own_addresses import own_addresses
+from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.own_addresses import is_next_to_us, own_addresses
 from prime_node.ports.peers import PeerAddress
 from prime_protocol import limits
+from prime_protocol.addresses import LOOPBACK, endpoint_of, place_of
 from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,11 @@ class LocalPeers:
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._asking: set[asyncio.Task[None]] = set()
+        self._only_here = False
+        """This peer listens on loopback alone, and so do those that it looks for."""
+        self._heard_since_s = -limits.PEER_HINTS_S
+        self._heard_of: set[KeyId] = set()
+        """Peers since then."""
 
     async def start(self, listening: Sequence[str]) -> None:
         """`listening`: the multiaddrs on which this peer does. A network without multicast costs a line in the log."""
@@ -44,10 +52,10 @@ class LocalPeers:
         if not addresses:
             return
         inner = [address.split("/")[2] for address in addresses]
-        only_here = all(host.startswith("127.") for host in inner)
+        self._only_here = all(host.startswith("127.") for host in inner)
         try:
             self._zeroconf = AsyncZeroconf(
-                interfaces=["127.0.0.1"] if only_here else InterfaceChoice.Default, ip_version=IPVersion.V4Only
+                interfaces=["127.0.0.1"] if self._only_here else InterfaceChoice.Default, ip_version=IPVersion.V4Only
             )
             service = AsyncServiceInfo(
                 self._type,
@@ -64,6 +72,7 @@ class LocalPeers:
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
         except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; hints are all that is lost
             log.info("no peers are looked for on the local network: %s", error or type(error).__name__)
+            faults.note(log, "looking for peers on the local network", error)
             await self.close()
 
     async def close(self) -> None:
@@ -80,7 +89,7 @@ class LocalPeers:
                 if zeroconf is not None:
                     await zeroconf.async_close()
         except Exception as error:  # noqa: BLE001 - a goodbye that nobody hears is no fault
-            log.debug("local network: %r", error)
+            faults.note(log, "local network", error)
 
     def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed or len(self._asking) >= limits.PEER_HINTS_MAX:
@@ -93,10 +102,30 @@ class LocalPeers:
         service = AsyncServiceInfo(self._type, name)
         if not await service.async_request(zeroconf, ANSWER_MS_MAX):
             return
-        for address in read_records(service.properties):
-            if address.peer != self._me:
-                log.info("peer %s is on the local network, at %s", address.peer, ", ".join(address.addresses))
-                self._found(address)
+        for told in read_records(service.properties):
+            near = tuple(one for one in told.addresses if self._is_near(one))
+            if near and told.peer != self._me and self._has_room(told.peer):
+                log.info("peer %s is on the local network, at %s", told.peer, ", ".join(near))
+                self._found(PeerAddress(told.peer, near))
+
+    def _is_near(self, address: str) -> bool:
+        """Whoever answers here can only lead us to machines that it could reach itself, and not to services of our own
+        machine."""
+        end = endpoint_of(address)
+        if end is None or place_of(end.host) is None or ":" in end.host:
+            return False
+        return place_of(end.host) == LOOPBACK if self._only_here else is_next_to_us(end.host)
+
+    def _has_room(self, peer: KeyId) -> bool:
+        """PEER_HINTS_MAX peers in PEER_HINTS_S, so that a flood neither fills the log nor drowns out the others for good."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._heard_since_s >= limits.PEER_HINTS_S:
+            self._heard_since_s = now_s
+            self._heard_of.clear()
+        if peer not in self._heard_of and len(self._heard_of) >= limits.PEER_HINTS_MAX:
+            return False
+        self._heard_of.add(peer)
+        return True
 
 
 def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:

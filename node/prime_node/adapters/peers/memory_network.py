@@ -29,6 +29,11 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId
 
 
+def memory_address(peer: KeyId) -> str:
+    """Where a peer is "dialled". It looks like an address of this machine, as those of a run on one machine do."""
+    return f"/ip4/127.0.0.1/tcp/{1_024 + int(digest_of(peer.encode())[:8], 16) % 60_000}"
+
+
 class MemorySwitch:
     """Knows every peer that has started, and who said to have what."""
 
@@ -86,7 +91,7 @@ class MemoryNetwork:
     cut = close
 
     def addresses(self) -> tuple[str, ...]:
-        return () if self._private or not self._dialable else (f"/memory/{self._peer_id}",)
+        return () if self._private or not self._dialable else (memory_address(self._peer_id),)
 
     def reachability(self) -> Reachability:
         if self._private:
@@ -125,7 +130,7 @@ class MemoryNetwork:
         if address.peer in self._links:
             return ConnectedPeer(address.peer, is_relayed=False)
         other = self._switch.peers.get(address.peer)
-        dialled = f"/memory/{address.peer}" in address.addresses
+        dialled = memory_address(address.peer) in address.addresses
         if other is None or not dialled or not other._dialable or other._run != self._run:
             raise Unreachable(f"{address.peer}: nobody answers at {', '.join(address.addresses) or 'no address'}")
         if address.peer in self._blocked or self._peer_id in other._blocked:
@@ -173,7 +178,7 @@ class MemoryNetwork:
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
         said = self._switch.provided.get((self._run, digest), set()) - {self._peer_id}
-        return tuple(PeerAddress(peer, (f"/memory/{peer}",)) for peer in sorted(said))
+        return tuple(PeerAddress(peer, (memory_address(peer),)) for peer in sorted(said))
 
     async def _answer(self, asker: KeyId, protocol: str, payload: bytes) -> bytes:
         """As the asked peer does it: bounded, and what its handler raises is the answer."""

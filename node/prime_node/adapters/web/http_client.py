@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -33,9 +34,11 @@ from prime_node.adapters.web.http_answers import (
     sensible,
     sensible_envelope,
 )
+from prime_node.adapters.web.noted_resolver import NotedResolver
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
+from prime_protocol.addresses import parse_ip
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -102,9 +105,16 @@ class HttpClient:
         self._stall_s = stall_s
         self._connections_max = connections_max
         self._session: aiohttp.ClientSession | None = None
+        self._resolver = NotedResolver()
         self._head: tuple[str, Envelope] | None = None
         self._epoch = ""
         """The coordinator's, as it said last."""
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The IP address in the URL, or those that its name has led to so far."""
+        host = parse_ip(urlsplit(self.url).hostname or "")
+        return self._resolver.hosts if host is None else frozenset([str(host)])
 
     async def __aenter__(self) -> Self:
         return self
@@ -366,7 +376,7 @@ class HttpClient:
         """The one session, made on first use because it belongs to the running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections_max),
+                connector=aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

@@ -119,7 +119,7 @@ class HttpDialBack:
     def __init__(self, run: str) -> None:
         self._run = run
 
-    async def answers(self, url: str, peer: KeyId) -> bool:
+    async def answers(self, address: str, peer: KeyId) -> bool:
         nonce = secrets.token_hex(16)
         timeout = aiohttp.ClientTimeout(
             total=limits.DIAL_BACK_S_MAX, sock_connect=min(CONNECT_S_MAX, limits.DIAL_BACK_S_MAX)
@@ -129,7 +129,7 @@ class HttpDialBack:
                 aiohttp.ClientSession(
                     timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
                 ) as session,
-                session.get(f"{url}/v1/identity", headers={"Prime-Nonce": nonce}, allow_redirects=False) as answer,
+                session.get(f"{address}/v1/identity", headers={"Prime-Nonce": nonce}, allow_redirects=False) as answer,
                 Patience(limits.DIAL_BACK_S_MAX, wait_s=0.0) as patience,
             ):
                 if answer.status != 200:
@@ -138,3 +138,6 @@ class HttpDialBack:
                 check_answer(body, peer, self._run, nonce)
                 return True
         return False
+
+    async def close(self) -> None:
+        """Each question has a session of its own."""

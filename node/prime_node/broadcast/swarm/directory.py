@@ -2,7 +2,9 @@
 
 The coordinator is asked every so often, and offered our own address in the same breath. Peers pass on the lists that it has
 signed, so the swarm goes on finding itself while the coordinator is away. Then hints count too, for which nobody has signed: few,
-and after all the others. A record only says where to look: what comes from there proves itself.
+and after all the others. A record only says where to look: what comes from there proves itself. An address in a private network
+counts, and is passed on, only where it leads to the same machine: a hostile run must not send its members to their own
+neighbours.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from prime_node.ports.peers import PeerAddress
 from prime_node.ports.swarm import PeerFinder, PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
+from prime_protocol.addresses import endpoint_of, may_be_named
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersRequest
-from prime_protocol.peers import TOKEN_AGE_S_MAX, PeerRecord, authorization, open_peer_list
+from prime_protocol.peers import TOKEN_AGE_S_MAX, PeerList, PeerRecord, authorization, open_peer_list
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -57,8 +60,6 @@ class Directory:
         """Peers that only hints name, while the coordinator is away."""
         self.is_alone = False
         """The coordinator did not answer last time."""
-        self.list_text: str | None = None
-        """The newest list, to be passed on."""
         self.reachable: bool | None = None
         """Whether the coordinator could reach us."""
         self._run = run
@@ -71,7 +72,11 @@ class Directory:
         self._ticket_ring = 0
         """The key ring that held when it came."""
         self._tokens: dict[KeyId, tuple[int, str]] = {}
-        self._list_at_ms = -1
+        self._list: tuple[str, PeerList] | None = None
+        """The newest one, to be passed on, and what it says."""
+        self._hints_since_s = -limits.PEER_HINTS_S
+        self._num_hints = 0
+        """Taken since then."""
         self._met: set[KeyId] = set()
         """Members of the run who are on no list of ours: private ones, and newcomers."""
         self._woken = asyncio.Event()
@@ -117,29 +122,55 @@ class Directory:
         """Whom to link to: those whom the coordinator names before those whom hints name."""
         return {**self.records, **{peer: r for peer, r in self.hinted.items() if peer not in self.records}}
 
+    def may_dial(self, address: str) -> bool:
+        """Whether a listed address leads where the coordinator meant: to the internet, or into the network that it is in
+        itself."""
+        end = endpoint_of(address)
+        return end is not None and may_be_named(end.host, between=self._coordinator.hosts)
+
     def hint(self, found: Sequence[PeerAddress]) -> None:
-        """Peers that may be there, whoever says so; what the coordinator says of a peer counts more."""
+        """Peers that may be there, whoever says so; what the coordinator says of a peer counts more.
+
+        The caller has seen to it that their addresses may be dialled at all. PEER_HINTS_MAX are taken in PEER_HINTS_S.
+        """
+        now_s = self._clock.monotonic_s()
+        if now_s - self._hints_since_s >= limits.PEER_HINTS_S:
+            self._hints_since_s, self._num_hints = now_s, 0
         for address in found:
-            if address.peer == self.me or address.peer in self.records or not address.addresses:
+            known = self.hinted.get(address.peer)
+            addresses = address.addresses[: limits.PEER_HINT_ADDRESSES_MAX]
+            if address.peer == self.me or address.peer in self.records or not addresses:
+                continue
+            if (known is not None and known.addresses == addresses) or self._num_hints >= limits.PEER_HINTS_MAX:
                 continue
             with contextlib.suppress(ValueError):  # a stranger may have written anything
-                record = PeerRecord(peer=address.peer, addresses=address.addresses)
-                self.hinted.pop(record.peer, None)
-                self.hinted[record.peer] = record
+                self.hinted[address.peer] = PeerRecord(peer=address.peer, addresses=addresses)
+                self._num_hints += 1
         while len(self.hinted) > limits.PEER_HINTS_MAX:
             del self.hinted[next(iter(self.hinted))]
+
+    def list_for(self, asker: str) -> str | None:
+        """The newest list, as the coordinator signed it, for an asker at this IP address; None where there is none, or where
+        it names an address that leads the asker elsewhere."""
+        if self._list is None:
+            return None
+        text, listed = self._list
+        ends = [endpoint_of(address) for record in listed.peers for address in (*record.urls, *record.addresses)]
+        is_for_asker = all(end is not None and may_be_named(end.host, between=(asker,)) for end in ends)
+        return text if is_for_asker else None
 
     def take_in(self, text: str) -> None:
         """A list that somebody shows. Raises PeerError where the run's coordinator did not sign it."""
         listed = open_peer_list(text, self._run)
-        for record in listed.peers:
-            if record.peer != self.me:
-                self.records.pop(record.peer, None)
-                self.records[record.peer] = record
+        for told in listed.peers:
+            urls, addresses = (tuple(filter(self.may_dial, every)) for every in (told.urls, told.addresses))
+            if told.peer != self.me and (urls or addresses):
+                self.records.pop(told.peer, None)
+                self.records[told.peer] = PeerRecord(peer=told.peer, urls=urls, addresses=addresses)
         while len(self.records) > limits.PEER_RECORDS_MAX:
             del self.records[next(iter(self.records))]
-        if listed.peers and listed.issued_at_ms > self._list_at_ms:
-            self.list_text, self._list_at_ms = text, listed.issued_at_ms
+        if listed.peers and (self._list is None or listed.issued_at_ms > self._list[1].issued_at_ms):
+            self._list = (text, listed)
 
     def _keep_ticket(self, ticket: str) -> None:
         """A new one costs every peer three signatures to check."""

@@ -65,19 +65,27 @@ class Mesh:
         for address in told:
             if address.peer in self._run.keys.current.coordinator:
                 self._network.stay_linked(address)  # meeting point and relay
-        if self._directory.is_alone:
+        if self._is_cut_off:
             self._directory.hint(self._network.known())
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Neither the coordinator answers, nor is there a link to any peer that it has named: only then strangers are
+        believed."""
+        linked = {link.peer for link in self._network.connected()}
+        return self._directory.is_alone and not linked & self._directory.records.keys()
 
     async def _link_more(self) -> None:
         now_s = self._clock.monotonic_s()
         self._rests = {peer: until_s for peer, until_s in self._rests.items() if until_s > now_s}
         linked = {link.peer for link in self._network.connected()}
         others = [
-            address
-            for address in self._network.known()
-            if address.peer not in linked
-            and address.peer not in self._rests
-            and address.peer not in self._run.keys.current.coordinator
+            PeerAddress(record.peer, record.addresses)
+            for record in self._directory.candidates.values()
+            if record.addresses
+            and record.peer not in linked
+            and record.peer not in self._rests
+            and record.peer not in self._run.keys.current.coordinator
         ]
         # Anybody may hint at peers that do not exist: those that the coordinator names come first.
         self._rng.shuffle(others)
@@ -102,7 +110,7 @@ class Mesh:
 
     async def _read_hints(self) -> None:
         while True:
-            if self._directory.is_alone:
+            if self._is_cut_off:
                 self._network.learn(await self._network.providers(self._run.digest))
                 await self._clock.sleep(ASK_S)
             else:

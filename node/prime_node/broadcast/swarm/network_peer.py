@@ -59,7 +59,8 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
         headers = {} if question.authorization is None else {"authorization": question.authorization}
         if question.start is not None and question.end is not None:
             headers["range"] = f"bytes={question.start}-{question.end - 1}"
-        request = Request(params=params, body=b"", headers=headers, remote=peer)
+        hosts = next((link.hosts for link in network.connected() if link.peer == peer), ())
+        request = Request(params=params, body=b"", headers=headers, remote=hosts[0] if hosts else peer)
         if service is not None:
             if service.member(request) not in (None, peer):
                 raise PeerError(ErrorCode.BAD_SIGNATURE, "this is another key's ticket")

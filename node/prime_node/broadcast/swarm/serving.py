@@ -54,7 +54,7 @@ class PeerService:
     clock: Clock
     manifest: Callable[[int], Envelope | None]
     """A verified manifest by its policy version, where it is at hand."""
-    peer_list: Callable[[], str | None] = lambda: None
+    peer_list: Callable[[str], str | None] = lambda asker: None
     """The newest list of peers, as the coordinator signed it."""
     met: Callable[[KeyId], None] = lambda peer: None
     """Hears of members of the run who ask for our news."""
@@ -272,7 +272,7 @@ class PeerService:
         if member is None:
             raise PeerError(ErrorCode.BAD_SIGNATURE, "this is for members of the run: show a ticket")
         self.met(member)
-        text = self.peer_list()
+        text = self.peer_list(request.remote)
         return Response(status=204) if text is None else Response(text.encode())
 
     # For the coordinator

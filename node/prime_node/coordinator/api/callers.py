@@ -35,7 +35,7 @@ class Callers:
         if hops == [""]:
             return address
         while hops and is_in(address, self._proxies):
-            address = _without_port(printable(hops.pop().strip(), 64))
+            address = without_port(printable(hops.pop().strip(), 64))
         is_named = is_in(request.remote, self._proxies)
         if not (is_named or self._has_warned) and is_in(address, self._trusted):
             self._has_warned = True
@@ -53,7 +53,7 @@ def is_in(address: str, networks: Networks) -> bool:
     return found is not None and any(found in network for network in networks)
 
 
-def _without_port(address: str) -> str:
+def without_port(address: str) -> str:
     """Some proxies write the caller's port too: 192.0.2.1:4711, [2001:db8::1]:4711."""
     if address.startswith("["):
         return address[1:].partition("]")[0]

@@ -1,11 +1,13 @@
-"""Finding peers: the asker offers himself, and gets a signed list of others and a ticket. SPEC, "Peers over HTTP"."""
+"""Finding peers: the asker offers itself, and gets a signed list of others and a ticket. SPEC, "Peers over HTTP"."""
 
 from __future__ import annotations
 
-import ipaddress
 import random
 
+from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, is_in, without_port
 from prime_node.coordinator.core import Core
+from prime_node.ports.web import Request
+from prime_protocol.addresses import parse_ip
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
@@ -20,7 +22,13 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
     record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)
     reachable = None
     if record.urls or record.addresses:
-        reachable = core.peers.offer(record, now_s, offers_max=core.run.spec.limits.workers_max)
+        reachable = core.peers.offer(
+            record,
+            now_s,
+            seen_at=address,
+            offers_max=core.run.spec.limits.workers_max,
+            is_trusted=signer in core.run.keys.current.trainer,
+        )
     else:
         core.peers.withdraw(signer)
     listed = PeerList(
@@ -36,14 +44,19 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
     )
 
 
+def announced_from(core: Core, request: Request) -> str:
+    """The IP address that an offer comes from. Empty, so that nothing is dialled back, where a reverse proxy stands in between
+    that the settings do not name: its address is not the asker's."""
+    hops = [without_port(hop.strip()) for hop in request.headers.get(HEADER, "").split(",")[-HOPS_MAX:]]
+    while hops and is_in(hops[-1], core.config.behind):
+        hops.pop()
+    is_direct = HEADER not in request.headers
+    return request.remote if is_direct or hops[-1:] == [request.remote] else ""
+
+
 def _urls(address: str, port: int | None) -> tuple[str, ...]:
-    """Where the asker serves, if he does. Nothing where his address is no number (a socket file, say)."""
-    if port is None:
+    """Where the asker serves, if it does. Nothing where its address is no number (a socket file, say)."""
+    parsed = parse_ip(address)
+    if port is None or parsed is None:
         return ()
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return ()
-    if parsed.version == 6 and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped
     return (f"http://[{parsed}]:{port}" if parsed.version == 6 else f"http://{parsed}:{port}",)

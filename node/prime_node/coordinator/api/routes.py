@@ -98,7 +98,8 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         return _respond(await admission.join(core, *admitted(request, messages.JoinRequest), address=request.remote))
 
     async def find_peers(request: Request) -> Response:
-        return _respond(await finding.find(core, *admitted(request, messages.PeersRequest), address=request.remote))
+        address = finding.announced_from(core, request)
+        return _respond(await finding.find(core, *admitted(request, messages.PeersRequest), address=address))
 
     posts = [
         (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)

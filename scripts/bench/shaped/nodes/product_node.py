@@ -45,7 +45,12 @@ async def publish(node: SimpleNamespace) -> None:
     parts = await folder_parts(
         RUN, Path("coordinator"), host="0.0.0.0", port=node.port, requests_per_second=1e9, faults_per_second=1e9
     )
-    parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest), network=meeting_place(node))
+    network = meeting_place(node)
+    parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest), network=network)
+    if network is not None:
+        from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
+
+        parts = dataclasses.replace(parts, dial_back_libp2p=Libp2pDialBack())
     await parts.public.put(CONFIG_JSON)
     up = asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve(parts, asyncio.Event(), ready=up.set_result))

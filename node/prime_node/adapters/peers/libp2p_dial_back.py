@@ -1,0 +1,73 @@
+"""Dial-backs over libp2p: does the key that a peer claims answer at an address? For coordinators and peers.
+
+Each one is made by a host of its own with a key made for it, so that an answer proves a new link, and that host dials this one
+address and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+import trio
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_gate import Gate
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.trio_thread import TrioThread
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.addresses import endpoint_of
+from prime_protocol.identity import KeyId, SigningKey
+
+log = logging.getLogger(__name__)
+
+
+class Libp2pDialBack:
+    """Implements ports.swarm.DialBack for TCP multiaddrs. Its thread starts with the first question."""
+
+    def __init__(self) -> None:
+        self._thread = TrioThread("libp2p dial-back")
+        self._starting: asyncio.Task[None] | None = None
+
+    async def answers(self, address: str, peer: KeyId) -> bool:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._thread.start(_wait))
+        try:
+            await asyncio.shield(self._starting)
+            return await self._thread.call(key_answers, peer, address)
+        except Unreachable as error:
+            log.warning("nobody is dialled back over libp2p any more: %s", error)
+            return False
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            await self._thread.stop()
+
+
+async def _wait(is_ready: Callable[[], None], stopping: trio.Event) -> None:
+    is_ready()
+    await stopping.wait()
+
+
+async def key_answers(peer: KeyId, address: str) -> bool:
+    """Whether a connection to a TCP multiaddr finds the peer's key there. On the trio side; takes DIAL_BACK_S_MAX at most."""
+    end = endpoint_of(address)
+    if end is None or end.relay:
+        return False
+    gate = Gate(near=(end.host,))
+    host = make_host(SigningKey(os.urandom(32)), PeerSettings(listen=(), private=True))
+    gate.guard(host)
+    try:
+        with trio.fail_after(limits.DIAL_BACK_S_MAX), gate.opened((address,)):
+            async with host.run(listen_addrs=[]):
+                await host.get_network().dial_addr(Multiaddr(address), ID.from_string(peer))
+                await host.close()
+    except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them means no
+        faults.note(log, f"dial-back of {peer} at {address}", error)
+        return False
+    return True

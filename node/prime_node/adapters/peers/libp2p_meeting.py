@@ -1,0 +1,83 @@
+"""Where another peer's link comes from, by the word of a relay, on the trio side. Hole punching dials there and nowhere else.
+
+A peer that wants a hole punched says itself where it is to be dialled, so it could name a victim. The relay that both are linked
+to knows better. It tells two peers of each other's IP addresses once both have asked about the other, so that nobody is told of
+without consent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.addresses import may_be_named, parse_ip
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import KeyId
+
+MEET = "meet"
+MEET_S_MAX = 10.0
+"""How long one waits for the other to ask."""
+KEY_CHARS_MAX = 128
+HOSTS_BYTES_MAX = 1_024
+"""An answer: IP addresses, one a line."""
+
+HostsOf = Callable[[KeyId], Collection[str]]
+"""The IP addresses at which a peer's direct links end."""
+Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
+"""(peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
+
+
+@dataclass
+class _Meeting:
+    came: dict[KeyId, int] = field(default_factory=dict)
+    """Who asks at the moment, and how often."""
+    both: trio.Event = field(default_factory=trio.Event)
+
+
+class Meetings:
+    """The relay's side."""
+
+    def __init__(self, hosts_of: HostsOf) -> None:
+        self._hosts_of = hosts_of
+        self._open: dict[frozenset[KeyId], _Meeting] = {}
+
+    async def introduce(self, asker: KeyId, payload: bytes) -> bytes:
+        """The IP addresses of the peer that the payload names, once it asks about the asker; nothing where it does not. Raises
+        PeerError(TOO_MANY_REQUESTS)."""
+        pair = frozenset((asker, payload.decode("ascii", "replace")))
+        if pair not in self._open and len(self._open) >= limits.RELAY_CIRCUITS_MAX:
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many peers meet here", retry_after_s=MEET_S_MAX)
+        meeting = self._open.setdefault(pair, _Meeting())
+        meeting.came[asker] = meeting.came.get(asker, 0) + 1
+        if len(meeting.came) == 2:
+            meeting.both.set()
+        try:
+            with trio.move_on_after(MEET_S_MAX):
+                await meeting.both.wait()
+            if not meeting.both.is_set():
+                return b""
+            [other] = pair - {asker}
+            near = self._hosts_of(asker)
+            told = [host for host in self._hosts_of(other) if near and may_be_named(host, between=near)]
+            return "\n".join(told[: limits.PEER_ADDRESSES_MAX]).encode()
+        finally:
+            meeting.came[asker] -= 1
+            if not any(meeting.came.values()):
+                self._open.pop(pair, None)
+
+
+async def hosts_by(relays: Iterable[KeyId], peer: KeyId, ask: Ask) -> frozenset[str]:
+    """Where a peer's links come from, by the first of these relays that says so; empty where none does."""
+    for relay in relays:
+        try:
+            told = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)
+        except (PeerError, Unreachable):
+            continue
+        found = (parse_ip(line) for line in told.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX])
+        if hosts := frozenset(str(one) for one in found if one is not None):
+            return hosts
+    return frozenset()

@@ -1,0 +1,120 @@
+"""Which addresses may be told to whom, and dialled on whose word. SPEC.md, section "Addresses".
+
+An address of the public internet leads to one machine from everywhere. Any other address leads to another machine in every
+network, so it is told only inside the place that it was heard in, and dialled only on the word of somebody in that place.
+Addresses that lead to services of a machine's own host (cloud metadata), to many machines, or to nobody are neither told nor
+dialled.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+GLOBAL, LOOPBACK = "global", "loopback"
+ULA_PREFIX_BITS = 48
+"""One site has one /48 of the unique local addresses (RFC 4193)."""
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_PLACES = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # private (RFC 1918)
+        "100.64.0.0/10",  # behind a provider's NAT (RFC 6598)
+        "169.254.0.0/16",  # link-local (RFC 3927)
+        *("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32", "3fff::/20"),  # documentation
+        *("198.18.0.0/15", "2001:2::/48"),  # measurements (RFC 2544, RFC 5180)
+    )
+)
+"""Networks whose addresses mean something inside them alone."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that is given out: nothing outside leads anywhere on the public internet."""
+_ULA = ipaddress.ip_network("fc00::/7")
+_NOWHERE = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("169.254.169.0/24", "169.254.170.0/24", "fd00:ec2::/32", "fd20:ce::/32"),  # metadata of AWS, Azure and Google
+        *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.0/24"),  # metadata of Alibaba, Azure and Oracle
+        *("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "192.88.99.0/24"),  # hold an address of IPv4
+    )
+)
+"""Networks to which no peer is sent, wherever it was heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a TCP connection leads. Example: Endpoint("203.0.113.7", 4001)."""
+
+    host: str
+    """An IP address in its canonical spelling."""
+    port: int
+    relay: str = ""
+    """Key id of the relay that is reached there, where the address is a circuit's."""
+
+
+def parse_ip(text: str) -> IPAddress | None:
+    """The address; IPv4 inside IPv6 (::ffff:1.2.3.4) is IPv4. None for anything else, zones (fe80::1%eth0) included."""
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    return None if found.scope_id else found.ipv4_mapped or found
+
+
+def place_of(host: str) -> str | None:
+    """The network inside which an IP address means one machine: GLOBAL, LOOPBACK, or a network. None for an address that nobody
+    is sent to. Example: "192.168.0.0/16" of "192.168.1.7"."""
+    address = parse_ip(host)
+    if address is None or any(address in network for network in _NOWHERE):
+        return None
+    if address.is_loopback:
+        return LOOPBACK
+    for network in _PLACES:
+        if address in network:
+            return str(network)
+    if address in _ULA:
+        return str(ipaddress.ip_network((address, ULA_PREFIX_BITS), strict=False))
+    is_unicast = address.is_global and not address.is_multicast
+    return GLOBAL if is_unicast and (address.version == 4 or address in _UNICAST) else None
+
+
+def may_be_named(host: str, *, between: Iterable[str]) -> bool:
+    """Whether an address leads to the same machine for all these hosts: the asker that it is told to, or the coordinator that
+    has told it. Whoever is on loopback shares a machine with us, and so all its networks."""
+    place = place_of(host)
+    if place is None or place == GLOBAL:
+        return place == GLOBAL
+    return {place_of(one) for one in between} in ({place}, {LOOPBACK})
+
+
+def endpoint_of(address: str) -> Endpoint | None:
+    """Of an HTTP address or a TCP multiaddr, that of a circuit included. None for anything else: names (DNS) too."""
+    if address.startswith("http://"):
+        try:
+            url = urlsplit(address)
+            return _endpoint(url.hostname or "", str(url.port or ""), "")
+        except ValueError:
+            return None
+    parts = address.split("/")
+    relay = ""
+    if len(parts) == 8 and (parts[5], parts[7]) == ("p2p", "p2p-circuit"):
+        relay = parts[6]
+        parts = parts[:5]
+    if len(parts) != 5 or parts[0] or parts[3] != "tcp" or parts[1] not in ("ip4", "ip6"):
+        return None
+    found = parse_ip(parts[2])
+    is_spelled_right = found is not None and (":" in parts[2]) == (parts[1] == "ip6")
+    return _endpoint(parts[2], parts[4], relay) if is_spelled_right else None
+
+
+def _endpoint(host: str, port: str, relay: str) -> Endpoint | None:
+    address = parse_ip(host)
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if address is None or not is_number or not 0 < int(port) < 2**16:
+        return None
+    return Endpoint(str(address), int(port), relay)
