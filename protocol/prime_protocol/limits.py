@@ -152,7 +152,7 @@ PEER_HINTS_MAX = 16
 """Peers that hints name (a table, the local network) and that are tried; no coordinator vouches for them."""
 PEER_HINT_ADDRESSES_MAX = 2
 """Addresses of one such peer that are dialled."""
-PEER_HINTS_S = 300.0
+PEER_HINTS_S_MAX = 300.0
 """PEER_HINTS_MAX new ones are tried in this time, and no more."""
 PEER_QUESTION_BYTES_MAX = 3 * PEER_TICKET_BYTES_MAX
 """One question to a peer over libp2p: a path, a range and a ticket."""

@@ -42,7 +42,7 @@ class LocalPeers:
         self._asking: set[asyncio.Task[None]] = set()
         self._only_here = False
         """This peer listens on loopback alone, and so do those that it looks for."""
-        self._heard_since_s = -limits.PEER_HINTS_S
+        self._heard_since_s = -limits.PEER_HINTS_S_MAX
         self._heard_of: set[KeyId] = set()
         """Peers since then."""
 
@@ -117,9 +117,9 @@ class LocalPeers:
         return place_of(end.host) == LOOPBACK if self._only_here else is_next_to_us(end.host)
 
     def _has_room(self, peer: KeyId) -> bool:
-        """PEER_HINTS_MAX peers in PEER_HINTS_S, so that a flood neither fills the log nor drowns out the others for good."""
+        """PEER_HINTS_MAX peers in PEER_HINTS_S_MAX, so that a flood neither fills the log nor drowns out the others for good."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._heard_since_s >= limits.PEER_HINTS_S:
+        if now_s - self._heard_since_s >= limits.PEER_HINTS_S_MAX:
             self._heard_since_s = now_s
             self._heard_of.clear()
         if peer not in self._heard_of and len(self._heard_of) >= limits.PEER_HINTS_MAX:

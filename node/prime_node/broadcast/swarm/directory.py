@@ -74,7 +74,7 @@ class Directory:
         self._tokens: dict[KeyId, tuple[int, str]] = {}
         self._list: tuple[str, PeerList] | None = None
         """The newest one, to be passed on, and what it says."""
-        self._hints_since_s = -limits.PEER_HINTS_S
+        self._hints_since_s = -limits.PEER_HINTS_S_MAX
         self._num_hints = 0
         """Taken since then."""
         self._met: set[KeyId] = set()
@@ -131,10 +131,10 @@ class Directory:
     def hint(self, found: Sequence[PeerAddress]) -> None:
         """Peers that may be there, whoever says so; what the coordinator says of a peer counts more.
 
-        The caller has seen to it that their addresses may be dialled at all. PEER_HINTS_MAX are taken in PEER_HINTS_S.
+        The caller has seen to it that their addresses may be dialled at all. PEER_HINTS_MAX are taken in PEER_HINTS_S_MAX.
         """
         now_s = self._clock.monotonic_s()
-        if now_s - self._hints_since_s >= limits.PEER_HINTS_S:
+        if now_s - self._hints_since_s >= limits.PEER_HINTS_S_MAX:
             self._hints_since_s, self._num_hints = now_s, 0
         for address in found:
             known = self.hinted.get(address.peer)
