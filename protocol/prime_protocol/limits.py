@@ -110,6 +110,40 @@ CHUNKS_MAX = 2**20
 """Tensors of one manifest, parts or chunks of one encoding."""
 ENCODINGS_MAX = 16
 """Ways to one policy: its anchor and its deltas."""
+MODEL_FILE_BYTES_MAX = 4 * 2**20
+"""One of a model's configuration files."""
+TOKENIZER_BYTES_MAX = 64 * 2**20
+"""A model's tokenizer.json, and the vocabulary and merges of an older form."""
+VOCABULARY_MAX = 2**24
+"""Tokens of a vocabulary, and a token's id."""
+TOKENIZER_ENTRIES_MAX = 2**21
+"""Tokens, and merges, that a tokenizer.json lists; the largest published one has 514,906 merges."""
+TOKENIZER_STEPS_MAX = 64
+"""Normalizers, splitters, processors and decoders of a tokenizer, and what else of it has a type."""
+TOKENIZER_GROWTH_MAX = 256
+"""How many times as long a tokenizer's replacements may make a text."""
+TOKENIZER_REGEX_CHARS_MAX = 4_096
+"""One regular expression of a tokenizer."""
+TOKENIZER_REGEX_REPEATS_MAX = 3
+"""Unbounded repeats in one alternative of it: the time grows with the length of a text to this power."""
+MODEL_LAYERS_MAX = 1_024
+"""Layers and heads of a model. Each layer costs memory and time even where its parameters are only counted."""
+MODEL_EXPERTS_MAX = 4_096
+"""Experts of a layer."""
+MODEL_EXPERTS_TOTAL_MAX = 2**16
+"""Experts of all layers."""
+MODEL_SIZE_MAX = 2**20
+"""Any size in a config.json that has no bound of its own, in elements."""
+MODEL_POSITIONS_MAX = 2**24
+"""Positions of a model's context."""
+MODEL_CONFIG_ITEMS_MAX = 8_192
+"""Items of one list in a config.json."""
+MODEL_CONFIG_CHARS_MAX = 4_096
+"""One text in a config.json."""
+CHAT_TEMPLATE_CHARS_MAX = 128 * 2**10
+"""The source of a chat template."""
+CHAT_TEMPLATE_COST_MAX = 2**21
+"""Steps of loops, characters and elements that one rendering of a chat template works on, together."""
 STEP_MAX = 2**31 - 1
 """The largest step and policy version: they travel as int32 too."""
 ANNOUNCEMENT_BYTES_MAX = 256 * 2**10

@@ -51,7 +51,7 @@ def test_code_that_a_config_brings_is_refused_and_not_run(
     ran = folder / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     change(folder, **entries)
-    with pytest.raises(LocalError, match=r"config\.json: its \S+ asks to run code"):
+    with pytest.raises(LocalError, match=r"config\.json: .*asks to run code"):
         build(folder)
     assert not ran.exists()
 
@@ -59,7 +59,7 @@ def test_code_that_a_config_brings_is_refused_and_not_run(
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff", "{}"])
 def test_a_config_that_is_no_configuration_is_named(folder: Path, build: Build, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(LocalError, match=r"config\.json: transformers cannot build"):
+    with pytest.raises(LocalError, match=r"config\.json: (not|transformers cannot build)"):
         build(folder)
 
 
@@ -68,7 +68,7 @@ def test_a_config_that_is_no_configuration_is_named(folder: Path, build: Build, 
     [
         {"model_type": "of-next-year"},
         {"hidden_size": "wide"},
-        {"hidden_size": -4},
+        {"hidden_size": -1},
         {"num_attention_heads": 0, "head_dim": None},
         {"hidden_act": "none-such"},
         {"vocab_size": None},
@@ -83,7 +83,7 @@ def test_values_that_the_model_refuses_are_laid_to_the_config(
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_both_figures(folder: Path, build: Build) -> None:
-    change(folder, hidden_size=2**17, intermediate_size=2**24)
+    change(folder, hidden_size=2**17, intermediate_size=2**20)
     with pytest.raises(LocalError, match=r"need [\d.]+ GiB of memory, and [\d.]+ GiB are available"):
         build(folder)
 

@@ -152,5 +152,5 @@ def test_a_folder_without_an_end_token_is_refused(folder: Path) -> None:
 )
 def test_a_broken_file_of_a_tokenizer_gives_one_sentence(folder: Path, name: str, text: str) -> None:
     (folder / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(LocalError, match="tokenizer's files"):
+    with pytest.raises(LocalError, match=rf"tokenizer's files|{name}: "):
         HfTokenizer(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -92,7 +93,8 @@ async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditRep
 
 async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
     """The run of that digest, its configuration and tokenizer in `folder`/model: from the coordinator, or a mirror that answers
-    while it is away. Raises PeerError or Unreachable."""
+    while it is away. Raises PeerError, Unreachable, or LocalError for files that this machine does not read."""
+    from prime_node.adapters.models.model_folder import require_listed, require_plain
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.pinned import fetch_model_files, fetch_run
 
@@ -102,7 +104,9 @@ async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: 
         run = await fetch_run(digest, *sources, clock=clock())
         for source in sources:
             source.bounds = run.spec.limits
+        require_listed(run.spec.model_files)
         await fetch_model_files(sources, run, folder / "model")
+    await asyncio.to_thread(require_plain, folder / "model")
     return run
 
 

@@ -9,14 +9,14 @@ a prompt are head + text + tail, the same for every problem but the text in betw
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from prime_node.adapters.models.chat_template import compile_template
+from prime_node.adapters.models.model_folder import TOKENIZER_FILE, read_config, read_json, read_text, read_tokenizer
 from prime_protocol.errors import LocalError
 
 _MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
@@ -31,9 +31,10 @@ class HfTokenizer:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config = _read_json(folder / "tokenizer_config.json")
-        self._vocab_size = int(_read_json(folder / "config.json").get("vocab_size", self._tokenizer.get_vocab_size()))
+        read_tokenizer(folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        config = read_json(folder / "tokenizer_config.json")
+        self._vocab_size = int(read_config(folder).get("vocab_size", self._tokenizer.get_vocab_size()))
         end = _token_text(config.get("eos_token"))
         stop_token_id = self._tokenizer.token_to_id(end) if end else None
         if stop_token_id is None:
@@ -57,11 +58,15 @@ class HfTokenizer:
         return [*self._head, *self.encode(text), *self._tail]
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Raises ValueError where the tokenizer's library fails on the text."""
+        with panics_raised():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Raises ValueError where the tokenizer's library fails on the tokens."""
+        with panics_raised():
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
 
@@ -69,13 +74,27 @@ class HfTokenizer:
 def tokenizer_at_fault(folder: Path) -> Iterator[None]:
     """Whatever goes wrong inside is laid to the tokenizer's files: the libraries raise anything for what they do not expect."""
     try:
-        yield
+        with panics_raised():
+            yield
+    except LocalError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or "no reason given"
         raise LocalError(
             f"{folder}: the tokenizer's files (tokenizer.json, tokenizer_config.json, chat template) are not usable "
             f"({type(error).__name__}: {reason}); a run's own are its operator's to mend"
         ) from error
+
+
+@contextlib.contextmanager
+def panics_raised() -> Iterator[None]:
+    """A panic of a library in Rust becomes a ValueError. It is no Exception, so that it would end the whole process."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's library gave up: {' '.join(str(error).split())[:200]}") from None
 
 
 def _template_parts(folder: Path) -> tuple[str, str]:
@@ -89,7 +108,7 @@ def _template_parts(folder: Path) -> tuple[str, str]:
 
 def chat_template(folder: Path) -> Callable[[Sequence[Mapping[str, Any]]], str]:
     """Renders messages, with the opening of the next answer. Without any template: their texts behind one another."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     begin, end = (_token_text(config.get(name)) or "" for name in ("bos_token", "eos_token"))
     template = _chat_template(folder, config)
     if template is None:
@@ -97,22 +116,16 @@ def chat_template(folder: Path) -> Callable[[Sequence[Mapping[str, Any]]], str]:
             begin
             + "".join(f"{message['content']}{end if message['role'] == 'assistant' else ''}" for message in messages)
         )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _no_clock
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    compiled = environment.from_string(template)
-    return lambda messages: compiled.render(
-        messages=messages, add_generation_prompt=True, bos_token=begin, eos_token=end
+    render = compile_template(template)
+    return lambda messages: render(
+        {"messages": messages, "add_generation_prompt": True, "bos_token": begin, "eos_token": end}
     )
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -124,18 +137,3 @@ def _token_text(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_bytes())
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(f"the chat template refuses a plain user message: {message}")
-
-
-def _no_clock(_format: str) -> NoReturn:
-    raise ValueError("the chat template shows today's date, so its prompts would not be the same tomorrow")

@@ -6,7 +6,6 @@ Everything that is wrong with it is a LocalError that names the file, for the ar
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from prime_node.adapters.models.model_folder import read_config, rope_table_bytes
 from prime_protocol.errors import LocalError, PrimeError
 from prime_protocol.run_spec import CONFIG_FILE
 
-LAYERS_MAX = 1_024
-"""Far above any published model. Each layer costs memory and time even where its parameters are only counted."""
 PUBLISHED_BYTES_PER_PARAMETER = 2
 """Policies are published as bf16."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -28,10 +27,10 @@ _MEMINFO = Path("/proc/meminfo")
 
 def read_model_config(folder: Path) -> Any:
     """The configuration, for a model with full attention in all layers. Raises LocalError."""
-    path = folder / CONFIG_FILE
+    read_config(folder)
     with config_at_fault(folder):
-        json.loads(path.read_bytes(), object_hook=lambda entries: _refuse_unsafe(path, entries))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _require_own_class(folder, config)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise LocalError(
@@ -41,19 +40,20 @@ def read_model_config(folder: Path) -> Any:
 
 
 def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
-    """Raises LocalError where the model's parameters alone need more memory than there is. Nothing is allocated."""
-    parameters = _num_parameters(folder, config)
-    needed, available = parameters * bytes_per_parameter, available_bytes(device)
+    """Raises LocalError where the model's parameters and tables alone need more memory than there is. Nothing is allocated."""
+    parameters, table_bytes = _planned(folder, config)
+    needed, available = parameters * bytes_per_parameter + table_bytes, available_bytes(device)
     if available is not None and needed > available:
         raise LocalError(
-            f"{folder / CONFIG_FILE}: {parameters:,} parameters need {needed / 2**30:.1f} GiB of memory, and "
-            f"{available / 2**30:.1f} GiB are available ({device}); free some, or use a larger machine"
+            f"{folder / CONFIG_FILE}: {parameters:,} parameters and {table_bytes / 2**30:.1f} GiB of tables need "
+            f"{needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are available ({device}); free some, or use "
+            "a larger machine"
         )
 
 
 def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
     """Raises LocalError where a policy of this model would be larger than the run's limit: no manifest of it would be taken."""
-    parameters = _num_parameters(folder, read_model_config(folder))
+    parameters, _ = _planned(folder, read_model_config(folder))
     published = parameters * PUBLISHED_BYTES_PER_PARAMETER
     if published > checkpoint_bytes_max:
         raise LocalError(
@@ -62,12 +62,30 @@ def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
         )
 
 
-def _num_parameters(folder: Path, config: Any) -> int:
-    """Counted on a model without memory."""
+def _planned(folder: Path, config: Any) -> tuple[int, int]:
+    """(parameters, bytes of the tables beside them), counted on a model without memory.
+
+    Tables are what the model keeps besides its weights, such as masks and positions, and the sines and cosines that another
+    engine keeps of the same configuration.
+    """
     with config_at_fault(folder), torch.device("meta"), no_init_weights():
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(config, trust_remote_code=False)
-        return sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    return parameters, buffers + rope_table_bytes(read_config(folder))
+
+
+def _require_own_class(folder: Path, config: Any) -> None:
+    """Raises LocalError where another engine would build another model: by `architectures`, where transformers goes by
+    `model_type`."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    named = config.architectures or []
+    if any(name != own for name in named):
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: architectures is {', '.join(map(str, named))[:200]}, and a {config.model_type} "
+            f"model for text is {own}; ask the run's operator"
+        )
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -96,16 +114,3 @@ def config_at_fault(folder: Path) -> Iterator[None]:
             f"{folder / CONFIG_FILE}: transformers cannot build this run's model ({type(error).__name__}: {reason}); "
             "update transformers if it is older than the model, else ask the run's operator"
         ) from error
-
-
-def _refuse_unsafe(path: Path, entries: dict[str, Any]) -> dict[str, Any]:
-    """Every object of the file passes here, nested ones too."""
-    for key, value in entries.items():
-        if key == "auto_map" or (key.endswith("_implementation") and "/" in str(value)):
-            raise LocalError(
-                f"{path}: its {key} asks to run code that comes with the model, which this software never does; "
-                "ask the run's operator for a model that transformers knows by itself"
-            )
-        if "layer" in key and isinstance(value, int) and value > LAYERS_MAX:
-            raise LocalError(f"{path}: {key} is {value:,}, above {LAYERS_MAX:,}; ask the run's operator")
-    return entries

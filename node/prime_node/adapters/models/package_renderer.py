@@ -10,9 +10,11 @@ from typing import Any
 import renderers
 from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
 
+from prime_node.adapters.models.model_folder import require_plain
 from prime_node.ports.renderer import Message, Parsed
 
 AUTO = "auto"
+_UNMETERED = "default"
 _FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
 """model_type of config.json -> renderer, for folders whose name says nothing."""
 
@@ -23,8 +25,9 @@ class PackageRenderer:
     def __init__(self, folder: Path, *, name: str = AUTO) -> None:
         """`name` of a renderer of the package; auto asks the package by the model's name, then config.json's model_type.
 
-        Raises ValueError where there is none.
+        Raises ValueError where there is none, LocalError where the folder's files are not usable.
         """
+        require_plain(folder)
         tokenizer = load_tokenizer(str(folder))
         self._renderer = renderers.create_renderer(tokenizer, renderer_config(folder, name, of=tokenizer.name_or_path))
 
@@ -62,6 +65,8 @@ def renderer_config(folder: Path, name: str, *, of: str = "") -> Any:
         name = known.get(of) or _FAMILIES.get(model_type, "")
         if not name:
             raise ValueError(f"no renderer is known for models of type {model_type!r}: name one")
+    if name == _UNMETERED:
+        raise ValueError(f"renderer {name!r} renders the model's own template without a limit: name `template`")
     try:
         return renderers.config_from_name(name)
     except (KeyError, ValueError) as error:

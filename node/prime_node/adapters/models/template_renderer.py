@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from prime_node.adapters.models.hf_tokenizer import HfTokenizer, chat_template, tokenizer_at_fault
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer, chat_template, panics_raised, tokenizer_at_fault
 from prime_node.ports.renderer import Message, Parsed
 
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}%d\N{RIGHT WHITE SQUARE BRACKET}"
@@ -65,7 +65,8 @@ class TemplateRenderer:
         return [*prompt_token_ids, *completion_token_ids, *after[closed:]]
 
     def _special(self, text: str) -> list[int]:
-        ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
+        with panics_raised():
+            ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
         return ids
 
     def _parts(self, messages: Sequence[Message]) -> list[tuple[bool, str]]:

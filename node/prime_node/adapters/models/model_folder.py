@@ -1,0 +1,314 @@
+"""A run's model files as data that a stranger may have written: checked before any library reads them.
+
+The libraries believe these files: a `num_labels` of 10^9 becomes a dictionary of so many entries, a table of positions is
+computed as long as the file says, a normalizer may double a text forty times. Here names, sizes, nesting and numbers are compared
+with limits.py. Nothing imports torch or transformers, and nothing large is allocated. Each refusal is a LocalError that names the
+file and the field.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_protocol import limits
+from prime_protocol.envelope import load_json
+from prime_protocol.errors import LocalError, PeerError, printable
+from prime_protocol.run_spec import CONFIG_FILE, ModelFile
+
+TOKENIZER_FILE = "tokenizer.json"
+FILE_BYTES_MAX = {
+    CONFIG_FILE: limits.MODEL_FILE_BYTES_MAX,
+    "generation_config.json": limits.MODEL_FILE_BYTES_MAX,
+    TOKENIZER_FILE: limits.TOKENIZER_BYTES_MAX,
+    "tokenizer_config.json": limits.MODEL_FILE_BYTES_MAX,
+    "special_tokens_map.json": limits.MODEL_FILE_BYTES_MAX,
+    "added_tokens.json": limits.MODEL_FILE_BYTES_MAX,
+    "vocab.json": limits.TOKENIZER_BYTES_MAX,
+    "merges.txt": limits.TOKENIZER_BYTES_MAX,
+    "chat_template.jinja": 4 * limits.CHAT_TEMPLATE_CHARS_MAX,
+}
+"""What a run's model may consist of. Engines look for other files too, which would change how they read these."""
+
+_SETTINGS = (CONFIG_FILE, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_FORBIDDEN = {
+    "auto_map": "to run code that comes with the model",
+    "quantization_config": "for quantized weights, and policies are bf16",
+    "compression_config": "for compressed weights, and policies are bf16",
+}
+_POSITIONS = ("position", "n_ctx", "seq_len", "sequence_length", "model_max_length", "window")
+_BASES = ("theta", "base")
+_THETA_MAX = 2**40
+_ROPE_TYPES_TIMES_FACTOR = ("linear", "dynamic")
+_ROPE_ENTRY_BYTES = 4
+_OPERATOR = "ask the run's operator"
+
+
+def require_listed(files: Iterable[ModelFile]) -> None:
+    """Raises LocalError for a file that no model needs, or one larger than its kind may be. Before anything is fetched."""
+    for file in files:
+        if (most := FILE_BYTES_MAX.get(file.name)) is None:
+            raise LocalError(
+                f"the run's model file {printable(file.name)} is none of {', '.join(FILE_BYTES_MAX)}; {_OPERATOR}"
+            )
+        if file.size > most:
+            raise LocalError(f"the run's model file {file.name} has {file.size:,} bytes, above {most:,}; {_OPERATOR}")
+
+
+def require_plain(folder: Path) -> None:
+    """Every model file that is there, by its own rules. Raises LocalError."""
+    for name in FILE_BYTES_MAX:
+        if not (folder / name).exists():
+            continue
+        if name == CONFIG_FILE:
+            read_config(folder)
+        elif name == TOKENIZER_FILE:
+            read_tokenizer(folder)
+        elif name.endswith(".json"):
+            read_json(folder / name)
+        else:
+            read_text(folder / name)
+
+
+def read_text(path: Path) -> str:
+    """Raises LocalError where the file is missing, no UTF-8 or larger than its kind may be."""
+    return _read(path).decode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of strict JSON that asks for no code. Raises LocalError."""
+    try:
+        value = load_json(_read(path))
+    except PeerError as error:
+        raise LocalError(f"{path}: {error.detail}; {_OPERATOR}") from None
+    if not isinstance(value, dict):
+        raise LocalError(f"{path}: not a JSON object; {_OPERATOR}")
+    for _, key, entry in _entries(value) if path.name in _SETTINGS else ():
+        if key in _FORBIDDEN and entry is not None:
+            raise LocalError(
+                f"{path}: its {key} asks {_FORBIDDEN[key]}, which this software never does; {_OPERATOR} for a model that "
+                "transformers knows by itself"
+            )
+    return value
+
+
+def _read(path: Path) -> bytes:
+    most = FILE_BYTES_MAX[path.name]
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        data.decode()
+    except OSError as error:
+        raise LocalError(f"{path}: {error.strerror}; {_OPERATOR}") from None
+    except UnicodeDecodeError:
+        raise LocalError(f"{path}: not UTF-8; {_OPERATOR}") from None
+    if len(data) > most:
+        raise LocalError(f"{path}: more than {most:,} bytes; {_OPERATOR}")
+    return data
+
+
+def _entries(value: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(place, key, value) of everything in a JSON value. An element of a list has the list's key."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{place}{key}", key, item
+            yield from _entries(item, f"{place}{key}.")
+    elif isinstance(value, list):
+        key = place[:-1].rpartition(".")[2]
+        for number, item in enumerate(value):
+            if not isinstance(item, str):
+                yield f"{place}{number}", key, item
+                yield from _entries(item, f"{place}{number}.")
+
+
+# config.json
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with every count in the range of published models. Raises LocalError."""
+    path = folder / CONFIG_FILE
+    config = read_json(path)
+    for place, key, value in _entries(config):
+        fault = _fault(key, value)
+        if fault is not None:
+            raise LocalError(f"{path}: {printable(place)[:200]} is {fault}; {_OPERATOR}")
+    for part in (config, *(value for _, _, value in _entries(config) if isinstance(value, dict))):
+        layers, experts = (max(_counts(part, word), default=1) for word in ("layer", "expert"))
+        if layers * experts > limits.MODEL_EXPERTS_TOTAL_MAX:
+            raise LocalError(
+                f"{path}: {layers:,} layers of {experts:,} experts, above {limits.MODEL_EXPERTS_TOTAL_MAX:,} together; "
+                f"{_OPERATOR}"
+            )
+    return config
+
+
+def rope_table_bytes(config: Mapping[str, Any]) -> int:
+    """What an engine may keep of sines and cosines for one part of a configuration with its nested ones, at most."""
+    most = 0
+    for part in (config, *(value for _, _, value in _entries(dict(config)) if isinstance(value, dict))):
+        scaling = part.get("rope_parameters") or part.get("rope_scaling") or {}
+        scaling = scaling if isinstance(scaling, dict) else {}
+        given = scaling.get("factor")
+        factor = given if isinstance(given, (int, float)) else 1
+        positions = max(_counts(part, "position"), default=0)
+        original = max(_counts(scaling, "position"), default=0)
+        times_factor = scaling.get("rope_type", scaling.get("type")) in _ROPE_TYPES_TIMES_FACTOR
+        length = max(positions * factor if times_factor else positions, original * factor)
+        most = max(most, int(length) * _head_size(part) * _ROPE_ENTRY_BYTES)
+    return most
+
+
+def _head_size(part: Mapping[str, Any]) -> int:
+    sizes = [part.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    head, hidden, heads = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
+    return head or hidden // max(1, heads)
+
+
+def _counts(part: Mapping[str, Any], word: str) -> list[int]:
+    return [
+        value
+        for key, value in part.items()
+        if word in key and not ("size" in key or "dim" in key) and isinstance(value, int) and value > 0
+    ]
+
+
+def _fault(key: str, value: object) -> str | None:
+    """What is wrong with one entry of config.json."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        most = _most(key.lower())
+        if value > most:
+            return f"{value:,}, above {most:,}" if value < 10**30 else f"above {most:,}"
+        if isinstance(value, int) and value < -1:
+            return f"{value:,}, below 0" if value > -(10**30) else "below 0"
+    if isinstance(value, str):
+        if key.endswith("_implementation") and "/" in value:
+            return "a repository's: it asks to run code that comes with the model, which this software never does"
+        if len(value) > limits.MODEL_CONFIG_CHARS_MAX:
+            return f"a text of {len(value):,} characters, above {limits.MODEL_CONFIG_CHARS_MAX:,}"
+    if isinstance(value, list) and len(value) > limits.MODEL_CONFIG_ITEMS_MAX:
+        return f"a list of {len(value):,} items, above {limits.MODEL_CONFIG_ITEMS_MAX:,}"
+    return None
+
+
+def _most(key: str) -> int:
+    """The largest number that an entry of this name may be."""
+    if any(word in key for word in _BASES):
+        return _THETA_MAX
+    if any(word in key for word in _POSITIONS):
+        return limits.MODEL_POSITIONS_MAX
+    if "vocab" in key or key.endswith(("token_id", "token_ids", "_index")):
+        return limits.VOCABULARY_MAX
+    if "size" in key or "dim" in key:
+        return limits.MODEL_SIZE_MAX
+    if "label" in key or "expert" in key:
+        return limits.MODEL_EXPERTS_MAX
+    if any(word in key for word in ("layer", "block", "depth", "stage", "loop", "head", "factor")):
+        return limits.MODEL_LAYERS_MAX
+    return limits.MODEL_SIZE_MAX
+
+
+# tokenizer.json
+
+
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """tokenizer.json, with a vocabulary and steps that a text cannot make explode. Raises LocalError."""
+    path = folder / TOKENIZER_FILE
+    tokenizer = read_json(path)
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        raise LocalError(f"{path}: has no model; {_OPERATOR}")
+    for name in ("vocab", "merges"):
+        size = len(model[name]) if isinstance(model.get(name), (dict, list)) else 0
+        if size > limits.TOKENIZER_ENTRIES_MAX:
+            raise LocalError(
+                f"{path}: model.{name} has {size:,} entries, above {limits.TOKENIZER_ENTRIES_MAX:,}; {_OPERATOR}"
+            )
+    vocab, added = model.get("vocab"), tokenizer.get("added_tokens") or []
+    ids = [*vocab.values()] if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if any(type(one) is not int or not 0 <= one < limits.VOCABULARY_MAX for one in ids):
+        raise LocalError(f"{path}: a token's id is not a number from 0 to {limits.VOCABULARY_MAX - 1:,}; {_OPERATOR}")
+    steps, growth = 0, 1.0
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        for place, key, value in _entries({part: tokenizer.get(part)}):
+            if key == "type":
+                steps += 1
+            if key == "Regex" and isinstance(value, str) and (fault := regex_fault(value)):
+                raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
+            if isinstance(value, dict):
+                growth *= _growth(path, value)
+    if steps > limits.TOKENIZER_STEPS_MAX:
+        raise LocalError(f"{path}: {steps:,} steps, above {limits.TOKENIZER_STEPS_MAX}; {_OPERATOR}")
+    if growth > limits.TOKENIZER_GROWTH_MAX:
+        raise LocalError(
+            f"{path}: its replacements make a text up to {growth:,.0f} times as long, above {limits.TOKENIZER_GROWTH_MAX}; "
+            f"{_OPERATOR}"
+        )
+    return tokenizer
+
+
+def _growth(path: Path, step: Mapping[str, Any]) -> float:
+    """How many times as long one step makes a text, at most."""
+    if "precompiled_charsmap" in step:
+        return max(1.0, _longest_replacement(path, step["precompiled_charsmap"]))
+    if step.get("type") != "Replace":
+        return 1.0
+    pattern, content = step.get("pattern"), step.get("content")
+    given = pattern.get("String") if isinstance(pattern, dict) else None
+    length = len(content.encode()) if isinstance(content, str) else 0
+    if isinstance(given, str) and given:
+        return max(1.0, length / len(given.encode()))
+    return 1.0 + length  # an expression may match nothing, between any two characters
+
+
+def _longest_replacement(path: Path, charsmap: object) -> int:
+    """Bytes of the longest text that a table of replacements gives for a character: sentencepiece's format."""
+    try:
+        raw = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else b""
+    except ValueError:
+        raw = b""
+    size = int.from_bytes(raw[:4], "little")
+    if len(raw) < 4 + size or size % 4:
+        raise LocalError(f"{path}: precompiled_charsmap is no table of replacements; {_OPERATOR}")
+    return max(map(len, raw[4 + size :].split(b"\0")))
+
+
+_REGEX_TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
+
+
+def regex_fault(pattern: str) -> str | None:
+    """What could make the search for this expression take more than quadratic time: the library's engine tries all ways.
+
+    Published tokenizers' expressions pass: alternatives of at most two unbounded repeats, none of them inside another.
+    """
+    if len(pattern) > limits.TOKENIZER_REGEX_CHARS_MAX:
+        return f"has {len(pattern):,} characters, above {limits.TOKENIZER_REGEX_CHARS_MAX:,}"
+    repeats, most_within = [0], [0]  # of the alternative at hand, and the most of the group's alternatives so far
+    closed: int | None = None  # unbounded repeats in the group that has just ended
+    for token in _REGEX_TOKEN.findall(pattern):
+        if re.fullmatch(r"\\[1-9k]", token):
+            return "refers back to what it has matched"
+        if token == "(":
+            repeats.append(0)
+            most_within.append(0)
+            closed = None
+        elif token == ")" and len(repeats) > 1:
+            closed = max(repeats.pop(), most_within.pop())
+            repeats[-1] += closed
+        elif token == "|":
+            most_within[-1], repeats[-1], closed = max(most_within[-1], repeats[-1]), 0, None
+        elif token in "*+" or re.fullmatch(r"\{\d*,\}|\{\d*,?\d{3,}\}", token):
+            if closed:
+                return "repeats what repeats, which can take for ever"
+            repeats[-1] += closed is None or closed == 0
+            closed = None
+        elif token != "?" and not token.startswith("{"):
+            closed = None
+        if repeats[-1] > limits.TOKENIZER_REGEX_REPEATS_MAX:
+            return f"has more than {limits.TOKENIZER_REGEX_REPEATS_MAX} unbounded repeats in one alternative"
+    return None

@@ -1,0 +1,275 @@
+"""A run's config.json and tokenizer files are a stranger's: whatever is in them is refused by file and field, before it costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer, panics_raised
+from prime_node.adapters.models.model_folder import (
+    FILE_BYTES_MAX,
+    read_config,
+    regex_fault,
+    require_listed,
+    require_plain,
+    rope_table_bytes,
+)
+from prime_node.adapters.models.tiny_model import model_files
+from prime_protocol import limits
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import ModelFile
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, data in model_files(**SIZES).items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+def change(path: Path, **entries: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 10**9},
+        {"intermediate_size": 2**63},
+        {"hidden_size": -4},
+        {"head_dim": 10**30},
+        {"num_attention_heads": 10**9},
+        {"vocab_size": 2**31},
+        {"max_position_embeddings": 10**9},
+        {"num_labels": 10**9},
+        {"num_local_experts": 10**7},
+        {"num_hidden_layers": 1000, "num_experts": 4000},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e9}},
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 10**9}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 100_000}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1e300]}},
+        {"layer_types": ["full_attention"] * 100_000},
+        {"bos_token_id": 2**40},
+        {"eos_token_id": [2**40]},
+        {"sliding_window": 10**12},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": float("inf")},
+        {"rms_norm_eps": 1e300},
+        {"hidden_act": "a" * 10**5},
+        {"auto_map": {"AutoConfig": "evil.Config"}},
+        {"nested": [{"auto_map": {"AutoConfig": "evil.Config"}}]},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"attn_implementation": "somebody/kernel"},
+    ],
+    ids=lambda entries: ", ".join(entries),
+)
+def test_a_hostile_config_is_refused_by_file_and_field(folder: Path, entries: dict[str, object]) -> None:
+    change(folder / "config.json", **entries)
+    with pytest.raises(LocalError, match=r"config\.json: .*ask the run's operator") as caught:
+        require_plain(folder)
+    named = (*entries, "auto_map", "layers of", "NaN is not JSON", "Infinity is not JSON")
+    assert any(name in str(caught.value) for name in named)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10**6 + "]" * 10**6,
+        '{"a":' * 10**5 + "1" + "}" * 10**5,
+        '{"a": 1, "a": 2}',
+        '{"a": NaN}',
+        "\ufeff{}",
+        "[]",
+        "{",
+    ],
+    ids=["lists", "objects", "twice", "nan", "mark", "list", "cut"],
+)
+def test_json_that_parsers_read_differently_or_deeply_is_refused_by_file(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(LocalError, match=rf"{name}: "):
+        require_plain(folder)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FILE_BYTES_MAX if FILE_BYTES_MAX[name] <= limits.MODEL_FILE_BYTES_MAX]
+)
+def test_a_file_larger_than_its_kind_is_refused_before_it_is_parsed(folder: Path, name: str) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(2**40)  # sparse: a petabyte could not be read either
+    with pytest.raises(LocalError, match=rf"{name}: more than [\d,]+ bytes"):
+        require_plain(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["params.json", "hf_quant_config.json", "adapter_config.json", "modeling.py", "tekken.json"]
+)
+def test_a_file_that_would_steer_an_engine_is_refused_before_it_is_fetched(name: str) -> None:
+    listed = ModelFile.model_construct(name=name, digest=digest_of(b""), size=1)
+    with pytest.raises(LocalError, match=rf"model file {name} is none of config\.json"):
+        require_listed([listed])
+
+
+def test_a_file_that_the_run_says_is_huge_is_refused_before_it_is_fetched() -> None:
+    with pytest.raises(LocalError, match=r"config\.json has 4,194,305 bytes"):
+        require_listed([ModelFile(name="config.json", digest=digest_of(b""), size=limits.MODEL_FILE_BYTES_MAX + 1)])
+
+
+def test_a_table_of_positions_is_planned_with_the_factor_of_its_kind(folder: Path) -> None:
+    change(folder / "config.json", max_position_embeddings=1000, head_dim=16)
+    assert rope_table_bytes(read_config(folder)) == 1000 * 16 * 4
+    change(folder / "config.json", rope_parameters={"rope_type": "linear", "factor": 8.0})
+    assert rope_table_bytes(read_config(folder)) == 8000 * 16 * 4
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 500}
+    change(folder / "config.json", rope_parameters=yarn)
+    assert rope_table_bytes(read_config(folder)) == 2000 * 16 * 4
+
+
+STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [STEP] * 40}, "times as long"),
+        ("normalizer", STEP | {"content": "a" * 10**6}, "times as long"),
+        ("normalizer", STEP | {"pattern": {"Regex": ""}, "content": "a" * 1000}, "times as long"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}, "steps"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "no table"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAGFh" + "YWFh" * 1024}, "times as long"),
+        ("decoder", {"type": "Sequence", "decoders": [STEP] * 40}, "times as long"),
+        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}, "repeats what"),
+        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(a)\1"}, "behavior": "Isolated"}, "refers back"),
+        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "a|" * 9999}, "behavior": "Isolated"}, "characters"),
+        ("model", {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "token's id"),
+        ("model", {"type": "BPE", "vocab": {"a": -1}, "merges": []}, "token's id"),
+        ("model", {"type": "BPE", "vocab": {}, "merges": ["a b"] * (limits.TOKENIZER_ENTRIES_MAX + 1)}, "model.merges"),
+        ("model", [], "has no model"),
+        ("added_tokens", [{"id": 2**40, "content": "x"}], "token's id"),
+    ],
+)
+def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: str, value: Any, why: str) -> None:
+    change(folder / "tokenizer.json", **{part: value})
+    with pytest.raises(LocalError, match=rf"tokenizer\.json: .*{why}.*ask the run's operator"):
+        HfTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "pattern", [QWEN, GPT2, O200K, DEEPSEEK, r"\d", " {2,}", r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f]+"]
+)
+def test_published_expressions_pass(pattern: str) -> None:
+    assert regex_fault(pattern) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+",
+        "(a*)*b",
+        "((a|b)+)*",
+        "(a+){2,}",
+        "(?:a+|b)*c",
+        "(x(a*))*",
+        r"(\w+\s?)+$",
+        "(a{1,999})*",
+        "a*a*a*a*b",
+        r"(?<q>a)\k<q>",
+    ],
+)
+def test_expressions_that_try_all_ways_are_refused(pattern: str) -> None:
+    assert regex_fault(pattern) is not None
+
+
+def test_a_panic_of_the_tokenizers_library_is_a_value_error() -> None:
+    """It panics in Rust where an expression is too much for it. That is no Exception: it would end a whole role."""
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(ValueError, match="tokenizer's library gave up"), panics_raised():
+        tokenizer.encode("a" * 5000 + "!")
+
+
+CHILD = """
+import json, resource, sys, time
+from pathlib import Path
+from prime_node.adapters.models.causal_model import CausalModel
+from prime_protocol.errors import LocalError
+path = Path(sys.argv[1]) / "config.json"
+plain = json.loads(path.read_bytes())
+CausalModel(path.parent, dtype="fp32", device="cpu")
+for entries in json.load(sys.stdin):
+    path.write_text(json.dumps(entries if "model_type" in entries else plain | entries))
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    try:
+        CausalModel(path.parent, dtype="fp32", device="cpu")
+        outcome = "built"
+    except LocalError as error:
+        outcome = str(error)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps([outcome, grown // 1024, time.process_time() - began]), flush=True)
+"""
+NEO: dict[str, object] = {
+    "model_type": "gpt_neo",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "attention_types": [[["global"], 2]],
+    "vocab_size": 264,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "intermediate_size": 64,
+}
+
+
+def test_a_model_is_planned_with_its_tables_before_anything_large_is_allocated(folder: Path) -> None:
+    """Beside weights: masks of positions squared (before, a gpt_neo of 60,000 positions took 3.6 GB a layer), labels, sines."""
+    hostile: list[dict[str, object]] = [
+        NEO | {"max_position_embeddings": 2**20},
+        {
+            "model_type": "gptj",
+            "n_embd": 2**20,
+            "n_layer": 1,
+            "n_head": 2**10,
+            "rotary_dim": 2**20,
+            "n_positions": 2**24,
+        },
+        {"num_labels": 10**8},
+        {"hidden_size": 2**20, "intermediate_size": 2**20},
+        {"num_hidden_layers": 1024, "hidden_size": 2**15, "intermediate_size": 2**17},
+        {"vocab_size": 2**24, "hidden_size": 2**16},
+        {"head_dim": 2**20, "max_position_embeddings": 2**24},
+        {"architectures": ["MambaForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM", "TransformersForCausalLM"]},
+        {"model_type": "no-such"},
+    ]
+    told = json.dumps(hostile)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder)], input=told, capture_output=True, text=True, check=True
+    )
+    outcomes = [json.loads(line) for line in child.stdout.splitlines()]
+    assert len(outcomes) == len(hostile)
+    for entries, (outcome, grown_mib, seconds) in zip(hostile, outcomes, strict=True):
+        assert "config.json: " in outcome, (entries, outcome)
+        assert grown_mib < 200, (entries, outcome)
+        assert seconds < 20, (entries, outcome)
