@@ -16,8 +16,9 @@ from typing import Any
 
 from prime_protocol import limits
 from prime_protocol.envelope import load_json
-from prime_protocol.errors import LocalError, PeerError, printable
+from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.run_spec import CONFIG_FILE, ModelFile
+from prime_protocol.visible import printable
 
 TOKENIZER_FILE = "tokenizer.json"
 FILE_BYTES_MAX = {
