@@ -64,20 +64,25 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
 
 
 async def first_of(*waiting: Awaitable[object]) -> None:
-    """Until the first of them is done; the others are cancelled."""
+    """Until the first of them is done; the others are cancelled. Raises what the first one raised."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
         await _cancelled(tasks)
 
 
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and `work` cancelled, where `interrupt` is done first."""
+    """The result of `work`; None, and `work` cancelled, where `interrupt` is done first. Raises what the first one raised."""
     doing, interrupted = asyncio.ensure_future(work), asyncio.ensure_future(interrupt)
     try:
         await asyncio.wait({doing, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
+        if doing.done():
+            return doing.result()
+        interrupted.result()
+        return None
     finally:
         await _cancelled([doing, interrupted])
 

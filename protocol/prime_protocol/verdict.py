@@ -94,7 +94,7 @@ class Verdict(WireModel):
     accepted: bool
     reason: RejectReason | None = None
     detail: Text = ""
-    """For a person. Never holds what would help to cheat better."""
+    """For a person: a rule, or a class of error. Never a measured number: how near a bundle came would help to cheat."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Verdict:

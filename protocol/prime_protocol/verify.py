@@ -215,18 +215,36 @@ def _deviation(found: Statistics) -> float:
     return apart / math.sqrt(max(sums["spread"], DEVIATION_VARIANCE_MIN)) if math.isfinite(apart) else math.inf
 
 
+GROSS_NATS = 0.5
+"""A larger mean error of the logprobs, in nats, means a broken machine and no cheat that hides."""
+GROSS_FLIPS_SHARE = 0.5
+"""The same of tokens that the seeds do not choose."""
+GROSS_LOGPROBS = (
+    "claimed logprobs are far from the policy's, as those of other weights, of another temperature or from broken memory: "
+    "start the worker again; if it lasts, test the machine's memory and try another engine"
+)
+WRONG_LOGPROBS = (
+    "claimed logprobs are not those of the policy, as with another precision, a quantised model or an older policy: "
+    "try another engine or precision"
+)
+GROSS_FLIPS = "most of the tokens are not the ones that the seeds choose: the engine does not use the assigned seeds"
+WRONG_FLIPS = (
+    "too many of the tokens are not the ones that the seeds choose, as with another precision or a quantised model: "
+    "try another engine or precision"
+)
+
+
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
-    """Checks (5) to (7)."""
+    """Checks (5) to (7).
+
+    The detail names one of a few classes, so that an honest contributor can mend a machine. It tells no number: how near a
+    bundle came to a threshold would help to cheat.
+    """
     mean, largest, flips = measured.logprob_error_mean, measured.logprob_error_max, measured.seed_flips_share
     if mean > policy.logprob_error_mean_max or largest > policy.logprob_error_max:  # (5)
-        return Verdict.refuse(
-            RejectReason.LOGPROB_MISMATCH,
-            f"claimed logprobs differ by {mean:.4f} nats on average, {largest:.3f} at most",
-        )
+        return Verdict.refuse(RejectReason.LOGPROB_MISMATCH, GROSS_LOGPROBS if mean > GROSS_NATS else WRONG_LOGPROBS)
     if flips > policy.seed_flips_share_max:  # (6)
-        return Verdict.refuse(
-            RejectReason.SEED_MISMATCH, f"{flips:.2%} of the tokens are not the ones that the seeds choose"
-        )
+        return Verdict.refuse(RejectReason.SEED_MISMATCH, GROSS_FLIPS if flips > GROSS_FLIPS_SHARE else WRONG_FLIPS)
     if measured.stop_margin_max > policy.stop_margin_max:  # (6)
         return Verdict.refuse(
             RejectReason.BAD_TERMINATION, "a completion ends, or goes on, where the seed chooses otherwise"
@@ -234,14 +252,10 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
     if measured.seed_margin_max > policy.seed_margin_max:  # (6)
         return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from being the one that the seed chooses")
     if measured.choice_deviation > policy.choice_deviation_max:  # (6)
-        detail = f"its tokens are {measured.choice_deviation:.1f} standard deviations from what sampling gives"
-        return Verdict.refuse(RejectReason.IMPLAUSIBLE, detail)
+        return Verdict.refuse(RejectReason.IMPLAUSIBLE, "its tokens are not what sampling from the policy gives")
     mean, largest = measured.proof_error_mean, measured.proof_error_max
     if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
-        return Verdict.refuse(
-            RejectReason.PROOF_MISMATCH,
-            f"hidden states are {mean:.1f} steps of bf16 from their proofs on average, {largest:.1f} at most",
-        )
+        return Verdict.refuse(RejectReason.PROOF_MISMATCH, "the hidden states are not those that the bundle commits to")
     return Verdict.accept()
 
 

@@ -198,6 +198,7 @@ async def test_the_evaluation_is_repeatable_and_told_by_environment(model: Path)
     assert marks == await evaluator.evaluate(weights, 0)
     figures = [f"eval_{name}" for name in ("greedy", "sampled", "reward", "pass_at_1", "pass_at_3")]
     bounded = [f"{figure}{bound}" for figure in figures for bound in ("", "_low", "_high")]
+    assert marks.pop("eval_failed") == 0.0
     assert marks.keys() == {*bounded, *(f"{name}/{environment}" for name in bounded for environment in environments)}
     assert all(0.0 <= mark <= 1.0 for mark in marks.values())
     assert all(marks[f"{figure}_low"] <= marks[figure] <= marks[f"{figure}_high"] for figure in figures)

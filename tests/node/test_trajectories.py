@@ -54,6 +54,12 @@ def test_two_answers_to_one_prompt_are_two_samples() -> None:
     assert [text(sample) for sample in interleave([turn("u", "a"), turn("u", "b")])] == ["u|A", "u|B"]
 
 
+def test_the_longest_of_several_prefixes_is_continued() -> None:
+    samples = interleave([turn("u", "a"), turn("ua", "b"), turn("u", "abc"), turn("uabcd", "e")])
+    assert [sample.turns for sample in samples] == [(0, 1), (2, 3)]
+    assert [text(sample) for sample in samples] == ["u|AB", "u|ABCdE"]
+
+
 def test_a_turn_without_an_answer_teaches_nothing() -> None:
     assert interleave([turn("u", "")]) == []
     assert [sample.turns for sample in interleave([turn("u", ""), turn("u", "a")])] == [(1,)]

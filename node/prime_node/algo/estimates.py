@@ -24,7 +24,10 @@ class Mark:
 
     num_right: int
     num_completions: int
+    """That have a reward."""
     reward_mean: float
+    num_failed: int = 0
+    """Completions on which the environment failed: no answer is right or wrong there."""
 
     @property
     def share(self) -> float:

@@ -5,7 +5,8 @@ before and something new behind it; then both turns are one sample, and what lie
 (thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins. Nothing is rendered
 or tokenised again: every sampled token is trained exactly once, behind exactly the tokens that it was sampled behind.
 
-The rule is prime-rl's: of the samples so far, the first whose tokens are a prefix of the turn's prompt is continued.
+The rule is prime-rl's: of the samples so far whose tokens are a prefix of the turn's prompt, the longest one is continued. Of two
+as long, the older one is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def interleave(turns: Sequence[Turn]) -> list[Interleaved]:
     for index, turn in enumerate(turns):
         if not turn.completion.token_ids:
             continue
-        sample = next((sample for sample in samples if sample.is_prefix_of(turn.prompt_token_ids)), None)
+        prefixes = (sample for sample in samples if sample.is_prefix_of(turn.prompt_token_ids))
+        sample = max(prefixes, key=lambda sample: len(sample.token_ids), default=None)
         if sample is None:
             sample = _Sample(num_prompt_tokens=len(turn.prompt_token_ids), token_ids=list(turn.prompt_token_ids))
             samples.append(sample)

@@ -157,4 +157,6 @@ async def each_policy(
             for name in shown
             if f"{name}_low" in figures
         )
+        if failed := figures.get("eval_failed"):
+            told += f"  {failed:.0f} answers could not be marked"
         print(f"policy {version}  {told}", flush=True)

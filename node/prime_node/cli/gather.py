@@ -61,7 +61,7 @@ def _phase(status: Mapping[str, Any], rows: list[dict[str, Any]], run: PinnedRun
 
 
 def _evaluation(rows: list[dict[str, Any]]) -> str:
-    evaluated = [row for row in rows if "eval_greedy" in row]
+    evaluated = [row for row in rows if "eval_greedy" in row and "eval_sampled" in row]
     if not evaluated:
         return ""
     last = evaluated[-1]

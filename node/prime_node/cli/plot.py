@@ -24,7 +24,7 @@ class Curve:
 def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> Curve:
     """From the trainer's metrics. A step that was trained again after a crash counts once."""
     trained = {row["step"]: row["reward_mean"] for row in rows if "reward_mean" in row}
-    evaluated = {row["step"]: row for row in rows if "eval_greedy" in row}
+    evaluated = {row["step"]: row for row in rows if "eval_greedy" in row and "eval_sampled" in row}
     return Curve(
         steps=sorted(trained),
         rewards=[trained[step] for step in sorted(trained)],

@@ -95,7 +95,7 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
             ("exact, sampled", "eval_sampled"),
             ("reward", "eval_reward"),
         ):
-            if name in evaluation["before"]:
+            if name in evaluation["before"] and name in evaluation["after"]:
                 before, after = evaluation["before"][name], evaluation["after"][name]
                 low, high = (evaluation["after"].get(f"{name}_{bound}") for bound in ("low", "high"))
                 sure = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""

@@ -141,7 +141,12 @@ class Supervisor:
             await asyncio.sleep(min(0.5 * 2 ** len(child.ends), 10.0))
             if child.name in self._stopping:
                 return
-            await self._spawn(child)
+            try:
+                await self._spawn(child)
+            except OSError as error:  # no memory, no process left, no room for the log
+                log.error("%s cannot be started again and is given up: %s", child.name, error)
+                child.state = ChildState.FAILED
+                return
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:

@@ -57,6 +57,7 @@ class Evaluations:
             **sampled_figures(marks, pass_at=self._config.pass_at),
             "eval_problems": len(results.marks),
             "eval_unanswered": results.num_slots - len(results.marks),
+            "eval_failed": sum(mark.num_failed for mark in results.marks.values()),
             "eval_by": EVALUATED_BY,
             "eval_trusted": False,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from prime_node.envs.episodes import Bounds, Desk, Recorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.weights import Weights
 
@@ -84,21 +86,29 @@ class Evaluator:
     async def evaluate(self, weights: Weights, policy_version: int) -> dict[str, float]:
         """`eval_greedy` and `eval_sampled` are shares of exact answers, `eval_reward` is the mean of the sampled ones, and
         `eval_pass_at_4` the chance that one of four is right; `_low` and `_high` bound each with 95 % confidence. A name after a
-        slash is one environment's, where there are several."""
+        slash is one environment's, where there are several.
+
+        `eval_failed` counts answers that the environment failed on. They are in no other figure; a figure of which no answer is
+        left is missing.
+        """
         await self._engine.load(weights, policy_version=policy_version)
         questions = self._questions.evaluation
         greedy = await self._ask(questions, self._sampling.model_copy(update={"temperature": 0.0}), samples=1)
         sampled = await self._ask(questions, self._sampling, samples=self._samples)
         greedy_by, sampled_by = _by_environment(questions, greedy), _by_environment(questions, sampled)
         shares = {name: [mark.share for mark in marks] for name, marks in greedy_by.items()}
-        return spread("eval_greedy", shares) | sampled_figures(sampled_by, pass_at=self._pass_at)
+        failed = sum(mark.num_failed for mark in (*greedy, *sampled))
+        if failed:
+            log.warning("policy %d: environments failed on %d answers of the evaluation", policy_version, failed)
+        figures = spread("eval_greedy", shares) | sampled_figures(sampled_by, pass_at=self._pass_at)
+        return figures | {"eval_failed": float(failed)}
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
-        """Sampled accuracy on the stopping rule's own questions."""
+        """Sampled accuracy on the stopping rule's own questions. Raises LocalError where none of them can be marked."""
         return await self._accuracy(self._questions.stopping, weights, sft_step)
 
     async def sampled_accuracy(self, weights: Weights, policy_version: int) -> float:
-        """`eval_sampled` alone, with one sample of each problem: half of the work."""
+        """`eval_sampled` alone, with one sample of each problem: half of the work. Raises LocalError as above."""
         return await self._accuracy(self._questions.evaluation, weights, policy_version)
 
     async def close(self) -> None:
@@ -107,7 +117,13 @@ class Evaluator:
 
     async def _accuracy(self, questions: Sequence[Question], weights: Weights, policy_version: int) -> float:
         await self._engine.load(weights, policy_version=policy_version)
-        return _mean([mark.share for mark in await self._ask(questions, self._sampling, samples=1)])
+        marks = await self._ask(questions, self._sampling, samples=1)
+        if questions and not any(mark.num_completions for mark in marks):
+            raise LocalError(
+                "no answer of the evaluation could be marked: the environments failed on all of them. The log has the "
+                "first failures; mend the environment"
+            )
+        return _mean([mark.share for mark in marks if mark.num_completions])
 
     async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[Mark]:
         """One mark for each question, over `samples` completions."""
@@ -126,12 +142,12 @@ class Evaluator:
         episodes = [self._episode(questions[place], seed, desk, alone) for place in answers for seed in seeds[place]]
         rewards = iter(await desk.serving(asyncio.gather(*episodes)) if episodes else ())
         for place in answers:
-            its = tuple(next(rewards) for _ in range(samples))
-            marks[place] = Mark(sum(reward == 1.0 for reward in its), samples, _mean(its))
+            its = [next(rewards) for _ in range(samples)]
+            marks[place] = _marked([None if reward is None else (reward == 1.0, reward) for reward in its])
         return [marks[place] for place in range(len(questions))]
 
-    async def _episode(self, question: Question, seed: int, desk: Desk, alone: asyncio.Lock) -> float:
-        """The reward of one rollout of an environment that answers; 0 where it fails."""
+    async def _episode(self, question: Question, seed: int, desk: Desk, alone: asyncio.Lock) -> float | None:
+        """The reward of one rollout of an environment that answers; None where it fails."""
         problem, bounds = question.problem, self._bounds[question.environment]
         assert isinstance(problem, TurnProblem)
         try:
@@ -140,30 +156,39 @@ class Evaluator:
             )
         except Exception:  # an environment is not ours, and the engine's faults come by the desk
             log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)
-            return 0.0
+            return None
 
     def _mark(self, question: Question, completions: Sequence[Completion]) -> Mark:
-        """Nothing is right where the environment fails: the run goes on without its word."""
-        try:
-            return self._marked(question, completions)
-        except Exception:
-            log.warning("environment %s: it cannot mark its problem", question.environment, exc_info=True)
-            return Mark(0, len(completions), 0.0)
+        """Where the environment fails, no answer is right or wrong: the run goes on without its word."""
+        problem = question.problem
+        values: list[tuple[bool, float] | None] = []
+        for completion in completions:
+            text, finished = self._tokenizer.decode(list(completion.token_ids)), completion.finish is FinishReason.STOP
+            try:
+                right, reward = problem.is_correct(text, finished=finished), problem.score(text, finished=finished)
+                if not math.isfinite(reward):
+                    raise ValueError(f"its reward is {reward}")
+            except Exception:  # an environment's code is not ours
+                log.warning("environment %s: it cannot mark its problem", question.environment, exc_info=True)
+                values.append(None)
+            else:
+                values.append((right, reward))
+        return _marked(values)
 
-    def _marked(self, question: Question, completions: Sequence[Completion]) -> Mark:
-        texts = [self._tokenizer.decode(list(completion.token_ids)) for completion in completions]
-        finished = [completion.finish is FinishReason.STOP for completion in completions]
-        problem, pairs = question.problem, list(zip(texts, finished, strict=True))
-        right = sum(problem.is_correct(text, finished=is_finished) for text, is_finished in pairs)
-        return Mark(
-            right, len(pairs), _mean([problem.score(text, finished=is_finished) for text, is_finished in pairs])
-        )
+
+def _marked(values: Sequence[tuple[bool, float] | None]) -> Mark:
+    """Of (right, reward) of each completion; None where the environment failed."""
+    known = [value for value in values if value is not None]
+    right, rewards = sum(right for right, _ in known), [reward for _, reward in known]
+    return Mark(right, len(known), _mean(rewards), len(values) - len(known))
 
 
 def _by_environment(questions: Sequence[Question], marks: Sequence[Mark]) -> dict[str, list[Mark]]:
+    """Those of problems of which an answer could be marked."""
     found: dict[str, list[Mark]] = {}
     for question, mark in zip(questions, marks, strict=True):
-        found.setdefault(question.environment, []).append(mark)
+        if mark.num_completions:
+            found.setdefault(question.environment, []).append(mark)
     return found
 
 

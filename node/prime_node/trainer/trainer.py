@@ -106,6 +106,7 @@ class Trainer:
             write = await self.in_thread(self.backend.save, folder)
             finish = partial(self.checkpoints.finish, self.state, write, head=self.publisher.head)
             self._saving = asyncio.create_task(asyncio.to_thread(finish))
+            self._saving.add_done_callback(_tell_failure)
 
     async def publish(self) -> None:
         """Hand the policy at hand to the publisher; waits for the copy, and while too many are pending."""
@@ -128,7 +129,8 @@ class Trainer:
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
-        log.info("step %d: held-out %.2f greedy, %.2f sampled", step, marks["eval_greedy"], marks["eval_sampled"])
+        told = [f"{marks[f'eval_{name}']:.2f} {name}" for name in ("greedy", "sampled") if f"eval_{name}" in marks]
+        log.info("step %d: held-out %s", step, ", ".join(told) or "nothing: no answer could be marked")
 
     async def close(self) -> None:
         """End everything that runs beside the loop; a call in the trainer's thread ends first. Idempotent."""
@@ -141,6 +143,12 @@ class Trainer:
             await self.teacher.close()
         self._thread.shutdown(wait=True)
         self.metrics.close()
+
+
+def _tell_failure(saving: asyncio.Task[None]) -> None:
+    """At once: the error itself is raised by the next save, which may be far away, or by none."""
+    if not saving.cancelled() and (error := saving.exception()) is not None:
+        log.error("the checkpoint of the training state could not be written: %s", error)
 
 
 def record_published(metrics: Recorder) -> Callable[[Published], None]:

@@ -71,4 +71,4 @@ def settle(state: State, version: int) -> list[Effect]:
 def _mark(group: AcceptedGroup) -> Mark:
     rewards = [reward for place, reward in enumerate(group.rewards) if place not in group.unscored]
     right = sum(reward == 1.0 for reward in rewards)
-    return Mark(right, len(rewards), statistics.fmean(rewards) if rewards else 0.0)
+    return Mark(right, len(rewards), statistics.fmean(rewards) if rewards else 0.0, len(group.unscored))
