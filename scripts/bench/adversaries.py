@@ -2,7 +2,7 @@
 
     python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   goes on where it stopped
     python scripts/bench/adversaries.py --out DIR [--audits floor] --report          the table of what there is
-    python scripts/bench/adversaries.py --quick [--json]                             six cheats, one seed, under a minute
+    python scripts/bench/adversaries.py --quick [--json]                             nine cheats, one seed, under two minutes
 
 For each cheat and seed a run with one honest worker beside it (tests/adversaries/arena.py; a Qwen3-shaped model of two layers,
 trained on the spot and kept in DIR): the cheat is banned, and what the trainer got of it is counted. Rollouts are counted from
@@ -46,7 +46,17 @@ from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.sim.adversaries.uploads import opened
 from prime_protocol.errors import PeerError
 
-QUICK = ("older-1", "int8", "smaller-rescored", "best-of-n", "older-proofs", "equivocation")
+QUICK = (
+    "older-1",
+    "int8",
+    "smaller-rescored",
+    "best-of-n",
+    "older-proofs",
+    "equivocation",
+    "shading-0.1-as-vllm",
+    "shading-0.05-as-vllm",
+    "shading-both-ways",
+)
 AT_THE_FLOOR = (
     "older-1",
     "older-2",
@@ -60,18 +70,22 @@ AT_THE_FLOOR = (
     "poison",
     "partial-10",
     "partial-1",
+    "best-of-n-in-20",
+    "shading-0.1-as-vllm",
+    "shading-0.05-as-vllm",
 )
-"""All of them change the text: what an audit sees of others does not depend on how often there is one."""
-SLOW = ("int8", "temperature-0.95", "best-of-n", "ties")
+"""They change the text, or the logprobs that stand where nothing is audited."""
+SLOW = ("int8", "temperature-0.95", "temperature-0.98-as-unknown", "best-of-n", "best-of-n-in-20", "ties")
 """One audited bundle of these may not be enough."""
 BY_DESIGN = (
     "escalation-3",
     "int8-as-vllm",
     "int8-as-unknown",
     "older-1-as-vllm",
+    "temperature-0.99-as-unknown",
 )
 """They get through, or may: SECURITY.md says so."""
-ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n")
+ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n", "temperature-0.98-as-unknown", "best-of-n-in-20")
 """Nothing in one bundle shows them; what they do adds up more slowly than what other tokens say."""
 ROLLOUTS_MAX = {
     "partial-1": 800,
@@ -79,6 +93,7 @@ ROLLOUTS_MAX = {
     "ties-as-vllm": 400,
     "ties-as-unknown": 400,
     "unseeded-best-of-n": 600,
+    "best-of-n-in-20": 400,
 }
 """Of a cheat, before it is taken for not caught, ..."""
 ROLLOUTS_MAX_OTHERS = 160
@@ -91,6 +106,12 @@ STREAM_ROLLOUTS = 32
 LEASE_ROLLOUTS = 8
 NATS = 1e-3
 """A logprob that is further off than this is not an honest worker's: same engine, same machine."""
+RATIO_NATS = math.log(1.01)
+"""A claim that is further off than this moves an importance ratio by more than 1 %."""
+SHADING = ("shading-", "low-0.05")
+"""Cheats that move importance ratios, by how their names begin: found within ..."""
+SHADED_ROLLOUTS_MAX = 64
+"""... so many dishonest rollouts."""
 BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
 
 
@@ -109,6 +130,8 @@ class Wrong:
     slot: int
     changes_text: bool
     """Not its numbers alone."""
+    moves_ratios: bool = False
+    """By more than 1 %, where the trainer used what is claimed."""
 
 
 class Bench:
@@ -150,8 +173,10 @@ class Bench:
         """After how many rollouts, in the order in which they were judged, by what, and what the trainer got."""
         assert cheat.adversary is not None
         key, text = cheat.key.key_id, cheat.adversary.changes_text
-        trained = {group.slot for batch in outcome.batches for group in batch.groups if group.worker == key}
-        had = before = since = dishonest = poisoned = accepted = passed = 0
+        groups = [group for batch in outcome.batches for group in batch.groups if group.worker == key]
+        trained = {group.slot for group in groups}
+        as_claimed = {group.slot for group in groups if group.logprobs is None}
+        had = moved = before = since = dishonest = poisoned = accepted = passed = 0
         first, check = None, None
         for judged in (one for one in outcome.judged if one.worker == key and one.verdict is not None):
             assert judged.verdict is not None
@@ -167,6 +192,7 @@ class Bench:
                     first, check = since, str(judged.verdict.reason)
             if judged.verdict.accepted:
                 poisoned += sum(one.changes_text and one.slot in trained for one in wrong)
+                moved += sum(one.moves_ratios and one.slot in as_claimed for one in wrong)
         ban = outcome.worker(cheat)["banned"]
         if ban is not None and first is None:
             first, check = since, f"ban, {ban['kind']}"
@@ -179,6 +205,7 @@ class Bench:
             "accepted_before": accepted,
             "passed_audits_before": passed,
             "poisoned": poisoned,
+            "moved": moved,
             "banned": None if ban is None else ban["kind"],
         }
 
@@ -195,8 +222,8 @@ class Bench:
         ):
             if (claimed, mine.token_ids) != (slot, theirs.token_ids):
                 found.append(Wrong(slot, True))
-            elif np.abs(np.subtract(mine.logprobs, theirs.logprobs)).max() > NATS:
-                found.append(Wrong(slot, False))
+            elif (most := float(np.abs(np.subtract(mine.logprobs, theirs.logprobs)).max())) > NATS:
+                found.append(Wrong(slot, False, moves_ratios=most > RATIO_NATS))
         return found
 
     async def _add_streams(self, found: dict[str, Any], name: str, seed: int) -> None:
@@ -269,6 +296,7 @@ def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
     honest = [one for run in runs for one in numbers_of(run, "honest")]
     cuts = Cuts.of(honest) if honest else None
     columns = ["cheat", "caught after rollouts: median, p95", "by", "dishonest ones among them", "poisoned, trained on"]
+    columns += ["ratios moved by over 1 %, trained on"]
     columns += ["cheated bundles accepted before (audited)"] if at_the_floor else BASELINES
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
@@ -281,6 +309,7 @@ def report(runs: Sequence[dict[str, Any]], *, at_the_floor: bool) -> None:
         cells.append(", ".join(sorted({run["check"] or "-" for run in mine})))
         cells.append(", ".join(str(run["dishonest"]) for run in mine))
         cells.append(f"{statistics.median(poisoned):.0f} (most {max(poisoned)})")
+        cells.append(", ".join(str(run["moved"]) for run in mine))
         if at_the_floor:
             cells.append(", ".join(f"{run['accepted_before']} ({run['passed_audits_before']})" for run in mine))
         for who in () if at_the_floor else BASELINES:
@@ -309,11 +338,19 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
         Check("runs whose cheat was not caught", missed, "0", missed == 0),
         Check("honest workers hurt", hurt, "0", hurt == 0),
     ]
+    shaded = [run for run in runs if run["name"].startswith(SHADING)]
+    if shaded:
+        worst = max(math.inf if run["caught"] is None else run["dishonest"] for run in shaded)
+        name = "dishonest rollouts until shading by 0.05 nats or more is caught, the most"
+        bar = (AT_THE_FLOOR_TIMES if at_the_floor else 1) * SHADED_ROLLOUTS_MAX
+        found.append(Check(name, worst, f"<= {bar}", worst <= bar))
     if at_the_floor:
         took = [run["caught"] or math.inf for run in text if run["name"] not in SLOW]
         beyond = statistics.fmean(each > LEASE_ROLLOUTS * BUNDLES_95 for each in took)
         name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
         return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]
+    moved = sum(run["moved"] for run in runs)
+    found.append(Check("trained rollouts whose claims moved a ratio by over 1 %", moved, "0", moved == 0))
     worst = max((math.inf if run["caught"] is None else run["caught"] for run in text), default=0)
     name = "rollouts until a cheat that changes the text is caught, the most of any seed"
     found.append(Check(name, worst, "<= 50", worst <= 50))
@@ -332,7 +369,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", choices=ADVERSARIES, help="these cheats only")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after this long")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="six cheats, one seed")
+    parser.add_argument("--quick", action="store_true", help="nine cheats, one seed")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     options = parser.parse_args()
     if options.out is None and not options.quick:

@@ -164,7 +164,11 @@ class Arena:
             "lease_seconds": 60.0,
             "heartbeat_seconds": 1.0,
             "checks": CheckPolicy(
-                proofs=True, calibration=shipped_calibration(), flips_explained=True, shading_seen=True
+                proofs=True,
+                calibration=shipped_calibration(),
+                flips_explained=True,
+                shading_seen=True,
+                logprobs_judged=True,
             ),
         }
         return make_run(**fields | spec)

@@ -26,6 +26,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         strikes_max=strikes_max,
         flips_explained=True,
         shading_seen=True,
+        logprobs_judged=True,
         unseeded=name in UNSEEDED,
         reference_share=float(name == "unseeded-best-of-n"),
     )

@@ -52,6 +52,13 @@ EXPECTED = {
     "ties": {SEEDS},
     "ties-as-unknown": {SEEDS},
     "framing": {RejectReason.COPIED},
+    "low-0.0095-as-unknown": set(),
+    "shading-0.1": {LOGPROBS},
+    "shading-0.1-as-vllm": {LOGPROBS},
+    "shading-0.05-as-vllm": {LOGPROBS},
+    "shading-both-ways": {LOGPROBS},
+    "spikes-as-unknown": {LOGPROBS},
+    "temperature-0.98-as-unknown": {SEEDS},
     "colluding": {SEEDS},
 }
 """The reasons that a cheat's refused bundles may have, beside those that any may."""
@@ -62,10 +69,20 @@ BY_DESIGN = (
     "int8-as-vllm",
     "int8-as-unknown",
     "older-1-as-vllm",
+    "temperature-0.99-as-unknown",
 )
 """These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
-IN_THE_BENCH = ("ties-as-vllm",)
-"""Found as another one is, and as late: scripts/bench/adversaries.py."""
+IN_THE_BENCH = (
+    "ties-as-vllm",
+    "low-0.0095-as-vllm",
+    "low-0.02-as-vllm",
+    "low-0.05-as-vllm",
+    "shading-0.1-as-unknown",
+    "shading-0.05",
+    "shading-0.05-as-unknown",
+    "best-of-n-in-20",
+)
+"""Found as another one is, or as late: scripts/bench/adversaries.py."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
