@@ -173,6 +173,10 @@ class Assigner:
         """A number in [0, 1) for an uploaded bundle that nobody can foresee: it is audited where this is below its share."""
         return int.from_bytes(self._hash("audit", bundle, num_bytes=8), "big") / 2**64
 
+    def look_draw(self, bundle: str) -> float:
+        """The same for a second look by another validator."""
+        return int.from_bytes(self._hash("look", bundle, num_bytes=8), "big") / 2**64
+
     def network_name(self, network: str) -> str:
         """A name for a network that tells nobody which one it is."""
         return self._hash("network", network, num_bytes=16).hex()

@@ -1,12 +1,12 @@
 """Bundles that wait for a verdict, and who is looking at which one. Soft state: rebuilt from the state after a restart.
 
-A bundle goes to one validator at a time, with a deadline; after it, to the next one. The first verdict stands. One that several
-validators left unanswered is handed out no more: it might be what stops them.
+A bundle goes to one validator at a time, with a deadline; after it, to the next one. One that several validators left unanswered
+is handed out no more: it might be what stops them. Who may judge what another one has judged before, agreement.py says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 COMPARED_FACTOR = 4
@@ -30,9 +30,18 @@ class CheckQueue:
     def add(self, bundle: str, policy_version: int) -> None:
         self._waiting[bundle] = policy_version
 
-    def take(self, policy_versions: Collection[int], now_s: float) -> str | None:
-        """A bundle, whose verdict is due in `check_s`: the oldest of these policies, or else the oldest."""
-        head = [bundle for bundle, _ in zip(self._waiting, range(LOOK_AHEAD_MAX), strict=False)]
+    def again(self, bundle: str, policy_version: int) -> None:
+        """It is to be judged once more, before what came later."""
+        self._handed.pop(bundle, None)
+        self._attempts.pop(bundle, None)
+        self._waiting = {bundle: policy_version, **self._waiting}
+
+    def take(
+        self, policy_versions: Collection[int], now_s: float, *, may: Callable[[str], bool] = lambda bundle: True
+    ) -> str | None:
+        """A bundle, whose verdict is due in `check_s`: the oldest of these policies, or else the oldest. Of those that this
+        validator may judge."""
+        head = [bundle for bundle, _ in zip(self._waiting, range(LOOK_AHEAD_MAX), strict=False) if may(bundle)]
         if not head:
             return None
         bundle = next((bundle for bundle in head if self._waiting[bundle] in policy_versions), head[0])
@@ -60,8 +69,9 @@ class CheckQueue:
     def settled(self, bundles: Iterable[str]) -> None:
         """These have a verdict."""
         for bundle in bundles:
-            for table in (self._waiting, self._handed, self._attempts):
-                table.pop(bundle, None)
+            self._waiting.pop(bundle, None)
+            self._handed.pop(bundle, None)
+            self._attempts.pop(bundle, None)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._handed)

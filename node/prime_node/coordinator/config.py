@@ -89,6 +89,8 @@ class CoordinatorConfig(Settings):
     """How long a validator has for one bundle before another one gets it; four times as long where rewards are compared."""
     check_attempts_max: int = Field(default=3, ge=1)
     """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""
+    second_look_share: float = Field(default=0.05, ge=0.0, le=1.0)
+    """Where several validators are at work: this share of the audited bundles that are accepted is judged by a second one too."""
     watchdog_seconds: float = Field(default=120.0, gt=0.0)
     """When nothing has moved for so long, the log says who everything waits for."""
     snapshot_events: int = Field(default=2_000, ge=1)

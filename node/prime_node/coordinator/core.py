@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
@@ -71,6 +72,7 @@ class Core:
     news: News
     presence: Presence
     checks: CheckQueue
+    agreement: Agreement
     evaluations: Evaluations
     blobs_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays. And while a

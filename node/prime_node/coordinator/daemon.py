@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_node.coordinator import curation
+from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api import judging
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
@@ -173,6 +174,7 @@ async def open_core(parts: Parts) -> Core:
         snapshot_events=config.snapshot_events,
         shown_ms=await ledger_head_ms(parts.private),
     )
+    check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
     core = Core(
         run=run,
         key=parts.key,
@@ -194,10 +196,8 @@ async def open_core(parts: Parts) -> Core:
         ),
         news=News(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
-        checks=CheckQueue(
-            check_s=config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1),
-            attempts_max=config.check_attempts_max,
-        ),
+        checks=CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max),
+        agreement=Agreement(check_s),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
         peers=Peers(parts.dial_back, parts.dial_back_libp2p),
     )
@@ -245,6 +245,7 @@ async def _keep_time(core: Core) -> None:
             core.decide(ev.WorkersLost(lost))
         core.hints = {worker: hint for worker, hint in core.hints.items() if core.presence.get(worker) is not None}
         judging.expire_checks(core)
+        await judging.settle_held(core)
         if core.state.is_ending:
             release_sureties(core)
         if bark := watchdog.look(core, now_s):

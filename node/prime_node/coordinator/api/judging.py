@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from prime_node.coordinator import curation
+from prime_node.coordinator.agreement import Contradiction, Opinion
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import replaced
 from prime_node.coordinator.api.requests import Caller, Gate, require_role
@@ -21,22 +23,29 @@ from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequ
 from prime_protocol.parcel import open_parcel
 from prime_protocol.verdict import RejectReason
 
+log = logging.getLogger(__name__)
+
 RETRY_S = 0.2
 """How soon a validator may ask again after it waited in vain."""
 
 
 async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
     """The oldest waiting bundle, first those of the validator's own policies."""
+    core.agreement.heard(signer, core.clock.monotonic_s())
     bundle = await core.news.until(
         Topic.CHECK,
-        lambda: core.checks.take(request.policy_versions, core.clock.monotonic_s()),
+        lambda: core.checks.take(
+            request.policy_versions,
+            core.clock.monotonic_s(),
+            may=lambda bundle: core.agreement.may_judge(bundle, signer),
+        ),
         is_worth_waiting=lambda found: found is None,
         wait_s=request.wait_s,
     )
-    if bundle is None:
+    pending = None if bundle is None else _pending(core, bundle)
+    if bundle is None or pending is None:
         return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
     check_ms = round(core.checks.check_s * 1_000)
-    pending = core.state.bundles[bundle]
     lease = core.assigner.lease(pending.lease)
     newest = core.state.head if core.run.spec.schedule.swap.spans_policies else None
     return CheckTask.model_construct(
@@ -50,8 +59,12 @@ async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | N
 
 
 async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:
-    """Idempotent: the first verdict stands."""
+    """Idempotent: the first verdict stands, once nothing else is asked of another validator (agreement.py)."""
+    core.agreement.heard(signer, core.clock.monotonic_s(), request)
     pending = core.state.bundles.get(request.bundle)
+    if pending is None and request.bundle in core.agreement.looks:
+        _second_look(core, signer, request)
+        return
     if pending is None:
         if await core.store.receipt(request.bundle) is None:
             raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}")
@@ -71,6 +84,53 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
         await asyncio.to_thread(require_possible, evidence, known_moments)  # ranks of a thousand rewards take a while
     await _require_logprobs(core, pending, request)
+    if (opinion := _concluded(core, signer, request)) is not None:
+        await _decide(core, opinion)
+
+
+def _pending(core: Core, bundle: str) -> PendingBundle | None:
+    """A bundle that waits for a verdict, or for a second look."""
+    look = core.agreement.looks.get(bundle)
+    return core.state.bundles.get(bundle) or (None if look is None else look.pending)
+
+
+def _concluded(core: Core, signer: str, request: CheckResultRequest) -> Opinion | None:
+    """What a waiting bundle is decided by, if no other validator is to be asked."""
+    if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
+        return None
+    agreement, worker, now_s = core.agreement, pending.lease.worker, core.clock.monotonic_s()
+    mine = agreement.opinion(core.state, worker, signer, request)
+    if pending.audited and (differ := agreement.count(mine, now_s)):
+        log.warning("%s; look at their versions, arithmetic and hardware", differ)
+    told = agreement.num_contradictions
+    opinion = agreement.conclude(mine, worker, now_s, core.clock.now_ms())
+    if agreement.num_contradictions > told:
+        _tell(agreement.contradictions[-1])
+    if opinion is None and agreement.is_held(request.bundle):
+        core.checks.again(request.bundle, pending.lease.policy_version)
+        core.news.publish(Topic.CHECK)
+    return opinion
+
+
+def _second_look(core: Core, signer: str, request: CheckResultRequest) -> None:
+    """A validator's word on an accepted bundle that it was given too; said again, the first one's changes nothing."""
+    if not core.agreement.may_judge(request.bundle, signer):
+        return
+    core.checks.settled([request.bundle])
+    look = core.agreement.looks[request.bundle]
+    mine = core.agreement.opinion(core.state, look.pending.lease.worker, signer, request)
+    exact = all(one.is_deterministic and one.scorings == 1 for one in core.run.spec.environments)
+    if found := core.agreement.looked(mine, exact_rewards=exact, now_ms=core.clock.now_ms()):
+        _tell(found)
+
+
+def _tell(found: Contradiction) -> None:
+    said = "; ".join(f"{validator} says {what}" for validator, what in found.said)
+    log.warning("validators contradict each other on bundle %s of %s: %s", found.bundle[:12], found.worker, said)
+
+
+async def _decide(core: Core, opinion: Opinion) -> None:
+    request, verdict = opinion.result, opinion.result.verdict
     known = await _copies_replaced(core, request)
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return
@@ -85,7 +145,7 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
             detail=verdict.detail,
             rewards=request.rewards,
             num_tokens=request.num_tokens,
-            validator=signer,
+            validator=opinion.validator,
             versions=request.versions,
             unscored=request.unscored,
             evidence=request.evidence,
@@ -100,6 +160,11 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
         note_failed(core, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
     for name, value in request.measured.items():
         core.metrics.observe("prime_check_measured", value, number=name)
+    is_drawn = core.assigner.look_draw(request.bundle) < core.config.second_look_share
+    is_looked_at = verdict.accepted and pending.audited and is_drawn
+    if is_looked_at and core.agreement.look_again(pending, opinion, core.clock.monotonic_s()):
+        core.checks.again(request.bundle, pending.lease.policy_version)
+        core.news.publish(Topic.CHECK)
 
 
 async def put_logprobs(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
@@ -113,6 +178,8 @@ async def put_logprobs(core: Core, gate: Gate, parcel: bytes, *, address: str) -
             keys=core.run.keys,
             bytes_max=core.run.spec.limits.rollout_bytes_max,
         )
+    if header.bundle in core.agreement.looks:  # another validator's are there
+        return digest_of(parcel)
     if header.bundle not in core.state.bundles:
         raise PeerError(ErrorCode.NOT_FOUND, f"bundle {header.bundle[:12]} does not wait for a verdict")
     return await core.bundles.put(parcel, digest=digest_of(parcel))
@@ -167,10 +234,21 @@ async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
         raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may be deleted") from None
 
 
+async def settle_held(core: Core) -> None:
+    """Decide what a second validator was to judge, and did not."""
+    for bundle in core.agreement.overdue(core.clock.monotonic_s()):
+        opinion = core.agreement.settle(bundle)
+        if bundle in core.state.bundles:
+            await _decide(core, opinion)
+
+
 def expire_checks(core: Core) -> None:
     """Bundles whose validator did not answer go to another one; after several, nobody's fault, back to the workers."""
     before = len(core.checks)
     for overdue in core.checks.overdue(core.clock.monotonic_s()):
+        if overdue not in core.state.bundles or core.agreement.is_held(overdue):  # settle_held decides the latter
+            core.checks.settled([overdue])
+            continue
         core.decide(
             ev.VerdictGiven(
                 bundle=overdue,

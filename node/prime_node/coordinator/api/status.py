@@ -45,6 +45,10 @@ METRICS = (
         "From a policy's publication to its use in a worker's engine.",
     ),
     Metric(MetricKind.GAUGE, "prime_curriculum", "Difficulty pools and what they evicted and filtered.", ("name",)),
+    Metric(
+        MetricKind.GAUGE, "prime_validator_contradictions", "Bundles on which two validators contradict each other."
+    ),
+    Metric(MetricKind.GAUGE, "prime_validators_differing", "Pairs of validators whose findings differ beyond chance."),
     Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
 )
 
@@ -72,6 +76,7 @@ def status(core: Core) -> dict[str, Any]:
         "usable": core.usable.as_rows(USABLE_SHOWN_MAX),
         "peers": len(core.peers),
         "steps": _steps(state),
+        "validators": core.agreement.as_row(),
         "problems": {"failing": len(state.failing), "redrawn": state.num_redrawn},
         "evaluations": core.evaluations.as_rows(state),
         "num_workers": state.num_active,
@@ -100,6 +105,9 @@ def set_gauges(core: Core) -> None:
     metrics.set("prime_events", core.journal.number)
     metrics.set("prime_problems_redrawn", state.num_redrawn)
     metrics.set("prime_peers", len(core.peers))
+    agreement = core.agreement.as_row()
+    metrics.set("prime_validator_contradictions", agreement["num_contradictions"])
+    metrics.set("prime_validators_differing", len(agreement["differing"]))
     curation.report(core)
 
 

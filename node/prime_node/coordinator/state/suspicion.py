@@ -37,6 +37,14 @@ def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed
     )
 
 
+def would_ban(rules: Rules, worker: Worker, found: BundleEvidence | None) -> bool:
+    """Whether what a bundle says, added to the worker's evidence, reaches the run's limit. Changes nothing."""
+    if found is None or not found.sums or not rules.statistics:
+        return False
+    after = folded(worker.evidence, found.sums, statistics=rules.statistics)
+    return log_evidence(after) >= math.log(rules.evidence_max)
+
+
 def is_proven(rules: Rules, weighed: Weighed | None) -> bool:
     return weighed is not None and weighed.log_evidence >= math.log(rules.evidence_max)
 

@@ -1,0 +1,207 @@
+"""Validators that contradict each other are noticed and named, and nobody is banned by a word that another one denies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    ROOT,
+    TRAINER,
+    VALIDATOR,
+    World,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+
+from prime_node.coordinator.agreement import Agreement, Opinion
+from prime_protocol.evidence import BundleEvidence, Sums
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
+from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.verdict import RejectReason, Verdict
+
+SECOND, THIRD = (SigningKey(bytes([number]) * 32) for number in (98, 99))
+RUN = make_run(
+    checks=CheckPolicy(strikes_max=1),
+    keys=RoleKeys(
+        root=(ROOT.key_id,),
+        coordinator=(COORDINATOR.key_id,),
+        trainer=(TRAINER.key_id,),
+        validator=(VALIDATOR.key_id, SECOND.key_id, THIRD.key_id),
+    ),
+)
+FORGED = RejectReason.LOGPROB_MISMATCH
+
+
+async def at_work(world: World, *validators: SigningKey) -> None:
+    """They have asked for work, and found none."""
+    for key in validators:
+        assert isinstance(await world.client(key).check(CheckRequest(policy_versions=())), NotYet)
+
+
+async def upload(world: World, key: SigningKey = ANNA) -> None:
+    if world.head is None:
+        await world.publish()
+        await world.join(ANNA, BEN)
+    await world.client(key).upload(make_parcel(await world.lease(key, rollouts_max=2), key))
+
+
+async def say(world: World, key: SigningKey, task: CheckTask, reason: RejectReason | None = None) -> None:
+    """This validator's verdict on a bundle."""
+    verdict = Verdict.refuse(reason) if reason else Verdict.accept()
+    rewards = () if reason else (1.0, 0.0)
+    result = CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
+    await world.client(key).check_result(result)
+
+
+async def worker_of(world: World) -> dict[str, object]:
+    return next(dict(one) for one in (await world.status())["workers"] if one["worker"] == ANNA.key_id)
+
+
+async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None:
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        first = await world.take_task(VALIDATOR)
+        await say(world, VALIDATOR, first, FORGED)
+        assert (await worker_of(world))["banned"] is None, "one word is held"
+        assert isinstance(await world.client(VALIDATOR).check(CheckRequest(policy_versions=())), NotYet)
+        second = await world.take_task(SECOND)
+        assert second.bundle == first.bundle
+        await say(world, SECOND, second, FORGED)
+        assert (await worker_of(world))["banned"] is not None
+        assert (await world.status())["validators"]["num_contradictions"] == 0
+
+
+async def test_two_that_contradict_each_other_are_named_and_nobody_is_banned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        task = await world.take_task(VALIDATOR)
+        await say(world, VALIDATOR, task, FORGED)
+        await say(world, SECOND, await world.take_task(SECOND))
+        worker, told = await worker_of(world), (await world.status())["validators"]
+        metrics = (await world.get("/metrics"))[1].decode()
+    assert (worker["banned"], worker["strikes"]) == (None, 0)
+    assert list(worker["refused"]) == [RejectReason.UNVERIFIABLE]  # type: ignore[call-overload]
+    (one,) = told["contradictions"]
+    assert one["said"] == {VALIDATOR.key_id: "logprob_mismatch", SECOND.key_id: "accepted"}
+    assert (one["bundle"], one["worker"]) == (task.bundle, ANNA.key_id)
+    assert "prime_validator_contradictions 1.0" in metrics
+    (line,) = [line for line in caplog.messages if "contradict" in line and VALIDATOR.key_id in line]
+    assert SECOND.key_id in line
+
+
+@pytest.mark.parametrize("third_accepts", [True, False])
+async def test_a_third_validator_decides(third_accepts: bool) -> None:
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, SECOND, THIRD)
+        await upload(world)
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+        await say(world, SECOND, await world.take_task(SECOND))
+        assert (await worker_of(world))["accepted"] == 0
+        await say(world, THIRD, await world.take_task(THIRD), None if third_accepts else FORGED)
+        worker = await worker_of(world)
+        assert (worker["accepted"], worker["banned"] is None) == ((2, True) if third_accepts else (0, False))
+        assert (await world.status())["validators"]["num_contradictions"] == 1
+
+
+async def test_where_nobody_else_answers_a_verdict_stands() -> None:
+    async with running(memory_parts(RUN, check_seconds=0.1)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+
+        async def is_banned() -> bool:
+            return (await worker_of(world))["banned"] is not None
+
+        await world.until(is_banned)
+
+
+async def test_alone_a_validator_is_believed_at_once() -> None:
+    async with running(memory_parts(RUN)) as world:
+        await upload(world)
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+        assert (await worker_of(world))["banned"] is not None
+
+
+async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_who_accepts_anything_is_named() -> None:
+    async with running(memory_parts(RUN, second_look_share=1.0)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        first = await world.take_task(VALIDATOR)
+        await say(world, VALIDATOR, first)
+        assert (await worker_of(world))["accepted"] == 2, "it waits for nobody"
+        second = await world.take_task(SECOND)
+        assert (second.bundle, second.lease) == (first.bundle, first.lease)
+        await say(world, VALIDATOR, first)  # sent again, which says nothing new
+        await say(world, SECOND, second, FORGED)
+        worker, told = await worker_of(world), (await world.status())["validators"]
+    assert (worker["accepted"], worker["banned"]) == (2, None)
+    assert told["contradictions"][0]["said"] == {VALIDATOR.key_id: "accepted", SECOND.key_id: "logprob_mismatch"}
+
+
+async def test_a_second_look_that_agrees_is_silent() -> None:
+    async with running(memory_parts(RUN, second_look_share=1.0)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR))
+        await say(world, SECOND, await world.take_task(SECOND))
+        assert (await world.status())["validators"] == {"num_contradictions": 0, "contradictions": [], "differing": []}
+        assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), NotYet)
+
+
+def opinion(validator: str, *, convicts: bool, nats: float = -1.0) -> Opinion:
+    evidence = BundleEvidence(worker="a", validator="b", sums={"flip": Sums(num_tokens=8, log_e=(nats,))})
+    verdict = Verdict.refuse(FORGED) if convicts else Verdict.accept()
+    rewards = () if convicts else (1.0,)
+    result = CheckResultRequest(bundle="ab" * 32, verdict=verdict, rewards=rewards, evidence=evidence)
+    return Opinion(validator, result, convicts)
+
+
+@pytest.mark.parametrize("shares", [(0.1, 0.1), (0.0, 0.0), (0.3, 0.3)], ids=str)
+def test_two_that_find_the_same_shares_are_not_said_to_differ(shares: tuple[float, float]) -> None:
+    for seed in range(20):
+        rng, agreement = np.random.default_rng(seed), Agreement(check_s=30.0)
+        for number in range(1_000):
+            which = number % 2
+            agreement.heard("first", 0.0)
+            agreement.heard("second", 0.0)
+            mine = opinion(("first", "second")[which], convicts=bool(rng.random() < shares[which]))
+            assert agreement.count(mine, 0.0) == ""
+
+
+def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -> None:
+    for convicts, nats in ((True, -1.0), (False, 5.0)):
+        agreement, said = Agreement(check_s=30.0), []
+        for number in range(200):
+            agreement.heard("first", 0.0)
+            agreement.heard("second", 0.0)
+            is_strict = number % 2 == 0 and number % 10 < 4
+            mine = opinion(
+                ("first", "second")[number % 2], convicts=convicts and is_strict, nats=nats if is_strict else -1.0
+            )
+            said.append(agreement.count(mine, 0.0))
+        (line,) = [line for line in said if line]
+        assert line.startswith("validators first and second differ")
+        assert agreement.as_row()["differing"][0]["validators"] == ["first", "second"]
+
+
+def test_what_another_class_of_engine_does_not_see_contradicts_nobody() -> None:
+    agreement = Agreement(check_s=30.0)
+    strict = opinion("first", convicts=True)
+    assert strict.result.evidence is not None
+    other = strict.result.model_copy(
+        update={"evidence": strict.result.evidence.model_copy(update={"validator": "transformers/bf16/cpu"})}
+    )
+    agreement.heard("first", 0.0, strict.result)
+    agreement.heard("second", 0.0, other)
+    assert agreement.conclude(strict, "anna", 0.0, 0) is strict
