@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
     COORDINATOR,
+    HEARTBEAT,
     ROOT,
     TRAINER,
     VALIDATOR,
@@ -18,13 +21,16 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.cli.run_status import RunStatus
 from prime_node.coordinator.agreement import Agreement, Opinion
+from prime_protocol.envelope import open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet, ReceiptsRequest
 from prime_protocol.run_spec import CheckPolicy
-from prime_protocol.verdict import RejectReason, Verdict
+from prime_protocol.verdict import Receipt, RejectReason, Verdict
 
 SECOND, THIRD = (SigningKey(bytes([number]) * 32) for number in (98, 99))
 RUN = make_run(
@@ -60,8 +66,28 @@ async def say(world: World, key: SigningKey, task: CheckTask, reason: RejectReas
     await world.client(key).check_result(result)
 
 
-async def worker_of(world: World) -> dict[str, object]:
-    return next(dict(one) for one in (await world.status())["workers"] if one["worker"] == ANNA.key_id)
+async def outcome_of(world: World) -> tuple[str, bool]:
+    """What became of Anna's one bundle (its receipt), and whether she is banned. Never of a moment before: status may be."""
+    (one,) = (await world.client(ANNA).receipts(ReceiptsRequest(after=0))).receipts
+    receipt = parse_json(open_envelope(one.encode()).payload, Receipt)
+    is_banned = False
+    try:
+        await world.client(ANNA).heartbeat(HEARTBEAT)
+    except PeerError as error:
+        is_banned = error.code is ErrorCode.BANNED
+    return str(receipt.reason or receipt.status), is_banned
+
+
+async def told(world: World, num_contradictions: int) -> Any:
+    """What the status says of validators, once it says so many."""
+    found: dict[str, Any] = {}
+
+    async def is_told() -> bool:
+        found.update((await world.status())["validators"])
+        return bool(found["num_contradictions"] == num_contradictions)
+
+    await world.until(is_told)
+    return found
 
 
 async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None:
@@ -70,13 +96,13 @@ async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None
         await upload(world)
         first = await world.take_task(VALIDATOR)
         await say(world, VALIDATOR, first, FORGED)
-        assert (await worker_of(world))["banned"] is None, "one word is held"
+        assert await outcome_of(world) == ("pending", False), "one word is held"
         assert isinstance(await world.client(VALIDATOR).check(CheckRequest(policy_versions=())), NotYet)
         second = await world.take_task(SECOND)
         assert second.bundle == first.bundle
         await say(world, SECOND, second, FORGED)
-        assert (await worker_of(world))["banned"] is not None
-        assert (await world.status())["validators"]["num_contradictions"] == 0
+        assert await outcome_of(world) == (FORGED, True)
+        await told(world, 0)
 
 
 async def test_two_that_contradict_each_other_are_named_and_nobody_is_banned(
@@ -88,11 +114,9 @@ async def test_two_that_contradict_each_other_are_named_and_nobody_is_banned(
         task = await world.take_task(VALIDATOR)
         await say(world, VALIDATOR, task, FORGED)
         await say(world, SECOND, await world.take_task(SECOND))
-        worker, told = await worker_of(world), (await world.status())["validators"]
+        assert await outcome_of(world) == (RejectReason.UNVERIFIABLE, False)
+        (one,) = (await told(world, 1))["contradictions"]
         metrics = (await world.get("/metrics"))[1].decode()
-    assert (worker["banned"], worker["strikes"]) == (None, 0)
-    assert list(worker["refused"]) == [RejectReason.UNVERIFIABLE]  # type: ignore[call-overload]
-    (one,) = told["contradictions"]
     assert one["said"] == {VALIDATOR.key_id: "logprob_mismatch", SECOND.key_id: "accepted"}
     assert (one["bundle"], one["worker"]) == (task.bundle, ANNA.key_id)
     assert "prime_validator_contradictions 1.0" in metrics
@@ -107,11 +131,10 @@ async def test_a_third_validator_decides(third_accepts: bool) -> None:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
         await say(world, SECOND, await world.take_task(SECOND))
-        assert (await worker_of(world))["accepted"] == 0
+        assert await outcome_of(world) == ("pending", False)
         await say(world, THIRD, await world.take_task(THIRD), None if third_accepts else FORGED)
-        worker = await worker_of(world)
-        assert (worker["accepted"], worker["banned"] is None) == ((2, True) if third_accepts else (0, False))
-        assert (await world.status())["validators"]["num_contradictions"] == 1
+        assert await outcome_of(world) == (("accepted", False) if third_accepts else (FORGED, True))
+        await told(world, 1)
 
 
 async def test_where_nobody_else_answers_a_verdict_stands() -> None:
@@ -121,7 +144,7 @@ async def test_where_nobody_else_answers_a_verdict_stands() -> None:
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
 
         async def is_banned() -> bool:
-            return (await worker_of(world))["banned"] is not None
+            return await outcome_of(world) == (FORGED, True)
 
         await world.until(is_banned)
 
@@ -130,7 +153,7 @@ async def test_alone_a_validator_is_believed_at_once() -> None:
     async with running(memory_parts(RUN)) as world:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
-        assert (await worker_of(world))["banned"] is not None
+        assert await outcome_of(world) == (FORGED, True)
 
 
 async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_who_accepts_anything_is_named() -> None:
@@ -139,14 +162,14 @@ async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_who_accepts_a
         await upload(world)
         first = await world.take_task(VALIDATOR)
         await say(world, VALIDATOR, first)
-        assert (await worker_of(world))["accepted"] == 2, "it waits for nobody"
+        assert await outcome_of(world) == ("accepted", False), "it waits for nobody"
         second = await world.take_task(SECOND)
         assert (second.bundle, second.lease) == (first.bundle, first.lease)
         await say(world, VALIDATOR, first)  # sent again, which says nothing new
         await say(world, SECOND, second, FORGED)
-        worker, told = await worker_of(world), (await world.status())["validators"]
-    assert (worker["accepted"], worker["banned"]) == (2, None)
-    assert told["contradictions"][0]["said"] == {VALIDATOR.key_id: "accepted", SECOND.key_id: "logprob_mismatch"}
+        assert await outcome_of(world) == ("accepted", False)
+        (one,) = (await told(world, 1))["contradictions"]
+    assert one["said"] == {VALIDATOR.key_id: "accepted", SECOND.key_id: "logprob_mismatch"}
 
 
 async def test_a_second_look_that_agrees_is_silent() -> None:
@@ -155,7 +178,7 @@ async def test_a_second_look_that_agrees_is_silent() -> None:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR))
         await say(world, SECOND, await world.take_task(SECOND))
-        assert (await world.status())["validators"] == {"num_contradictions": 0, "contradictions": [], "differing": []}
+        assert await told(world, 0) == {"num_contradictions": 0, "contradictions": [], "differing": []}
         assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), NotYet)
 
 
@@ -205,3 +228,15 @@ def test_what_another_class_of_engine_does_not_see_contradicts_nobody() -> None:
     agreement.heard("first", 0.0, strict.result)
     agreement.heard("second", 0.0, other)
     assert agreement.conclude(strict, "anna", 0.0, 0) is strict
+
+
+async def test_status_names_both_on_the_operator_s_screen() -> None:
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+        await say(world, SECOND, await world.take_task(SECOND))
+        await told(world, 1)
+        (line,) = RunStatus.model_validate(await world.status()).validators.lines()
+    assert "1 contradictions" in line
+    assert f"{VALIDATOR.key_id} says logprob_mismatch; {SECOND.key_id} says accepted" in line

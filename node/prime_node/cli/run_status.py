@@ -89,6 +89,35 @@ class Problems(Told):
     redrawn: int = 0
 
 
+class Contradiction(Told):
+    """A bundle of which validators say different things."""
+
+    bundle: str = ""
+    said: dict[str, str] = {}
+
+
+class Differing(Told):
+    """Two validators whose findings differ by more than chance."""
+
+    validators: tuple[str, ...] = ()
+    how: str = ""
+
+
+class Validators(Told):
+    num_contradictions: int = 0
+    contradictions: tuple[Contradiction, ...] = ()
+    differing: tuple[Differing, ...] = ()
+
+    def lines(self) -> list[str]:
+        """What an operator must look at. Empty where all agree."""
+        found = [f"{' and '.join(one.validators)} differ: {one.how}" for one in self.differing]
+        if self.contradictions:
+            last = self.contradictions[-1]
+            said = "; ".join(f"{validator} says {what}" for validator, what in last.said.items())
+            found.append(f"{self.num_contradictions} contradictions, the last on bundle {last.bundle[:12]}: {said}")
+        return found
+
+
 class RunStatus(Told):
     """/v1/status, as far as it is shown."""
 
@@ -103,6 +132,7 @@ class RunStatus(Told):
     waiting_for: tuple[str, ...] = ()
     rollouts: Rollouts = Rollouts()
     problems: Problems = Problems()
+    validators: Validators = Validators()
     bytes_published: int = 0
     peers: int = 0
     usable: tuple[Usable, ...] = ()

@@ -48,6 +48,8 @@ def of_run(run: RunStatus) -> RenderableType:
     facts.add_row("published", published)
     if run.problems.redrawn:
         facts.add_row("problems", f"{run.problems.redrawn} exchanged: their environment failed whoever played them")
+    for line in run.validators.lines():
+        facts.add_row("validators", Text(printable(line), style="red"))
     for wait in run.waiting_for:
         facts.add_row("waits for", Text(printable(wait), style="yellow"))
     part = Text(f"{run.num_workers:,} workers take part")
