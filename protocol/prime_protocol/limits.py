@@ -36,6 +36,18 @@ TEXT_CHARS_MAX = 500
 """A text for a person: a notice, a reason, the detail of a verdict."""
 OPTION_CHARS_MAX = 4_096
 """A string among the options of an environment."""
+ENVIRONMENT_LINE_BYTES_MAX = 16 * 2**20
+"""One line from a process of environments; the longest is a prompt of a million token ids. A longer one ends the process."""
+ENVIRONMENT_ASKS_MAX = 4_096
+"""Requests to the model by one episode, those beyond its turns included; more end the process."""
+ENVIRONMENT_STRAY_ASKS_MAX = 4_096
+"""The same by episodes that are over, in one life of the process."""
+ENVIRONMENT_LOG_LINE_BYTES_MAX = 2_000
+"""One line that environments' code prints, in the host's log; what is longer is cut."""
+ENVIRONMENT_LOG_BYTES_MAX = 64 * 2**10
+"""What environments' code prints in one minute, in the host's log; the rest is dropped."""
+REWARD_MAX = 1e6
+"""The size of a reward that an environment may give."""
 RECEIPTS_MAX = 1_024
 """Receipts in one answer; the cursor leads to the next ones."""
 RECEIPT_CHARS_MAX = 256 * 2**10

@@ -1,0 +1,254 @@
+"""One life of a process of environments: its pipes, its questions and answers, its end.
+
+Everything that it writes is bounded. A line that is too long, malformed, or answers what nobody asked ends the process: its code
+is foreign, and whoever waits for an answer gets EnvironmentFailed. Numbers of questions are random, so code that writes answers
+ahead of the questions is found out. What it prints goes to our log, so much a minute, without control characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from prime_node.adapters.environments.frames import Answered, Asked, printable, read_frame
+from prime_node.ports.environment import Ask, EnvironmentGone
+from prime_node.scratch import Scratch
+from prime_protocol import limits
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import Completion
+
+log = logging.getLogger(__name__)
+
+START_S_MAX = 120.0
+"""Imports, data sets and all."""
+END_S_MAX = 5.0
+"""For the pipes of a killed child to close: what it has started may hold on to them."""
+MINUTE_S = 60.0
+READ_BYTES = 2**16
+
+Command = Callable[[Path], tuple[list[str], dict[str, str]]]
+"""The command line and the environment variables of a process, given its folder."""
+
+
+class EnvironmentFailed(Exception):
+    """An environment's code raised, took too long, or took its process with it."""
+
+
+class Ended(EnvironmentFailed, EnvironmentGone):
+    """The process is what failed."""
+
+
+class Child:
+    """Starts when it is made, and blocks until the environments are ready. Raises LocalError with what the child says is wrong."""
+
+    def __init__(self, command: Command, description: Mapping[str, Any]) -> None:
+        self.asks: dict[int, tuple[asyncio.AbstractEventLoop, Ask]] = {}
+        self.is_gone = False
+        self.is_worn = False
+        """Its environments leave threads behind: it does what it has, and nothing new."""
+        self._waiting: dict[int, Future[Any]] = {}
+        self._asked: dict[int, int] = {}
+        """By episode: how often it has asked."""
+        self._num_stray = 0
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._ending = threading.Lock()
+        self._scratch = Scratch("environments")
+        line, variables = command(self._scratch.path)
+        started: Future[subprocess.Popen[bytes]] = Future()
+        # The thread that starts the process lives as long as it does: the system ends the process with that thread.
+        self._threads = [threading.Thread(target=self._read, args=(started, line, variables), name="environments", daemon=True)]
+        self._threads[0].start()
+        try:
+            self._process = started.result()
+        except OSError as error:
+            self._scratch.close()
+            raise LocalError(f"the environments' process does not start: {error}") from None
+        self.pid = self._process.pid
+        atexit.register(self.end)
+        for work in (self._write, self._log):
+            self._threads.append(threading.Thread(target=work, name="environments", daemon=True))
+            self._threads[-1].start()
+        _, ready = self.send(**description, folder=str(self._scratch.path))
+        try:
+            self.ready: dict[str, Any] = _checked(ready.result(START_S_MAX))
+        except (Late, EnvironmentFailed, ValueError) as error:
+            self.end()
+            raise LocalError(str(error) or f"the environments did not start within {START_S_MAX:.0f} s") from None
+
+    def send(self, number: int | None = None, /, **message: Any) -> tuple[int, Future[Any]]:
+        """Its number and the answer to come."""
+        answer: Future[Any] = Future()
+        number = new_number() if number is None else number
+        self._waiting[number] = answer
+        self.tell(id=number, **message)
+        if self.is_gone:
+            self._fail()
+        return number, answer
+
+    def tell(self, **message: Any) -> None:
+        """Never waits."""
+        self._outbox.put(json.dumps(message).encode() + b"\n")
+
+    def end(self) -> None:
+        """Idempotent. May take seconds."""
+        self.is_gone = True
+        with self._ending:
+            atexit.unregister(self.end)
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a group of its own
+            self._process.kill()
+            self._process.wait()
+            self._outbox.put(None)
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(END_S_MAX)
+            if self._process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self._process.stdin.close()
+            self._scratch.close()
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            while (line := self._outbox.get()) is not None:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(self._process.stdin.fileno(), left) :]
+        self.is_gone = True
+        self._fail()
+
+    def _read(
+        self, started: Future[subprocess.Popen[bytes]], command: list[str], variables: Mapping[str, str]
+    ) -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._scratch.path,
+                env=dict(variables),
+                start_new_session=True,
+            )
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(limits.ENVIRONMENT_LINE_BYTES_MAX + 1):
+                if not line.endswith(b"\n"):
+                    raise ValueError(f"a line of more than {limits.ENVIRONMENT_LINE_BYTES_MAX} bytes, or half a line")
+                self._take(read_frame(line))
+        except ValueError as error:
+            log.warning("the environments' process is ended: it wrote what is no answer (%s)", error)
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        finally:
+            self.is_gone = True
+            process.stdout.close()
+            self._fail()
+
+    def _take(self, frame: Asked | Answered) -> None:
+        """Raises ValueError for what nobody asked for, or too much of it."""
+        if isinstance(frame, Asked):
+            self._pass_on(frame)
+            return
+        self.is_worn |= frame.is_worn
+        answer = self._waiting.pop(frame.number, None)
+        if answer is None:
+            raise ValueError("an answer to no question")
+        if not answer.set_running_or_notify_cancel():
+            return
+        if frame.error is not None:
+            answer.set_exception(EnvironmentFailed(frame.error))
+        else:
+            answer.set_result(frame.result)
+
+    def _pass_on(self, asked: Asked) -> None:
+        """An episode asks the model for something; one that has just ended may still do so."""
+        loop, ask = self.asks.get(asked.episode, (None, None))
+        if loop is None or ask is None:
+            self._num_stray += 1
+            if self._num_stray > limits.ENVIRONMENT_STRAY_ASKS_MAX:
+                raise ValueError(f"more than {limits.ENVIRONMENT_STRAY_ASKS_MAX} requests of episodes that are over")
+            return
+        self._asked = {number: count for number, count in self._asked.items() if number in self.asks}
+        self._asked[asked.episode] = count = self._asked.get(asked.episode, 0) + 1
+        if count > limits.ENVIRONMENT_ASKS_MAX:
+            raise ValueError(f"more than {limits.ENVIRONMENT_ASKS_MAX} requests by one episode")
+
+        async def answer() -> None:
+            completion = await ask(asked.prompt)
+            self.tell(answer=asked.number, completion=None if completion is None else to_wire(completion))
+
+        with contextlib.suppress(RuntimeError):  # the loop of an episode that is over may be closed
+            asyncio.run_coroutine_threadsafe(answer(), loop)
+
+    def _log(self) -> None:
+        """What its code prints, line by line."""
+        assert self._process.stderr is not None
+        left, since, rest = limits.ENVIRONMENT_LOG_BYTES_MAX, time.monotonic(), b""
+        with self._process.stderr as stream:
+            while data := stream.read1(READ_BYTES):
+                if time.monotonic() - since > MINUTE_S:
+                    left, since = limits.ENVIRONMENT_LOG_BYTES_MAX, time.monotonic()
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > limits.ENVIRONMENT_LOG_LINE_BYTES_MAX:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    was_left, left = left, left - len(line) - 1
+                    if left > 0:
+                        log.info("environments: %s", _readable(line))
+                    elif was_left > 0:
+                        log.warning("environments print too much; what they print is dropped for a minute")
+            if rest and left > 0:
+                log.info("environments: %s", _readable(rest))
+
+    def _fail(self) -> None:
+        for number in list(self._waiting):
+            answer = self._waiting.pop(number, None)  # the other thread may be faster
+            if answer is not None and not answer.done():
+                answer.set_exception(Ended("the environments' process ended"))
+
+
+def new_number() -> int:
+    """Of a question, or of an episode: nobody guesses it."""
+    return secrets.randbelow(limits.COUNT_MAX)
+
+
+def to_wire(completion: Completion) -> dict[str, Any]:
+    return {"token_ids": completion.token_ids, "logprobs": completion.logprobs, "finish": int(completion.finish)}
+
+
+def _checked(ready: object) -> dict[str, Any]:
+    """What a child says first. Raises ValueError."""
+    if (
+        not isinstance(ready, dict)
+        or not isinstance(ready.get("missing"), list)
+        or not isinstance(ready.get("turns"), list)
+        or not all(isinstance(each, str) for each in (*ready["missing"], *ready["turns"]))
+    ):
+        raise ValueError("the environments' process did not begin as it must")
+    return ready
+
+
+def _readable(line: bytes) -> str:
+    cut = line[: limits.ENVIRONMENT_LOG_LINE_BYTES_MAX].decode("utf-8", "backslashreplace")
+    return printable(cut, limits.ENVIRONMENT_LOG_LINE_BYTES_MAX)

@@ -1,0 +1,96 @@
+"""Lines of JSON from a process of environments. Its code is foreign: each line is checked before anything is done with it.
+
+{"id", "result"} and {"id", "error"} answer a question, with "worn" where the process wants to be replaced. {"ask", "id", "prompt"}
+is what episode `id` wants to be sampled. Whoever writes anything else is not trusted with another line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prime_protocol import limits
+
+TOKEN_ID_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An episode asks the model for something."""
+
+    number: int
+    """Of the request; the answer names it."""
+    episode: int
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer to a question of the host's."""
+
+    number: int
+    result: Any
+    """Not checked yet: what it may be depends on the question."""
+    error: str | None
+    """Where the environment failed."""
+    is_worn: bool
+
+
+def read_frame(line: bytes) -> Asked | Answered:
+    """Raises ValueError."""
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(found, dict) or not _is_count(found.get("id")):
+        raise ValueError("no object with an id")
+    if "ask" in found:
+        prompt = found.get("prompt")
+        if not _is_count(found["ask"]) or not isinstance(prompt, list) or len(prompt) > limits.TOKENS_MAX:
+            raise ValueError("no request with a prompt")
+        if not all(type(token) is int and 0 <= token <= TOKEN_ID_MAX for token in prompt):
+            raise ValueError("a prompt of other things than token ids")
+        return Asked(found["ask"], found["id"], tuple(prompt))
+    if ("error" in found) == ("result" in found):
+        raise ValueError("neither a result nor an error")
+    error = printable(str(found["error"]), limits.TEXT_CHARS_MAX) if "error" in found else None
+    return Answered(found["id"], found.get("result"), error, "worn" in found)
+
+
+def printable(text: str, chars_max: int) -> str:
+    """The same without control characters, bidirectional marks and line ends, cut to a length."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:chars_max])[:chars_max]
+
+
+def as_text(found: object) -> str:
+    """Raises ValueError."""
+    if not isinstance(found, str):
+        raise ValueError(f"it gave a {type(found).__name__}, not a text")
+    return found
+
+
+def as_texts(found: object, count: int) -> Sequence[str]:
+    """At most `count` texts. Raises ValueError."""
+    if not isinstance(found, list) or len(found) > count:
+        raise ValueError(f"it did not give at most {count} texts")
+    return [as_text(each) for each in found]
+
+
+def as_reward(found: object) -> float:
+    """Raises ValueError."""
+    if isinstance(found, bool | int | float) and abs(found) <= limits.REWARD_MAX:  # which NaN is not
+        return float(found)
+    raise ValueError(f"it gave {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward")
+
+
+def as_flag(found: object) -> bool:
+    """Raises ValueError."""
+    if not isinstance(found, bool):
+        raise ValueError(f"it gave a {type(found).__name__}, not true or false")
+    return found
+
+
+def _is_count(found: object) -> bool:
+    return type(found) is int and 0 <= found <= limits.COUNT_MAX
