@@ -88,6 +88,7 @@ PICKS_ADAPTERS = {
         "wire_rows",
         "wire_swarm",
         "wire_training",
+        "wire_walls",
     )
 }
 

@@ -46,6 +46,8 @@ ENVIRONMENT_LOG_LINE_BYTES_MAX = 2_000
 """One line that environments' code prints, in the host's log; what is longer is cut."""
 ENVIRONMENT_LOG_BYTES_MAX = 64 * 2**10
 """What environments' code prints in one minute, in the host's log; the rest is dropped."""
+ENVIRONMENT_TEXT_CHARS_MAX = 4 * 2**20
+"""A problem's text or its reference answer."""
 REWARD_MAX = 1e6
 """The size of a reward that an environment may give."""
 RECEIPTS_MAX = 1_024

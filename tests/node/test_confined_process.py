@@ -1,63 +1,24 @@
-"""What a process of environments may open, and what it is told: nothing that is not its business."""
+"""What a process of environments may open, and what it is told: nothing that is not its business. Escapes: tests/security."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from tests.node.test_environment_process import model  # noqa: F401 (a fixture)
+from tests.security.hostile_world import BOUNDS, package, running, tried
 
-from prime_node.adapters.environments.confine import around
 from prime_node.adapters.environments.process import passed_on
-from prime_node.cli.wire_environments import start_environments, with_file_at_hand
+from prime_node.adapters.environments.walls import Walls, around_command, described
+from prime_node.adapters.sandbox import bubblewrap
+from prime_node.cli.wire_environments import start_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.digest import digest_of
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
-CONFINED = (
-    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.confine import confine\n"
-    "data, key, work = map(Path, sys.argv[1:])\n"
-    "if not confine([data], [work], hidden=[key.parent]): sys.exit(77)\n"
-    "assert data.read_text() == 'data'\n(work / 'new').write_text('x')\n"
-    "for forbidden in (lambda: key.read_text(), lambda: list(key.parent.iterdir()), lambda: data.write_text('y'),\n"
-    "                  lambda: open(f'/proc/{__import__(\"os\").getppid()}/environ').read(),\n"
-    "                  lambda: list(Path('/etc').iterdir()), lambda: list(Path.home().iterdir())):\n"
-    "    try: forbidden()\n"
-    "    except PermissionError: continue\n"
-    "    sys.exit('it could')\n"
-)
 
-
-def test_a_confined_process_opens_what_it_is_given_and_no_key(tmp_path: Path) -> None:
-    data, key, work = tmp_path / "data.txt", tmp_path / "run" / "keys" / "trainer.key", tmp_path / "work"
-    for folder in (key.parent, work):
-        folder.mkdir(parents=True)
-    data.write_text("data")
-    key.write_text("secret")
-    ran = subprocess.run([sys.executable, "-c", CONFINED, data, key, work], capture_output=True, text=True, check=False)
-    if ran.returncode == 77:
-        pytest.skip("this kernel has no Landlock")
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-HUB_FILE = (
-    "import sys\nfrom pathlib import Path\nfrom prime_node.cli.wire_environments import confined\n"
-    "file, work = map(Path, sys.argv[1:])\n"
-    "if not confined([], [file], work, hidden=[]): sys.exit(77)\n"
-    "assert file.read_text()\n"
-    "for forbidden in (lambda: file.write_text('y'), lambda: (file.parent / 'more').write_text('y'),\n"
-    "                  lambda: list(file.parents[3].iterdir())):\n"
-    "    try: forbidden()\n"
-    "    except PermissionError: continue\n"
-    "    sys.exit('it could')\n"
-)
-
-
-def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_inside(
+def test_a_file_of_the_hub_is_fetched_outside_and_read_inside(
     tmp_path: Path,
     model: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -76,60 +37,82 @@ def test_a_file_of_the_hub_is_fetched_outside_and_its_cache_is_out_of_reach_insi
     world = start_environments([spec], model, hidden=[], settings=EnvironmentSettings())["sums"]
     assert world.prompt(0).endswith("?")
     world.process.close()
-    file = Path(str(with_file_at_hand(spec, EnvironmentSettings()).options["path"]))
-    work = tmp_path / "work"
-    work.mkdir()
-    ran = subprocess.run([sys.executable, "-c", HUB_FILE, file, work], capture_output=True, text=True, check=False)
-    if ran.returncode == 77:
-        pytest.skip("this kernel has no Landlock")
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
-HUB_CACHE = (
-    "import sys\nfrom pathlib import Path\nfrom prime_node.adapters.environments.hub_files import hub_file\n"
-    "from prime_node.cli.wire_environments import confined\nfrom prime_protocol.run_spec import EnvironmentSpec\n"
-    "work, home = map(Path, sys.argv[1:])\n"
-    "if not confined([EnvironmentSpec(name='a', id='verifiers')], [work, home / 'hub'], work, hidden=[work]): sys.exit(77)\n"
-    "assert hub_file('hf://datasets/us/sums/train.jsonl', bytes_max=0).read_text() == 'data'\n"
-    "for forbidden in (lambda: (home / 'token').read_text(), lambda: list(home.iterdir()),\n"
-    "                  lambda: (home / 'hub' / 'more').write_text('y')):\n"
-    "    try: forbidden()\n"
-    "    except PermissionError: continue\n"
-    "    sys.exit('it could')\n"
-)
+@pytest.mark.parametrize("isolated", [True, False])
+def test_what_the_settings_name_is_read_and_not_written_but_for_what_is_hidden_below(
+    tmp_path: Path, isolated: bool
+) -> None:
+    named = tmp_path / "named"
+    for name in ("data", "run/keys"):
+        (named / name).mkdir(parents=True)
+    (named / "data" / "rows").write_text("data")
+    (named / "run" / "keys" / "trainer.key").write_text("secret")
+    settings = BOUNDS.model_copy(update={"readable": (named,)})
+    with running(tmp_path / "inside", isolated=isolated, settings=settings, hidden=(named / "run",)) as world:
+        assert tried(world, "read", str(named / "data" / "rows")) == "did: data"
+        assert tried(world, "write", str(named / "data" / "rows")).startswith("refused")
+        assert tried(world, "write", str(named / "data" / "more")).startswith("refused")
+        assert tried(world, "read", str(named / "run" / "keys" / "trainer.key")).startswith("refused")
+        assert tried(world, "write", str(tmp_path / "inside" / "model" / "config.json")).startswith("refused")
+        assert tried(world, "read", str(tmp_path / "inside" / "model" / "config.json")).startswith("did")
 
 
-def test_a_taskset_reads_the_cache_of_the_hub_and_no_token(tmp_path: Path) -> None:
-    home, commit, work = tmp_path / "hf", "0" * 40, tmp_path / "work"
-    repo = home / "hub" / "datasets--us--sums"
-    for folder in (work, repo / "refs", repo / "snapshots" / commit):
-        folder.mkdir(parents=True)
-    (home / "token").write_text("secret")
-    (repo / "refs" / "main").write_text(commit)
-    (repo / "snapshots" / commit / "train.jsonl").write_text("data")
-    variables = os.environ | passed_on(work) | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", HUB_CACHE, work, home], capture_output=True, text=True, check=False, env=variables
+def test_only_environments_that_the_settings_name_get_the_network_and_keys_of_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
+    specs = [
+        EnvironmentSpec(name=name, id="reasoning_gym", options={"task": "probe"})
+        for name in ("judge", "other", "third")
+    ]
+    (tmp_path / "model").mkdir()
+    settings = BOUNDS.model_copy(update={"unsafe_network": ("judge",)})
+    made = start_environments(specs, tmp_path / "model", hidden=[], settings=settings)
+    try:
+        assert list(made) == ["judge", "other", "third"]
+        assert made["other"].process is made["third"].process
+        assert made["judge"].process is not made["other"].process
+        assert tried(made["judge"], "open_socket", "2,2,0") == "did: opened"
+        assert tried(made["other"], "open_socket", "2,2,0").startswith("refused")
+    finally:
+        for each in made.values():
+            each.process.close()
+
+
+def test_root_becomes_another_user_only_where_all_that_is_read_is_readable_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why := bubblewrap.find()[1]:
+        pytest.skip(why)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    file = tmp_path / "rows"
+    file.write_text("data")
+    walls = Walls(
+        read=(str(file),),
+        hidden=(),
+        network=False,
+        loopback=False,
+        memory_bytes_max=2**30,
+        processes_max=128,
+        file_bytes_max=2**20,
+        open_files_max=128,
+        tmp_bytes_max=2**20,
     )
-    if ran.returncode == 77:
-        pytest.skip("this kernel has no Landlock")
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_what_is_hidden_is_cut_out_of_what_is_granted(tmp_path: Path) -> None:
-    for name in ("lib", "runs/one/keys", "runs/two"):
-        (tmp_path / name).mkdir(parents=True)
-    granted = around([tmp_path], [tmp_path / "runs" / "one"])
-    assert granted == [tmp_path / "lib", tmp_path / "runs" / "two"]
-    assert around([tmp_path / "runs" / "one" / "keys"], [tmp_path / "runs" / "one"]) == []
+    for mode, user in ((0o644, 65_534), (0o600, None)):
+        file.chmod(mode)
+        line, folder, inside = around_command(["true"], tmp_path, walls, imports=[])
+        assert (inside.user, inside.isolated, folder) == (user, True, Path("/tmp"))
+        assert ("--unshare-user-try" in line) is (user is None)
+        assert Walls.of(described(inside)) == inside
 
 
 def test_only_harmless_variables_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
     monkeypatch.setenv("HF_TOKEN", "b")
-    monkeypatch.setenv("PRIME_ENVIRONMENT_JUDGE_API_KEY", "c")
+    monkeypatch.setenv("LD_PRELOAD", "c")
+    monkeypatch.setenv("PRIME_ENVIRONMENT_JUDGE_API_KEY", "d")
     passed = passed_on(tmp_path)
-    assert "AWS_SECRET_ACCESS_KEY" not in passed
-    assert "HF_TOKEN" not in passed
-    assert passed["JUDGE_API_KEY"] == "c"
+    assert passed.keys().isdisjoint({"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "LD_PRELOAD", "JUDGE_API_KEY"})
     assert passed["HOME"] == str(tmp_path)
+    assert passed_on(tmp_path, network=True)["JUDGE_API_KEY"] == "d"

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from prime_node.adapters.environments.child import EnvironmentFailed, Start
 from prime_node.adapters.environments.process import (
-    EnvironmentFailed,
     EnvironmentProcess,
     ProcessEnvironment,
     ProcessTurnEnvironment,
+    passed_on,
 )
+from prime_node.adapters.environments.walls import Walls, described
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
-from prime_node.cli.environment_process import LEFT_BEHIND_MAX
+from prime_node.cli.environment_service import LEFT_BEHIND_MAX
 from prime_node.cli.wire_environments import build_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import EnvironmentGone, EnvironmentSilent, TurnEnvironment, TurnProblem
@@ -153,15 +155,41 @@ class World:
             await asyncio.to_thread(time.sleep, 1_000 * (index == 3))
         return float((await ask(prompt_token_ids)) is not None)
 
-environment_process.build_environments = lambda specs, model: {"world": World()}
+confine = environment_process.confined
+
+def confined(hello):
+    missing = confine(hello)
+    from prime_node.cli import environment_service
+    environment_service.build_environments = lambda specs, model: {"world": World()}
+    return missing
+
+environment_process.confined = confined
 environment_process.main()
 """
 
 
+def walls(model: Path) -> Walls:
+    return Walls(
+        read=(str(model),),
+        hidden=(),
+        network=False,
+        loopback=False,
+        memory_bytes_max=2**33,
+        processes_max=2_048,
+        file_bytes_max=2**30,
+        open_files_max=1_024,
+        tmp_bytes_max=2**30,
+    )
+
+
 @pytest.fixture
 def hanging(model: Path) -> Iterator[EnvironmentProcess]:
-    described = {"environments": [], "model": str(model), "readable": [], "hidden": []}
-    process = EnvironmentProcess([sys.executable, "-c", HANGS], described, silence_s_max=0.5)
+    def start(folder: Path) -> Start:
+        return Start(
+            [sys.executable, "-c", HANGS], passed_on(folder), {"folder": str(folder), "walls": described(walls(model))}
+        )
+
+    process = EnvironmentProcess(start, {"environments": [], "model": str(model)}, silence_s_max=0.5)
     yield process
     process.close()
 
@@ -247,7 +275,8 @@ def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    hello = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path), "readable": [], "hidden": []}
+    hello: dict[str, object] = {"id": 0, "environments": [], "model": str(model), "folder": str(tmp_path)}
+    hello["walls"] = described(walls(model))
     played = {"method": "play", "environment": "world", "prompt": [1]}
     process.stdin.write(json.dumps(hello).encode() + b"\n")
     process.stdin.flush()
@@ -285,9 +314,11 @@ def test_an_environment_that_takes_its_process_with_it_is_started_again(
     right = problem.is_correct("0", finished=True)
     with pytest.raises(EnvironmentFailed, match="KeyError"):
         world.process.ask("prompt", "another", index=0)
-    os.kill(world.process.pid, 9)
+    first = world.process.pid
+    os.kill(first, 9)
     with contextlib.suppress(EnvironmentFailed):  # whoever asks before the end is noticed is told of it
-        world.process.ask("prompt", "sums", index=0)
+        while world.process.pid == first:
+            world.process.ask("prompt", "sums", index=0)
     assert world.process.ask("prompt", "sums", index=0) == question
     assert problem.is_correct("0", finished=True) == right
     world.process.close()

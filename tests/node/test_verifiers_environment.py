@@ -103,8 +103,7 @@ def split(text: str, special: dict[str, int]) -> list[str | int]:
 async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(worlds: Worlds, model: Path) -> None:
     world = worlds["words"]
     word = world.answer(0)[::-1]
-    seen = "PermissionError" if world.process.ready["confined"] else "secret"
-    assert world.prompt(0) == f"{seen}: reverse {word}"
+    assert world.prompt(0) == f"FileNotFoundError: reverse {word}"
 
     reward, turns = await recorded(world, model, lambda prompt: word[::-1] if word in prompt else "?")
     assert (reward, len(turns)) == (1.0, 1)

@@ -44,28 +44,77 @@ def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[st
 def start_environments(
     specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path], settings: EnvironmentSettings
 ) -> dict[str, ProcessEnvironment]:
-    """By name, in a process of their own, which cannot open what is in `hidden`. Raises LocalError.
+    """By name, in processes of their own, which cannot open what is in `hidden`. Raises LocalError.
 
-    Blocks until it is ready.
+    Those that the settings give the network to have a process apart from the others. Blocks until all are ready.
     """
-    from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment, ProcessTurnEnvironment
+    made: dict[str, ProcessEnvironment] = {}
+    try:
+        for network in (False, True):
+            group = [spec for spec in specs if (spec.name in settings.unsafe_network) is network]
+            if group:
+                made |= _start_process(group, model, hidden, settings, network=network)
+    except LocalError:
+        end_environments(made)
+        raise
+    return {spec.name: made[spec.name] for spec in specs}
+
+
+def _start_process(
+    specs: Sequence[EnvironmentSpec],
+    model: Path,
+    hidden: Sequence[Path],
+    settings: EnvironmentSettings,
+    *,
+    network: bool,
+) -> dict[str, ProcessEnvironment]:
+    from prime_node.adapters.environments.child import Start
+    from prime_node.adapters.environments.process import (
+        EnvironmentProcess,
+        ProcessEnvironment,
+        ProcessTurnEnvironment,
+        module_folders,
+        passed_on,
+    )
+    from prime_node.adapters.environments.walls import Walls, around_command, described, why_not_isolated
 
     found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
-    files = [str(spec.options["path"]) for spec in found if spec.id in READERS]
-    described = {
-        "environments": [spec.model_dump() for spec in found],
-        "model": str(model.resolve()),
-        "readable": [*files, *map(str, settings.readable)],
-        "hidden": [str(path.resolve()) for path in hidden],
-    }
+    alone = [spec.name for spec in specs if spec.id == "verifiers"]
+    if alone and not network and (why := why_not_isolated()):
+        raise LocalError(
+            f"environment {alone[0]} talks to itself over 127.0.0.1, which needs a network namespace: {why}; install "
+            f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{alone[0]}"]'
+        )
+    walls = Walls(
+        read=(
+            str(model.resolve()),
+            *(str(spec.options["path"]) for spec in found if spec.id in READERS),
+            *map(str, settings.readable),
+        ),
+        hidden=tuple(str(path.resolve()) for path in hidden),
+        network=network,
+        loopback=bool(alone),
+        memory_bytes_max=settings.memory_bytes_max,
+        processes_max=settings.processes_max,
+        file_bytes_max=settings.file_bytes_max,
+        open_files_max=settings.open_files_max,
+        tmp_bytes_max=settings.tmp_bytes_max,
+    )
     # The role's folder stands in the command for whoever looks at the list of processes.
     command = [sys.executable, "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
-    process = EnvironmentProcess(command, described)
+
+    def start(folder: Path) -> Start:
+        line, place, inside = around_command(command, folder, walls, imports=module_folders())
+        return Start(line, passed_on(place, network=network), {"folder": str(place), "walls": described(inside)})
+
+    process = EnvironmentProcess(
+        start, {"environments": [spec.model_dump() for spec in found], "model": str(model.resolve())}
+    )
     log.info("environments run in process %d", process.pid)
-    if not process.ready["confined"]:
+    if missing := process.ready["missing"]:
         log.warning(
-            "this system cannot confine the environments' process (Linux 5.13 with Landlock can): it holds no key, "
-            "but their code could open the files of yours"
+            "environments hold no key, but this system does not confine all of their code: NOT enforced: %s",
+            "; ".join(missing),
         )
     return {
         spec.name: (ProcessTurnEnvironment if spec.name in process.ready["turns"] else ProcessEnvironment)(
@@ -82,19 +131,6 @@ def end_environments(made: Mapping[str, Environment]) -> None:
     for environment in made.values():
         if isinstance(environment, ProcessEnvironment):
             environment.process.close()
-
-
-def confined(
-    specs: Sequence[EnvironmentSpec], readable: Sequence[Path], folder: Path, *, hidden: Sequence[Path]
-) -> bool:
-    """Leave this process the files that its host has named; False where the system cannot."""
-    from prime_node.adapters.environments.confine import confine
-
-    shared: list[Path] = []
-    if any(spec.id == "verifiers" for spec in specs):
-        # verifiers' tool servers say their port in a file there, whatever TMPDIR is.
-        shared = [path for path in [Path("/tmp")] if not any(path in one.parents for one in hidden)]
-    return confine(readable, [folder, *shared], hidden=hidden)
 
 
 def with_file_at_hand(

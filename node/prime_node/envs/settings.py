@@ -33,5 +33,18 @@ class EnvironmentSettings(Settings):
     None refuses runs that name a local file."""
     readable: tuple[Folder, ...] = ()
     """Further files and folders that environments' code may read, for example a dataset in the hub's cache."""
+    unsafe_network: tuple[str, ...] = ()
+    """Names of the environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables. All others have no
+    network."""
     hub_file_bytes_max: int = Field(default=4 * 2**30, ge=0)
     """Bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
+    memory_bytes_max: int = Field(default=8 * 2**30, ge=2**28)
+    """Bytes of private memory of each process of environments."""
+    processes_max: int = Field(default=2_048, ge=16)
+    """Processes and threads of a run's environments together."""
+    tmp_bytes_max: int = Field(default=2**30, ge=2**20)
+    """Bytes that environments' code may keep in its own /tmp, and in its own /dev/shm. Both are memory."""
+    file_bytes_max: int = Field(default=2**30, ge=2**20)
+    """Bytes of one file that environments' code writes."""
+    open_files_max: int = Field(default=1_024, ge=64)
+    """Open files and sockets of each process of environments."""

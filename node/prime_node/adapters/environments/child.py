@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -41,8 +42,21 @@ END_S_MAX = 5.0
 MINUTE_S = 60.0
 READ_BYTES = 2**16
 
-Command = Callable[[Path], tuple[list[str], dict[str, str]]]
-"""The command line and the environment variables of a process, given its folder."""
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a process is started."""
+
+    line: list[str]
+    """Of the command."""
+    variables: dict[str, str]
+    """Its environment variables, and no others."""
+    said: dict[str, Any]
+    """What it is told first, beside the environments."""
+
+
+Command = Callable[[Path], Start]
+"""Given a folder of the process's own."""
 
 
 class EnvironmentFailed(Exception):
@@ -54,7 +68,8 @@ class Ended(EnvironmentFailed, EnvironmentGone):
 
 
 class Child:
-    """Starts when it is made, and blocks until the environments are ready. Raises LocalError with what the child says is wrong."""
+    """Starts when it is made, and blocks until the environments are ready. Raises LocalError with what the child says is
+    wrong."""
 
     def __init__(self, command: Command, description: Mapping[str, Any]) -> None:
         self.asks: dict[int, tuple[asyncio.AbstractEventLoop, Ask]] = {}
@@ -68,10 +83,10 @@ class Child:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._ending = threading.Lock()
         self._scratch = Scratch("environments")
-        line, variables = command(self._scratch.path)
+        start = command(self._scratch.path)
         started: Future[subprocess.Popen[bytes]] = Future()
         # The thread that starts the process lives as long as it does: the system ends the process with that thread.
-        self._threads = [threading.Thread(target=self._read, args=(started, line, variables), name="environments", daemon=True)]
+        self._threads = [threading.Thread(target=self._read, args=(started, start), name="environments", daemon=True)]
         self._threads[0].start()
         try:
             self._process = started.result()
@@ -83,7 +98,7 @@ class Child:
         for work in (self._write, self._log):
             self._threads.append(threading.Thread(target=work, name="environments", daemon=True))
             self._threads[-1].start()
-        _, ready = self.send(**description, folder=str(self._scratch.path))
+        _, ready = self.send(**description, **start.said)
         try:
             self.ready: dict[str, Any] = _checked(ready.result(START_S_MAX))
         except (Late, EnvironmentFailed, ValueError) as error:
@@ -132,17 +147,15 @@ class Child:
         self.is_gone = True
         self._fail()
 
-    def _read(
-        self, started: Future[subprocess.Popen[bytes]], command: list[str], variables: Mapping[str, str]
-    ) -> None:
+    def _read(self, started: Future[subprocess.Popen[bytes]], start: Start) -> None:
         try:
             process = subprocess.Popen(
-                command,
+                start.line,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=self._scratch.path,
-                env=dict(variables),
+                env=start.variables,
                 start_new_session=True,
             )
         except OSError as error:
@@ -206,7 +219,7 @@ class Child:
         assert self._process.stderr is not None
         left, since, rest = limits.ENVIRONMENT_LOG_BYTES_MAX, time.monotonic(), b""
         with self._process.stderr as stream:
-            while data := stream.read1(READ_BYTES):
+            while data := os.read(stream.fileno(), READ_BYTES):
                 if time.monotonic() - since > MINUTE_S:
                     left, since = limits.ENVIRONMENT_LOG_BYTES_MAX, time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")

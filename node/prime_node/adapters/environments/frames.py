@@ -1,7 +1,7 @@
-"""Lines of JSON from a process of environments. Its code is foreign: each line is checked before anything is done with it.
+"""Lines of JSON from a process of environments. Its code is foreign: each line is checked before it is used.
 
-{"id", "result"} and {"id", "error"} answer a question, with "worn" where the process wants to be replaced. {"ask", "id", "prompt"}
-is what episode `id` wants to be sampled. Whoever writes anything else is not trusted with another line.
+{"id", "result"} and {"id", "error"} answer a question, with "worn" where the process wants to be replaced. {"ask", "id",
+"prompt"} is what episode `id` wants to be sampled. A process that writes anything else is ended.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ def as_text(found: object) -> str:
     """Raises ValueError."""
     if not isinstance(found, str):
         raise ValueError(f"it gave a {type(found).__name__}, not a text")
+    if len(found) > limits.ENVIRONMENT_TEXT_CHARS_MAX:
+        raise ValueError(f"it gave a text of {len(found)} characters; {limits.ENVIRONMENT_TEXT_CHARS_MAX} are allowed")
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it gave a text with half a character (a lone surrogate)") from None
     return found
 
 

@@ -26,6 +26,11 @@ class View:
     devices: tuple[Path, ...] = ()
     folder: Path = Path("/")
     """Where it starts."""
+    tmp_bytes: int | None = None
+    """Size of its /tmp, and of its /dev/shm; None is half of the machine's memory."""
+    switches_user: bool = False
+    """Whether the command, which root starts, takes another user: it keeps the capabilities for that until it has, and may pass
+    through the folders above what is named."""
     network: bool = False
     """Whether it shares the host's network. Without, it has a loopback interface of its own."""
 
@@ -53,11 +58,29 @@ def find() -> tuple[str, str]:
 
 def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
     """The command line that runs `command` inside. Killing it kills all that runs inside; other signals do not reach that."""
-    line = [program, "--die-with-parent", "--new-session", "--unshare-user-try", "--unshare-ipc", "--unshare-pid"]
+    line = [program, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid"]
+    line += [] if view.switches_user else ["--unshare-user-try"]
     line += ["--unshare-uts", "--unshare-cgroup-try", *([] if view.network else ["--unshare-net"])]
-    line += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
+    line += [
+        "--cap-drop",
+        "ALL",
+        *(["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if view.switches_user else []),
+    ]
+    line += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/dev/shm", "/tmp"):
+        line += [
+            "--perms",
+            "1777",
+            *([] if view.tmp_bytes is None else ["--size", str(view.tmp_bytes)]),
+            "--tmpfs",
+            folder,
+        ]
     kinds = (("--ro-bind", view.read), ("--bind", view.write), ("--dev-bind", view.devices))
     wanted = {path: option for option, paths in kinds for path in paths if not _is_made_anew(path, option)}
+    if view.switches_user:
+        above = {folder for path in wanted for folder in (*path.parents, *path.resolve().parents)} - {Path("/")}
+        for folder_above in sorted(above, key=lambda path: len(path.parts)):
+            line += ["--perms", "0755", "--dir", str(folder_above)]
     for path in sorted(wanted, key=lambda path: len(path.parts)):  # a folder bound after one of its own would hide it
         line += _bound(wanted[path], path)
     return [*line, "--chdir", str(view.folder), "--", *command]

@@ -1,0 +1,164 @@
+"""The walls around a process of environments: what its host starts it with, and what it gives up before foreign code is loaded.
+
+Two walls. bubblewrap gives it a file system that holds nothing else, its own /tmp, /dev/shm, processes and network; Landlock,
+seccomp and resource limits then bind it inside. Where bubblewrap does not run, the second wall stands alone, and the process says
+what is not enforced. Root's environments run as another user where all that they read may be read by anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from prime_node.adapters.sandbox import bubblewrap
+from prime_node.adapters.sandbox.confine import confine
+from prime_node.adapters.sandbox.rules import NETWORK, Limits, Rules
+from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
+
+NOBODY = 65_534
+_SET_DUMPABLE = 4
+TMP = Path("/tmp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walls:
+    """What a process of environments may do. Paths are absolute."""
+
+    read: tuple[str, ...]
+    """Beside the system's and Python's own."""
+    hidden: tuple[str, ...]
+    network: bool
+    """Whether it may use the host's network."""
+    loopback: bool
+    """Whether it talks to itself over 127.0.0.1."""
+    memory_bytes_max: int
+    processes_max: int
+    file_bytes_max: int
+    open_files_max: int
+    tmp_bytes_max: int
+    isolated: bool = False
+    """Whether it runs in namespaces of its own."""
+    user: int | None = None
+    """Which user it becomes."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """What `described` has made."""
+        return cls(**{**said, "read": tuple(said["read"]), "hidden": tuple(said["hidden"])})
+
+
+def around_command(
+    command: Sequence[str], folder: Path, walls: Walls, *, imports: Sequence[Path]
+) -> tuple[list[str], Path, Walls]:
+    """Host's side: the command line to start, the folder that the process writes in, and what its inside has to enforce.
+
+    `imports`: folders of modules that it imports beside Python's own.
+    """
+    program, _ = bubblewrap.find()
+    needed = [*_interpreter(), *map(Path, walls.read)]
+    if not program:
+        user = NOBODY if os.geteuid() == 0 and all(_is_public(path, above=True) for path in needed) else None
+        if user is not None:
+            os.chown(folder, user, user)
+        return list(command), folder, replace(walls, user=user)
+    read = _around([*system_paths(), *python_paths(), *imports, *map(Path, walls.read)], map(Path, walls.hidden))
+    user = NOBODY if os.geteuid() == 0 and all(map(_is_public, needed)) else None
+    view = bubblewrap.View(
+        read=tuple(read),
+        folder=TMP,
+        tmp_bytes=walls.tmp_bytes_max,
+        switches_user=user is not None,
+        network=walls.network,
+    )
+    return bubblewrap.wrap(command, view, program=program), TMP, replace(walls, isolated=True, user=user)
+
+
+def why_not_isolated() -> str:
+    """Empty where namespaces are to be had."""
+    return bubblewrap.find()[1]
+
+
+def confine_here(walls: Walls, folder: Path) -> list[str]:
+    """The process's own side, before its first thread: what is not enforced, one clause each. Cannot be undone."""
+    missing = []
+    _die_first()
+    if walls.user is not None:
+        os.setgroups([])
+        os.setresgid(walls.user, walls.user, walls.user)
+        os.setresuid(walls.user, walls.user, walls.user)
+        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else not even its own /proc/self is its own
+    elif os.geteuid() == 0:
+        missing.append("the number of processes (root has no such limit, and what it reads is not readable by all)")
+    if not walls.isolated:
+        missing.append("namespaces: its own /tmp, processes and network")
+    shared = (TMP, Path("/dev/shm")) if walls.isolated else ()
+    level = confine(
+        Rules(
+            read=(*system_paths(), *python_paths(), *map(Path, walls.read)),
+            write=(folder, *shared),
+            devices=devices(),
+            hidden=tuple(map(Path, walls.hidden)),
+            families=NETWORK if walls.network or walls.loopback else frozenset(),
+            change_modes=walls.isolated,
+            log_denials=False,
+            limits=Limits(
+                data_bytes=walls.memory_bytes_max,
+                processes=walls.processes_max if walls.isolated else None,
+                file_bytes=walls.file_bytes_max,
+                open_files=walls.open_files_max,
+            ),
+        )
+    )
+    return [
+        *missing,
+        *(f"{wall.what} ({wall.why})" for wall in level.walls if not wall.up and wall.what != "Unix sockets by path"),
+    ]
+
+
+def _die_first() -> None:
+    """Where memory runs out, the kernel ends environments before anything else of this machine."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _interpreter() -> list[Path]:
+    import prime_node
+
+    return [Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in prime_node.__path__)]
+
+
+def _around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
+    """Without what is hidden. What is named below something hidden stays."""
+    from prime_node.adapters.sandbox.landlock import around
+
+    kept_out = [path.resolve() for path in hidden]
+    found: list[Path] = []
+    for path in paths:
+        below = [one for one in kept_out if path.resolve() in one.parents]
+        found += around([path.resolve()], below) if below else [path]
+    return found
+
+
+def _is_public(path: Path, *, above: bool = False) -> bool:
+    """Whether any user may read it, and a folder's own files; `above`: and may pass through all folders above it."""
+    try:
+        if above and not all(folder.stat().st_mode & stat.S_IXOTH for folder in path.resolve().parents):
+            return False
+        mode = path.stat().st_mode
+        if not stat.S_ISDIR(mode):
+            return bool(mode & stat.S_IROTH)
+        return mode & 0o005 == 0o005 and all(each.stat().st_mode & stat.S_IROTH for each in path.iterdir())
+    except OSError:
+        return False
+
+
+def described(walls: Walls) -> dict[str, Any]:
+    """As JSON for the process."""
+    return asdict(walls)

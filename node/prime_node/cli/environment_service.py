@@ -1,0 +1,175 @@
+"""What a process of environments does once it is confined: it answers lines of JSON (adapters/environments/frames.py).
+
+Who waits for whom: requests come one by one from stdin; scores are computed at once, episodes are tasks beside them, and an
+episode waits for the answers that it asked its host for. What blocks in an episode's threads keeps no other one waiting: there
+are more threads than episodes, and a process that has lost many of them says so, with the reward, and is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prime_node.cli.wire_environments import build_environments
+from prime_node.ports.environment import Environment, HeldOutProblem, TurnEnvironment, TurnProblem
+from prime_protocol.errors import PrimeError
+from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.run_spec import EnvironmentSpec
+
+LINE_BYTES_MAX = 2**26
+THREADS_MAX = 1_024
+"""Made as they are needed. Python's own bound is a few more than there are processors: so many graders that hang would keep
+every other episode of the process from ever being graded."""
+LEFT_BEHIND_MAX = 64
+"""Calls of episodes that are over which still block a thread: a grader that gives up on its thread leaves one behind."""
+EPISODE: ContextVar[int | None] = ContextVar("episode", default=None)
+"""Whose code runs."""
+
+
+class Host:
+    """The other end of the pipes."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Completion | None]] = {}
+
+    def tell(self, **message: Any) -> None:
+        self._out.write(json.dumps(message).encode() + b"\n")
+        self._out.flush()
+
+    async def sample(self, episode: int, prompt_token_ids: tuple[int, ...]) -> Completion | None:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self.tell(ask=number, id=episode, prompt=prompt_token_ids)
+        found: Completion | None = await answer
+        return found
+
+    def answered(self, number: int, completion: Mapping[str, Any] | None) -> None:
+        answer = self._asked.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result(
+                None
+                if completion is None
+                else Completion(
+                    tuple(completion["token_ids"]), tuple(completion["logprobs"]), FinishReason(completion["finish"])
+                )
+            )
+
+
+class Threads(ThreadPoolExecutor):
+    """Knows which calls are not done, and of which episode they are."""
+
+    def __init__(self) -> None:
+        super().__init__(THREADS_MAX, "episode")
+        self._open: dict[Future[Any], int | None] = {}
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future = super().submit(call, *args, **named)
+        self._open[future] = EPISODE.get()
+        future.add_done_callback(lambda done: self._open.pop(done, None))
+        return future
+
+    def left_behind(self, playing: Container[int]) -> int:
+        """Calls of episodes that are not being played any more."""
+        return sum(episode is not None and episode not in playing for episode in self._open.copy().values())
+
+
+class Service:
+    """Does what the host asks for."""
+
+    def __init__(self, host: Host, environments: Mapping[str, Environment], threads: Threads) -> None:
+        self._host, self._environments, self._threads = host, environments, threads
+        self._held_out: dict[tuple[str, int], list[HeldOutProblem]] = {}
+        """By environment and number of problems."""
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+
+    def handle(self, message: dict[str, Any]) -> None:
+        if "answer" in message:
+            self._host.answered(message["answer"], message["completion"])
+        elif "cancel" in message:
+            if message["cancel"] in self._episodes:
+                self._episodes[message["cancel"]].cancel()
+        elif message["method"] == "ping":
+            self._host.tell(id=message["id"], result=None)
+        elif message["method"] == "play":
+            episode = asyncio.get_running_loop().create_task(self._play(**message))
+            self._episodes[message["id"]] = episode
+            episode.add_done_callback(lambda _: self._episodes.pop(message["id"]))
+        else:
+            number = message.pop("id")
+            try:
+                self._host.tell(id=number, result=self._answer(**message))
+            except Exception as error:  # noqa: BLE001 (the code is not ours; the host is told, and goes on or gives up)
+                self._host.tell(id=number, error=f"{type(error).__name__}: {error}"[:500])
+
+    def _answer(self, method: str, environment: str, **its: Any) -> Any:
+        world = self._environments[environment]
+        if method == "prompt":
+            return world.prompt(its["index"])
+        if method == "answer":
+            return world.answer(its["index"])
+        if method == "score":
+            return world.score(its["index"], its["completion"], finished=its["finished"])
+        if method == "held_out":
+            return [problem.prompt for problem in self._problems(environment, its["count"])]
+        problem = self._problems(environment, its["count"])[its["number"]]
+        if method == "is_correct":
+            return problem.is_correct(its["completion"], finished=its["finished"])
+        assert method == "score_held_out"
+        return problem.score(its["completion"], finished=its["finished"])
+
+    def _problems(self, environment: str, count: int) -> list[HeldOutProblem]:
+        if (environment, count) not in self._held_out:
+            self._held_out[environment, count] = list(self._environments[environment].held_out(count))
+        return self._held_out[environment, count]
+
+    async def _play(self, id: int, environment: str, prompt: list[int], **its: Any) -> None:  # noqa: A002 (as on the wire)
+        async def ask(prompt_token_ids: tuple[int, ...]) -> Completion | None:
+            return await self._host.sample(id, prompt_token_ids)
+
+        EPISODE.set(id)
+        try:
+            if "number" in its:
+                problem = self._problems(environment, its["count"])[its["number"]]
+                assert isinstance(problem, TurnProblem)
+                reward = await problem.play(tuple(prompt), ask)
+            else:
+                world = self._environments[environment]
+                assert isinstance(world, TurnEnvironment)
+                reward = await world.play(its["index"], tuple(prompt), ask)
+            is_worn = self._threads.left_behind(self._episodes) >= LEFT_BEHIND_MAX
+            self._host.tell(id=id, result=reward, **({"worn": True} if is_worn else {}))
+        except Exception as error:  # noqa: BLE001 (the same)
+            self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
+
+
+async def serve(out: BinaryIO, hello: Mapping[str, Any], *, missing: Sequence[str]) -> None:
+    """Until the host closes the pipe. `missing`: what is not enforced of the walls around this process."""
+    host = Host(out)
+    loop, threads = asyncio.get_running_loop(), Threads()
+    loop.set_default_executor(threads)
+    lines = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
+    try:
+        specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
+        async with contextlib.AsyncExitStack() as stack:
+            environments = build_environments(specs, Path(hello["model"]))
+            for environment in environments.values():
+                if isinstance(environment, contextlib.AbstractAsyncContextManager):
+                    await stack.enter_async_context(environment)
+            turns = [name for name, each in environments.items() if isinstance(each, TurnEnvironment)]
+            host.tell(id=hello["id"], result={"missing": list(missing), "turns": turns})
+            service = Service(host, environments, threads)
+            while line := await lines.readline():
+                service.handle(json.loads(line))
+    except PrimeError as error:
+        host.tell(id=hello["id"], error=str(error))

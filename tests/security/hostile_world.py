@@ -1,0 +1,142 @@
+"""A real process of environments whose package is hostile (probes.py), and what it must not reach outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prime_node.adapters.environments.child import EnvironmentFailed
+from prime_node.adapters.environments.process import ProcessEnvironment
+from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.sandbox import bubblewrap
+from prime_node.cli.wire_environments import end_environments, start_environments
+from prime_node.envs.settings import EnvironmentSettings
+from prime_protocol.run_spec import EnvironmentSpec
+
+PROBES = Path(__file__).parent / "probes.py"
+BOUNDS = EnvironmentSettings(
+    memory_bytes_max=2**30, processes_max=128, file_bytes_max=2**20, open_files_max=128, tmp_bytes_max=2**24
+)
+
+
+def package(folder: Path) -> Path:
+    """Where a Python finds the hostile package under the name of one that environments import."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reasoning_gym.py").write_bytes(PROBES.read_bytes())
+    return folder
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def hostile(task: str = "probe", name: str = "hostile") -> EnvironmentSpec:
+    return EnvironmentSpec(name=name, id="reasoning_gym", options={"task": task})
+
+
+@contextlib.contextmanager
+def running(
+    place: Path,
+    *,
+    isolated: bool = True,
+    task: str = "probe",
+    settings: EnvironmentSettings = BOUNDS,
+    hidden: tuple[Path, ...] = (),
+) -> Iterator[ProcessEnvironment]:
+    """`isolated`: with bubblewrap, as where it is installed; without, as where it is not."""
+    if isolated and (why := bubblewrap.find()[1]):
+        pytest.skip(why)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(package(place / "package")))
+        if not isolated:
+            patch.setattr(bubblewrap, "find", lambda: ("", "it is switched off here"))
+        made = start_environments([hostile(task)], model(place / "model"), hidden=hidden, settings=settings)
+        try:
+            yield made["hostile"]
+        finally:
+            end_environments(made)
+
+
+def tried(world: ProcessEnvironment, probe: str, argument: str = "") -> str:
+    """What came of it: "did: ..." or "refused: ..."."""
+    try:
+        world.score(0, f"{probe} {argument}", finished=True)
+    except EnvironmentFailed as error:
+        return str(error).removeprefix("RuntimeError: ").strip()
+    raise AssertionError("a probe gives no reward")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Things that belong to the user, not to environments."""
+
+    folder: Path
+    key: Path
+    """In the role's folder, which is hidden."""
+    own: Path
+    """A file of the user's that anybody may read and write."""
+    abstract: str
+    path_sockets: tuple[str, ...]
+    tcp: str
+    udp: str
+    shared: str
+    """Name in /dev/shm."""
+    pid: int
+    """Of a process of the same user."""
+
+
+@contextlib.contextmanager
+def outside(folder: Path) -> Iterator[Outside]:
+    run = folder / "run"
+    run.mkdir()
+    key, own = run / "trainer.key", folder / "notes.txt"
+    key.write_text("secret")
+    own.write_text("secret")
+    own.chmod(0o666)
+    folder.chmod(0o777)
+    name, shared = f"prime-test-{os.getpid()}", f"prime-test-{os.getpid()}"
+    Path("/dev/shm", shared).write_text("secret")
+    paths = [f"/tmp/{name}.sock", str(folder / "docker.sock")]
+    if os.access("/run", os.W_OK):
+        paths.append(f"/run/{name}.sock")
+    with contextlib.ExitStack() as stack:
+        for address in (f"\0{name}", *paths):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(address)
+            listener.listen()
+            if not address.startswith("\0"):
+                Path(address).chmod(0o777)
+                stack.callback(Path(address).unlink)
+        tcp = stack.enter_context(socket.socket())
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"SECRET": "secret"})
+        stack.callback(victim.wait)
+        stack.callback(victim.kill)
+        stack.callback(Path("/dev/shm", shared).unlink)
+        yield Outside(
+            folder,
+            key,
+            own,
+            name,
+            tuple(paths),
+            f"127.0.0.1:{tcp.getsockname()[1]}",
+            f"127.0.0.1:{udp.getsockname()[1]}",
+            shared,
+            victim.pid,
+        )
+        assert victim.poll() is None, "nobody ended it"
+        assert (key.read_text(), own.read_text()) == ("secret", "secret")
