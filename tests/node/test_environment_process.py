@@ -113,6 +113,8 @@ async def test_an_episode_whose_process_ends_says_so(
 
     async def ask(prompt: tuple[int, ...]) -> Completion | None:
         os.kill(world.process.pid, 9)
+        while not world.process._child.is_gone:  # its namespace ends a moment later
+            await asyncio.sleep(0)
         return None
 
     with pytest.raises(EnvironmentGone):
