@@ -124,6 +124,8 @@ def outside(folder: Path) -> Iterator[Outside]:
         udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         udp.bind(("127.0.0.1", 0))
         victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"SECRET": "secret"})
+        assert victim.stdin is not None
+        stack.callback(victim.stdin.close)
         stack.callback(victim.wait)
         stack.callback(victim.kill)
         stack.callback(Path("/dev/shm", shared).unlink)
