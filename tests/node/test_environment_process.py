@@ -113,8 +113,7 @@ async def test_an_episode_whose_process_ends_says_so(
 
     async def ask(prompt: tuple[int, ...]) -> Completion | None:
         os.kill(world.process.pid, 9)
-        while not world.process._child.is_gone:  # its namespace ends a moment later
-            await asyncio.sleep(0)
+        await asyncio.to_thread(world.process._child._threads[0].join)  # its namespace ends a moment later
         return None
 
     with pytest.raises(EnvironmentGone):
