@@ -21,7 +21,7 @@ from prime_node.cli.wire_environments import end_environments, start_environment
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.run_spec import EnvironmentSpec
 
-PROBES = Path(__file__).parent / "probes.py"
+HERE = Path(__file__).parent
 BOUNDS = EnvironmentSettings(
     memory_bytes_max=2**30, processes_max=128, file_bytes_max=2**20, open_files_max=128, tmp_bytes_max=2**24
 )
@@ -30,7 +30,8 @@ BOUNDS = EnvironmentSettings(
 def package(folder: Path) -> Path:
     """Where a Python finds the hostile package under the name of one that environments import."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "reasoning_gym.py").write_bytes(PROBES.read_bytes())
+    for name, file in (("reasoning_gym", "probes"), ("bombs", "bombs")):
+        (folder / f"{name}.py").write_bytes((HERE / f"{file}.py").read_bytes())
     return folder
 
 

@@ -26,12 +26,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from prime_node.adapters.environments.frames import Answered, Asked, printable, read_frame
+from prime_node.adapters.environments.frames import Answered, Asked, read_frame
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_node.scratch import Scratch
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
+from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
 

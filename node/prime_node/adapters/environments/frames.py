@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_protocol import limits
+from prime_protocol.visible import printable
 
 TOKEN_ID_MAX = 2**31 - 1
 
@@ -57,11 +58,6 @@ def read_frame(line: bytes) -> Asked | Answered:
         raise ValueError("neither a result nor an error")
     error = printable(str(found["error"]), limits.TEXT_CHARS_MAX) if "error" in found else None
     return Answered(found["id"], found.get("result"), error, "worn" in found)
-
-
-def printable(text: str, chars_max: int) -> str:
-    """The same without control characters, bidirectional marks and line ends, cut to a length."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:chars_max])[:chars_max]
 
 
 def as_text(found: object) -> str:
