@@ -20,6 +20,10 @@ from typing import Any, Protocol, TextIO
 
 from prime_node.inside import open_regular
 from prime_node.ports.metrics import Metric, MetricKind, Metrics
+from prime_protocol.visible import printable
+
+LINE_CHARS_MAX = 16_384
+"""Of one record, and of one line of a traceback."""
 
 
 def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
@@ -30,10 +34,23 @@ def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, b
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = RotatingFileHandler(file, maxBytes=bytes_max, backupCount=1, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
+    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+class OneLine(logging.Formatter):
+    """A record is one line without control characters, whatever words of strangers it holds; a traceback's lines are indented, so
+    none passes for a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.getMessage(), LINE_CHARS_MAX)
+        record.asctime = self.formatTime(record)
+        more = self.formatException(record.exc_info) if record.exc_info else ""
+        stack = self.formatStack(record.stack_info) if record.stack_info else ""
+        behind = [f"    {printable(line, LINE_CHARS_MAX)}" for line in (*more.splitlines(), *stack.splitlines())]
+        return "\n".join([printable(self.formatMessage(record), 2 * LINE_CHARS_MAX), *behind])
 
 
 class Recorder(Protocol):

@@ -15,6 +15,7 @@ from pydantic import Field
 from prime_protocol.assignment import Name
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
+from prime_protocol.visible import VISIBLE
 from prime_protocol.weights import FLOATS, Weights, WeightTensor, floats, rounded
 
 PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
@@ -26,7 +27,7 @@ class AdapterSpec(WireModel):
     Example: AdapterSpec(base="Qwen/Qwen3-0.6B", base_root="9f3c...", rank=16, alpha=32, targets=("q_proj", "v_proj")).
     """
 
-    base: str = Field(min_length=1, max_length=512)
+    base: str = Field(min_length=1, max_length=512, pattern=VISIBLE)
     """Where the base is to be had: a hub's model name. Whoever has it elsewhere says so himself."""
     base_root: Digest
     """State root of the base's tensors, as its files hold them."""

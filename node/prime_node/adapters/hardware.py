@@ -7,7 +7,9 @@ import platform
 
 import torch
 
+from prime_protocol.limits import NAME_CHARS_MAX
 from prime_protocol.telemetry import Hardware
+from prime_protocol.visible import printable
 
 
 def has_gpu() -> bool:
@@ -20,6 +22,6 @@ def hardware() -> Hardware:
     cores = os.cpu_count() or 1
     if has_gpu():
         found = torch.cuda.get_device_properties(0)
-        return Hardware(device=found.name[:200], cores=cores, memory_bytes=int(found.total_memory))
+        return Hardware(device=printable(found.name, NAME_CHARS_MAX), cores=cores, memory_bytes=int(found.total_memory))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(device=platform.machine() or "unknown", cores=cores, memory_bytes=memory_bytes)

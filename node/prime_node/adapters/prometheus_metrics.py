@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from prime_node.ports.metrics import Metric, MetricKind
+from prime_protocol.limits import NAME_CHARS_MAX
+from prime_protocol.visible import printable
 
 
 class PrometheusMetrics:
@@ -30,15 +32,20 @@ class PrometheusMetrics:
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
         counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(amount)
+        (counter.labels(**_shown(labels)) if labels else counter).inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
         gauge = self._gauges[name]
-        (gauge.labels(**labels) if labels else gauge).set(value)
+        (gauge.labels(**_shown(labels)) if labels else gauge).set(value)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
         histogram = self._histograms[name]
-        (histogram.labels(**labels) if labels else histogram).observe(value)
+        (histogram.labels(**_shown(labels)) if labels else histogram).observe(value)
 
     def exposition(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+def _shown(labels: dict[str, str]) -> dict[str, str]:
+    """A label may be a name from outside: of an environment, of a number that a validator has measured."""
+    return {label: printable(str(value), NAME_CHARS_MAX) for label, value in labels.items()}

@@ -12,6 +12,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from prime_node.cli.say import say
 from prime_node.cli.shipped import read_calibration
 from prime_node.files import write_durably
 from prime_protocol.run_spec import CONFIG_FILE
@@ -71,7 +72,7 @@ def calibrate(
         note=note or (known.note if known else ""),
     )
     write_durably(output, made.model_dump_json(indent=1).encode() + b"\n")
-    print(
+    say(
         f"{output}: {len(made.pairs)} pairs of engines, for models up to {made.num_layers_max} x {made.hidden_size_max}"
     )
 
@@ -125,5 +126,5 @@ async def _measure(
             choices = await choice_moments(scorer, leases, sampled)
             await scorer.close()
             pairs.append(pair_of(engine, scorer, errors.moments() | choices))
-            console.print(f"{sampler} judged by {judge}: {errors.summary()}", highlight=False, soft_wrap=True)
+            say(f"{sampler} judged by {judge}: {errors.summary()}", console=console)
     return pairs

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from prime_node.cli.options import Options, Section
+from prime_node.cli.say import say
 from prime_node.config import Settings
 
 
@@ -19,7 +20,7 @@ def config(
     """Print every setting with its default and what it means."""
     for settings in all_settings():
         if section in (None, settings.section):
-            print("\n".join(describe(settings, settings.section)), end="\n\n")
+            say(*describe(settings, settings.section), "")
 
 
 def all_settings() -> list[type[Settings]]:

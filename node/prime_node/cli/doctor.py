@@ -20,6 +20,7 @@ import typer
 
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import clock_ahead_s, run_status
+from prime_node.cli.say import say
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
 from prime_protocol.visible import printable
@@ -62,15 +63,13 @@ def doctor(
         if not as_json:
             mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
             advice = "" if finding.ok else f"   {finding.advice}"
-            print(f"{mark}  {finding.what:<14} {finding.seen}{advice}", flush=True)
+            say(f"{mark}  {finding.what:<14} {finding.seen}{advice}")
     fatal = [finding.what for finding in findings if not finding.ok and not finding.needed_for]
     roles = sorted({finding.needed_for for finding in findings if not finding.ok and finding.needed_for})
     if as_json:
         print(json.dumps({"ok": not fatal, "findings": [asdict(finding) for finding in findings]}))
     else:
-        print(
-            f"\nnot possible here: {'; '.join(roles)}" if roles else "\neverything that this version offers works here"
-        )
+        say("", f"not possible here: {'; '.join(roles)}" if roles else "everything that this version offers works here")
     if fatal:
         raise LocalError(f"this machine cannot take part: {', '.join(fatal)}")
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.say import say
 from prime_node.patience import unless
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
@@ -92,7 +93,10 @@ async def _evaluate(
             run = await unless(stop.wait(), wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors))
             if run is None:
                 return 0
-            console.print(f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}")
+            say(
+                f"run '{run.spec.name}': a line for each policy, and a row in {folder / 'evaluations.jsonl'}",
+                console=console,
+            )
             model = folder / "model"
             engine = await asyncio.to_thread(wire.engine, settings, model, run, cheat=None)
             worlds = await asyncio.to_thread(wire.environments, run.spec, model, grants, folder=folder)
@@ -159,4 +163,4 @@ async def each_policy(
         )
         if failed := figures.get("eval_failed"):
             told += f"  {failed:.0f} answers could not be marked"
-        print(f"policy {version}  {told}", flush=True)
+        say(f"policy {version}  {told}")

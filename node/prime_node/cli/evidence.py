@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_node.cli.say import say
 from prime_protocol import limits
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease
@@ -109,13 +110,13 @@ def verify(
         print(json.dumps({"ok": not fault, **shown, "fault": fault, "bundle": said, "seeds": seeds}))
     elif opened is not None:
         statement = opened.statement
-        print(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
-        print(f"worker {statement.worker}, banned at step {statement.step}: {statement.kind}, {statement.reason}")
-        print(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
+        say(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
+        say(f"worker {statement.worker}, banned at step {statement.step}: {statement.kind}, {statement.reason}")
+        say(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
         if seeds:
-            print(f"     {seeds}")
+            say(f"     {seeds}")
     if not as_json:
-        print(
+        say(
             f"FAIL {fault}"
             if fault
             else "ok   the ban follows from them"

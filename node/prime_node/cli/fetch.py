@@ -13,6 +13,7 @@ from rich.console import Console
 from prime_node import __version__
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
 from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.say import say
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.run_spec import JoinLink
 
@@ -64,7 +65,7 @@ def fetch(
     ready_kernels(Console(stderr=True, highlight=False).print)
     written, files = asyncio.run(_fetch(parsed, settings, place, policy, out))
     lock.release()
-    Console(highlight=False, soft_wrap=True).print(f"{written}: {files} files", markup=False)
+    say(f"{written}: {files} files", console=Console())
 
 
 async def _fetch(

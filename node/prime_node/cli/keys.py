@@ -28,6 +28,7 @@ from prime_node.cli.key_request import (
     write_request,
 )
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
 from prime_node.cli.target import is_url
 from prime_node.keyfile import create_key, load_key, load_or_create
 from prime_protocol.errors import LocalError
@@ -54,13 +55,13 @@ def show(target: Target) -> None:
     """Print the keys of today and the key rings before them."""
     known = asyncio.run(known_of(target))
     for line in describe(known):
-        print(line)
+        say(line)
 
 
 @keys.command()
 def make(file: Annotated[Path, typer.Argument(help="New key file, mode 0600.")]) -> None:
     """Make a key and print its id. For a root, or a role whose key lies on another machine."""
-    print(create_key(file).key_id)
+    say(create_key(file).key_id)
 
 
 @keys.command()
@@ -132,9 +133,9 @@ def sign(
     """Read a request, and add a root key's signature to it. Needs no network."""
     envelope, ring = read_request(request)
     for line in ring_lines(ring):
-        print(line)
+        say(line)
     write_request(request, signed_with(envelope, load_key(key)))
-    print(f"signed with {load_key(key).key_id}")
+    say(f"signed with {load_key(key).key_id}")
 
 
 @keys.command()
@@ -146,10 +147,10 @@ def submit(request: Request, target: Target) -> None:
     if missing:
         raise LocalError(f"{request}: {'; '.join(missing)}. `prime-node keys sign {request} --key FILE` adds one")
     asyncio.run(submit_to(target, known, envelope))
-    print(f"key ring {ring.version} is in force")
+    say(f"key ring {ring.version} is in force")
     if not is_url(target):
         for line in use_new_keys(RunDir(Path(target)), ring):
-            print(line)
+            say(line)
 
 
 def _made_key(target: str, role: Role, known: Known) -> str:
@@ -158,7 +159,7 @@ def _made_key(target: str, role: Role, known: Known) -> str:
         raise typer.BadParameter("a URL has no folder for a new key; make one with `keys make`", param_hint="--key")
     path = RunDir(Path(target)).next_key(role, known.run.keys.version + 1)
     made = load_or_create(path)
-    print(f"new {role} key {made.key_id} in {path}")
+    say(f"new {role} key {made.key_id} in {path}")
     return made.key_id
 
 
@@ -179,12 +180,12 @@ def _propose(target: str, known: Known, wanted: RoleKeys, *, reason: str, out: P
     envelope = signed_with(None, *_roots_at_hand(home, version), ring=ring)
     write_request(file, envelope)
     for line in ring_lines(ring):
-        print(line)
+        say(line)
     missing = signatures_missing(known.run.keys, envelope, ring)
     for line in missing:
-        print(line)
+        say(line)
     step = f"prime-node keys sign {file} --key ROOT.key" if missing else f"prime-node keys submit {file} {target}"
-    print(f"written to {file}; next: {step}")
+    say(f"written to {file}; next: {step}")
 
 
 def _roots_at_hand(home: RunDir | None, version: int) -> Sequence[Path]:

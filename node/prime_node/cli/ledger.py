@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
 from prime_node.cli.target import is_url
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
@@ -61,7 +62,7 @@ def export(
         async with open_ledger(target, run) as opened:
             return await export_ledger(opened.source, opened.run, out)
 
-    print(f"{asyncio.run(write()):,} entries in {out}")
+    say(f"{asyncio.run(write()):,} entries in {out}")
 
 
 @ledger.command()
@@ -202,18 +203,19 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
         table.add_row(worker[-8:], f"{account.rollouts:,}", f"{account.tokens:,}", refused)
     console.print(table)
     pinned = "" if opened.pinned else " (not pinned: give --run)"
-    console.print(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", markup=False)
+    say(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", console=console)
     for fault in report.faults:
-        console.print(f"FAIL {fault}", markup=False)
+        say(f"FAIL {fault}", console=console)
     if report.faults:
-        console.print("does NOT hold" + ("; --evidence DIR keeps the proof" if report.evidence else ""))
+        say("does NOT hold" + ("; --evidence DIR keeps the proof" if report.evidence else ""), console=console)
         return
     if report.num_receipts:
-        console.print(f"ok   all {report.num_receipts:,} settled receipts are in it")
+        say(f"ok   all {report.num_receipts:,} settled receipts are in it", console=console)
     if opened.run.spec.seed_chain is not None:
         seeds = report.seeds
-        console.print(
+        say(
             f"ok   {seeds.num_checked:,} accepted bundles were assigned what the seed chain gives; {seeds.num_waiting:,} are of "
-            f"steps that are not over, {seeds.num_evaluations:,} of evaluations; {seeds.num_passed_over:,} problems passed over"
+            f"steps that are not over, {seeds.num_evaluations:,} of evaluations; {seeds.num_passed_over:,} problems passed over",
+            console=console,
         )
-    console.print(f"ok   the chain ends as the coordinator signed on {date_of(report.head.at_ms)}", markup=False)
+    say(f"ok   the chain ends as the coordinator signed on {date_of(report.head.at_ms)}", console=console)

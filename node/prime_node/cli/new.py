@@ -13,6 +13,7 @@ import typer
 from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
 from prime_node.cli.shipped import config_path, read_calibration, shipped_calibration
 from prime_node.files import write_durably
 from prime_node.keyfile import create_key, keep_secret
@@ -41,11 +42,11 @@ def new(
         raise LocalError(f"--url {url}: expected http://host:port, as contributors will reach it") from None
     run = make_run(RunDir(directory), options, config_file=config)
     link = write_join_link(RunDir(directory), run, url=url)
-    print(f"run {run.digest[:12]} made in {directory}\njoin link: {link}\n")
-    print("start it, each in a terminal or a service of its own:")
+    say(f"run {run.digest[:12]} made in {directory}", f"join link: {link}", "")
+    say("start it, each in a terminal or a service of its own:")
     for role in ("coordinator", "trainer", "validator"):
-        print(f"  prime-node {role} {shlex.quote(str(directory))}")
-    print(f"and on each machine that works for it:\n  prime-node join {shlex.quote(str(link))}")
+        say(f"  prime-node {role} {shlex.quote(str(directory))}")
+    say("and on each machine that works for it:", f"  prime-node join {shlex.quote(str(link))}")
 
 
 def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> PinnedRun:
@@ -104,7 +105,7 @@ def _calibration(choice: str, config_json: bytes) -> Calibration | None:
     advice = "measure this model with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file"
     if choice != "shipped":
         raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
-    print(f"the shipped calibration does not cover a model of this size: no evidence adds up in this run; {advice}")
+    say(f"the shipped calibration does not cover a model of this size: no evidence adds up in this run; {advice}")
     return None
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import keys_that_end
+from prime_node.cli.say import say
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal
@@ -46,20 +47,20 @@ def ban(
     reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
 ) -> None:
     """Ban a key. Its leases end, and what waits for a verdict is refused."""
-    print(f"banned {_ask(run, 'ban', worker, reason)}")
+    say(f"banned {_ask(run, 'ban', worker, reason)}")
 
 
 @operate.command()
 def unban(run: Run, worker: WorkerId) -> None:
     """Forgive a banned key. It may join again, as a newcomer, without strikes and evidence against it."""
-    print(f"forgave {_ask(run, 'unban', worker)}")
+    say(f"forgave {_ask(run, 'unban', worker)}")
 
 
 @operate.command()
 def drain(run: Run) -> None:
     """Give out no new work and take in what is out. Workers finish and leave."""
     _ask(run, "drain")
-    print("draining: no new work is given out")
+    say("draining: no new work is given out")
 
 
 @operate.command()
@@ -79,7 +80,7 @@ def invite(
         keys_max=keys,
         expires_at_ms=time.time_ns() // 1_000_000 + round(days * DAY_MS),
     )
-    print(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
+    say(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
 
 
 def _whole(run: Path, worker: str) -> str:

@@ -10,6 +10,7 @@ import errno
 
 from rich.console import Console
 
+from prime_node.cli.say import say
 from prime_node.patience import causes_of
 from prime_protocol.errors import LocalError, PrimeError
 
@@ -28,7 +29,7 @@ def tell(error: BaseException) -> int:
     if told is None:
         raise error
     code, line = told
-    Console(stderr=True).print(f"prime-node: {line}", markup=False, highlight=False, soft_wrap=True)
+    say(*f"prime-node: {line}".replace("\n", "\n  ").split("\n"), console=Console(stderr=True))
     return code
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_protocol.visible import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -51,7 +53,8 @@ def save_png(curve: Curve, path: Path, *, title: str) -> None:
     )
     if curve.ban_step is not None:
         axes.axvline(curve.ban_step, color="#b3261e", linewidth=1, linestyle=":", label="cheater banned")
-    axes.set(xlabel="step", ylabel="exact answers / reward", ylim=(0, 1), title=title)
+    axes.set(xlabel="step", ylabel="exact answers / reward", ylim=(0, 1))
+    axes.set_title(printable(title, 200), parse_math=False)  # a run may be called "$\\frac"
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)

@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from prime_protocol.visible import printable
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -54,24 +56,25 @@ class Progress:
 def render(progress: Progress) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row(
-        Text(progress.phase, style="bold"),
+        Text(printable(progress.phase), style="bold"),
         Text(f"step {progress.step}/{progress.max_steps}"),
         ProgressBar(total=progress.max_steps, completed=progress.step, width=30),
         Text(f"{progress.elapsed_s:.0f} s"),
     )
     numbers = Text(f"reward {sparkline(progress.rewards, width=40)} {_latest(progress.rewards)}")
     if progress.evaluation:
-        numbers.append(f"   held-out: {progress.evaluation}", style="cyan")
-    detail = Text(f"lag {_or_dash(progress.lag_mean)}   broadcast {progress.broadcast or '-'}", style="dim")
+        numbers.append(printable(f"   held-out: {progress.evaluation}"), style="cyan")
+    broadcast = printable(progress.broadcast or "-")
+    detail = Text(f"lag {_or_dash(progress.lag_mean)}   broadcast {broadcast}", style="dim")
     if progress.waiting_for:
-        detail.append(f"   waiting for: {progress.waiting_for}")
+        detail.append(printable(f"   waiting for: {progress.waiting_for}"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("who", "process", "doing", "policy", "accepted", "refused", ""):
         table.add_column(column, justify="right" if column in ("policy", "accepted", "refused") else "left")
     for row in progress.rows:
         style = "red" if row.note.startswith("banned") else ""
         cells = (row.name, row.process, row.doing, row.policy, str(row.accepted), str(row.refused), row.note)
-        table.add_row(*map(Text, cells), style=style)
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(head, numbers, detail, table)
 
 
@@ -90,7 +93,7 @@ def one_line(progress: Progress) -> str:
     if progress.refused:
         parts.append("refused " + ", ".join(f"{count} {reason}" for reason, count in progress.refused.items()))
     parts.extend(f"{row.name} {row.note}" for row in progress.rows if row.note)
-    return "  ".join(parts)
+    return printable("  ".join(parts))
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:

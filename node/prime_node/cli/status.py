@@ -21,6 +21,7 @@ from rich.text import Text
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import run_status
 from prime_protocol.errors import LocalError
+from prime_protocol.visible import printable
 
 REFRESH_S = 2.0
 
@@ -60,7 +61,7 @@ def status(
                 try:
                     live.update(_view(target), refresh=True)
                 except LocalError as error:  # a coordinator that is being restarted comes back
-                    live.update(Text(str(error)), refresh=True)
+                    live.update(Text(printable(str(error))), refresh=True)
     except KeyboardInterrupt:
         pass
 

@@ -80,7 +80,7 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
         if status.notice:
             facts.add_row("notice", Text(printable(status.notice), style="yellow"))
         lines += [
-            Text(str(folder), style="bold"),
+            Text(printable(str(folder)), style="bold"),
             Text(f"worker {printable(status.worker)}", style="dim"),
             facts,
             Text(),

@@ -13,10 +13,12 @@ from rich.text import Text
 from prime_node.cli import wire
 from prime_node.cli.plot import curve_of, save_png, terminal_plot
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
 from prime_node.cli.screen import size
 from prime_node.files import write_durably
 from prime_node.observe import read_json_lines
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.visible import printable
 
 
 async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], console: Console) -> int:
@@ -48,7 +50,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
     if curve.steps:
         console.print(terminal_plot(curve), markup=False, highlight=False)
         save_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
-        console.print(f"curve: {run_dir.path / 'curve.png'}", highlight=False)
+        say(f"curve: {run_dir.path / 'curve.png'}", console=console)
     write_durably(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
     return 0 if report.passed else 1
 
@@ -86,7 +88,7 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
 
     def row(label: str, value: str) -> None:
-        table.add_row(Text(label), Text(value))  # names come from strangers and are no markup
+        table.add_row(Text(printable(label)), Text(printable(value)))  # names come from strangers and are no markup
 
     evaluation = summary["evaluation"]
     if evaluation:

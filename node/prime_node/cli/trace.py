@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
 from prime_node.cli.timeline import CHECKS, Timeline, read_timeline
 from prime_node.files import write_durably
 from prime_protocol.errors import LocalError
@@ -43,11 +43,9 @@ def trace(
         raise LocalError(f"{error.filename}: {error.strerror}") from None
     begin_s = timeline.activities[0].begin_s
     lasted_s = max(each.end_s for each in timeline.activities) - begin_s
-    Console().print(
+    say(
         f"{target}: {len(timeline.activities):,} activities of {lasted_s:,.1f} s on {len(timeline.lanes)} lanes; "
         "open it at https://ui.perfetto.dev",
-        highlight=False,
-        soft_wrap=True,
     )
 
 

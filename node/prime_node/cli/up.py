@@ -26,6 +26,7 @@ from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import get_status
+from prime_node.cli.say import say
 from prime_node.cli.screen import Progress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
@@ -73,13 +74,15 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     console = Console()
     run, resumed = _open_or_make(run_dir, options, config_file)
     link = _choose_address(run_dir, run, settings)
-    console.print(f"{'resuming' if resumed else 'new run'} in {run_dir.path}", highlight=False)
-    console.print(
-        f"  join link  {link}\n  status     {link.url}/v1/status\n  metrics    {link.url}/metrics",
-        highlight=False,
-        soft_wrap=True,
+    say(
+        f"{'resuming' if resumed else 'new run'} in {run_dir.path}",
+        f"  join link  {link}",
+        f"  status     {link.url}/v1/status",
+        f"  metrics    {link.url}/metrics",
+        f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command goes on",
+        "",
+        console=console,
     )
-    console.print(f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command goes on\n", highlight=False)
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -92,7 +95,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     finally:
         await session.stop()
     if not finished:
-        console.print(f"\nstopped at step {session.progress.step}; `prime-node up {run_dir.path}` goes on")
+        say("", f"stopped at step {session.progress.step}; `prime-node up {run_dir.path}` goes on", console=console)
         return 130 if stop.is_set() else 3
     from prime_node.cli.summary import summarise
 
@@ -171,7 +174,7 @@ class Session:
                 if live is not None:
                     live.update(render(self.progress))
                 elif time.monotonic() >= line_at:
-                    print(one_line(self.progress), flush=True)
+                    say(one_line(self.progress))
                     line_at = time.monotonic() + LINE_S
                 await asyncio.wait({trainer, stopping}, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED)
             await self._refresh()
@@ -182,10 +185,8 @@ class Session:
         failed = self._given_up()
         if failed is not None:
             log.error("%s ended with code %s and is given up", failed.name, failed.exit_code)
-            console.print(
-                f"the {failed.name} failed; the end of {failed.log_file}:\n{last_lines(failed.log_file, 15)}",
-                markup=False,
-            )
+            end = last_lines(failed.log_file, 15).splitlines()
+            say(f"the {failed.name} failed; the end of {failed.log_file}:", *end, console=console)
         return trainer.done() and failed is None
 
     def _given_up(self) -> Child | None:

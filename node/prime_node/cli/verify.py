@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from prime_node import __version__
+from prime_node.cli.say import say
 from prime_node.cli.target import is_url, open_source, pinned_by, published_folder
 from prime_node.keyfile import load_key
 
@@ -155,7 +156,7 @@ def verify(
         print(json.dumps(as_fields(found, wanted)))
     else:
         for line in as_lines(found, wanted):
-            console.print(line, markup=False)
+            say(line, console=console)
     raise typer.Exit(0 if found.ok else DOES_NOT_HOLD)
 
 
@@ -171,7 +172,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
 
     def show(check: Check) -> None:
         if console is not None:
-            console.print(as_line(check), markup=False)
+            say(as_line(check), console=console)
 
     bound_threads()
     # What only this machine can get wrong is found out before minutes are spent on the rest.

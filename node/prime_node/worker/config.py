@@ -9,13 +9,14 @@ from pydantic import Field
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
 from prime_protocol import limits
+from prime_protocol.assignment import Name
 
 
 class WorkerConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_WORKER_")
     section: ClassVar[str] = "worker"
 
-    name: str = Field(default="worker", min_length=1, max_length=limits.NAME_CHARS_MAX)
+    name: Name = "worker"
     """What you call this machine. The operator sees it; it proves nothing."""
     invite: str = Field(default="", max_length=limits.INVITE_CHARS_MAX)
     """The invitation that the run's operator has sent you, where the run takes invited keys only."""

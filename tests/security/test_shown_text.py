@@ -1,0 +1,378 @@
+"""What strangers claim as text is bounded where it arrives, and never reaches a terminal, a log, a label or a page as it came."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import types
+import typing
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from rich.console import Console
+
+import prime_node
+import prime_protocol.messages as _messages  # noqa: F401 - its models are walked
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+from prime_node.cli import outcome, screen, status_view
+from prime_node.cli.plot import Curve, save_png
+from prime_node.cli.run_status import RunStatus
+from prime_node.cli.say import say
+from prime_node.observe import setup_logging
+from prime_node.ports.metrics import Metric, MetricKind
+from prime_node.worker.status import Status
+from prime_protocol.envelope import WireModel
+from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.identity import KeyId
+from prime_protocol.messages import JoinRequest, WorkerState
+from prime_protocol.visible import INVISIBLE, VISIBLE, printable
+
+RUN = "ab" * 32
+CHARACTERS = (
+    "\x00\x07\x08\t\n\r\x1b\x7f\x85\x9b\u00ad\u034f\u061c\u115f\u180e\u200b\u200d\u200e\u200f\u2028\u2029\u202a\u202e"
+    "\u2060\u2066\u2069\u3164\ufe0f\ufeff\uffa0\ufff9\U0001d173\U000e0041"
+)
+HOSTILE = f"\x1b[2J\x1b]0;owned\x07[bold red]x[/] 2026-11-22 00:00:00,000 ERROR {CHARACTERS}"
+NOT_SHOWN = {
+    "EnvelopeText": "a signed envelope, opened before anything of it is used",
+    "authorization": "the same, in base64",
+    "invite": "the same",
+    "receipts": "the same",
+    "peers": "the same",
+    "ticket": "the same",
+    "path": "is matched with the routes",
+    "preset": "is one of the names that the code knows",
+    "options": "are data of environments; where an error quotes them, PeerError makes them printable",
+    "detail": "of an error answer becomes a PeerError, which makes it printable; a verdict's and a receipt's are texts",
+}
+"""Text fields without a pattern, and why nobody sees them as they came."""
+
+
+def is_clean(text: str) -> bool:
+    """Nothing but what can be seen, and line ends that we have made ourselves; colours of rich are left out."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return all(printable(line, len(line)) == line for line in plain.split("\n"))
+
+
+def texts(annotation: Any, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The constraints of each string inside of a type."""
+    if annotation == KeyId:
+        yield {"max_length": 52, "pattern": "key"}
+        return
+    while typing.get_origin(annotation) is Annotated:
+        for item in annotation.__metadata__:
+            found = found | constraints(item)
+        annotation = annotation.__origin__
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from texts(part, found)
+    elif annotation is str:
+        yield found
+    elif typing.get_origin(annotation) is not typing.Literal:
+        for part in typing.get_args(annotation):
+            if part is not Ellipsis:
+                yield from texts(part, {})
+
+
+def constraints(item: Any) -> dict[str, Any]:
+    if isinstance(item, FieldInfo):
+        return {kind: bound for one in item.metadata for kind, bound in constraints(one).items()}
+    return {kind: getattr(item, kind) for kind in ("pattern", "max_length") if getattr(item, kind, None) is not None}
+
+
+def models(base: type[BaseModel] = WireModel) -> Iterator[type[BaseModel]]:
+    for model in base.__subclasses__():
+        if model.__module__.startswith("prime_"):
+            yield model
+        yield from models(model)
+
+
+def fields() -> list[Any]:
+    return [
+        pytest.param(name, found, id=f"{model.__name__}.{name}")
+        for model in sorted(set(models()), key=lambda model: model.__name__)
+        for name, field in model.model_fields.items()
+        for found in texts(
+            typing.get_type_hints(model, include_extras=True)[name],
+            {kind: bound for item in field.metadata for kind, bound in constraints(item).items()},
+        )
+    ]
+
+
+@pytest.mark.parametrize(("name", "found"), fields())
+def test_every_text_on_the_wire_has_a_bound_and_a_pattern_or_a_reason(name: str, found: dict[str, Any]) -> None:
+    pattern = found.get("pattern", "")
+    assert "max_length" in found or re.fullmatch(r"\^\[[0-9a-f-]+\]\{\d+\}\$", pattern), "has no bound"
+    if not pattern:
+        assert name in NOT_SHOWN
+    elif pattern != "key":
+        for character in CHARACTERS:
+            assert not _takes(pattern, f"a{character}b")
+            assert not _takes(pattern, character)
+
+
+def _takes(pattern: str, text: str) -> bool:
+    """By the engine that applies it."""
+    from pydantic import Field
+
+    try:
+        _ADAPTERS.setdefault(pattern, TypeAdapter(Annotated[str, Field(pattern=pattern)])).validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+_ADAPTERS: dict[str, Any] = {}
+
+
+def test_many_texts_are_found() -> None:
+    assert len(fields()) > 80
+
+
+def test_python_and_the_wire_agree_on_every_code_point() -> None:
+    """What a name may hold is what `printable` leaves, but for code points that some version of Unicode does not know."""
+    taken = re.compile(VISIBLE)
+    for code in range(0x110000):
+        if 0xD800 <= code <= 0xDFFF:
+            continue
+        listed = any(first <= code <= last for first, last in INVISIBLE)
+        assert bool(taken.fullmatch(chr(code))) != listed
+        if listed:
+            assert printable(chr(code)) == "?"
+    for character in CHARACTERS:
+        assert not _takes(VISIBLE, character), hex(ord(character))
+
+
+def test_whatever_is_made_printable_is_clean_and_short() -> None:
+    every = "".join(map(chr, range(0x110000)))
+    shown = printable(every, len(every))
+    assert shown.isprintable()
+    assert "\ud800" not in shown
+    assert shown.encode()
+    assert len(printable("x" * 10**6)) == 2_000
+    assert printable("größe Ωμέγα 漢字 🙂") == "größe Ωμέγα 漢字 🙂"
+
+
+def test_a_name_with_any_of_them_is_refused_when_a_worker_joins() -> None:
+    engine = {"name": "x", "version": "1", "dtype": "fp32", "device": "cpu"}
+    for character in CHARACTERS:
+        for place in ("name", "software"):
+            claimed = {"name": "x", "software": "x", "engine": engine, "rollouts_max": 1, place: f"a{character}b"}
+            with pytest.raises(ValidationError):
+                JoinRequest.model_validate_json(json.dumps(claimed))
+        with pytest.raises(ValidationError):
+            JoinRequest.model_validate_json(
+                json.dumps({"name": "x", "software": "x", "rollouts_max": 1, "engine": engine | {"device": character}})
+            )
+
+
+# Screens
+
+
+def hostile_status() -> dict[str, Any]:
+    """What a coordinator, or whoever answers in its place, may tell: hostile wherever a text is taken."""
+    worker = {
+        "worker": HOSTILE, "name": HOSTILE, "state": HOSTILE, "active": True, "waiting_for": HOSTILE, "silent_s": 99.0,
+        "refused": {HOSTILE: 3}, "banned": None, "strikes": 1,
+    }  # fmt: skip
+    return {
+        "run": RUN, "name": HOSTILE, "step": 1, "head": 1, "max_steps": 9, "waiting_for": [HOSTILE, HOSTILE],
+        "rollouts": {"accepted": 1, "refused": {HOSTILE: 2}}, "num_workers": 2, "steps": [{"step": 1}],
+        "workers": [worker, worker | {"banned": {"step": 1, "reason": HOSTILE}, "active": False}],
+    }  # fmt: skip
+
+
+def drawn(*shown: Any, width: int = 4_000) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="truecolor", width=width)
+    for one in shown:
+        console.print(one)
+    return out.getvalue()
+
+
+def test_the_screen_of_a_run_shows_nothing_of_it() -> None:
+    shown = drawn(status_view.of_run(RunStatus.model_validate(hostile_status())))
+    assert "owned" in shown
+    assert "[bold red]" in shown
+    assert is_clean(shown)
+
+
+def test_the_screen_of_a_worker_shows_nothing_of_it() -> None:
+    status = Status(
+        at_ms=0, worker=HOSTILE, state=WorkerState.IDLE, policy_version=1, head=1, step=1, tokens_per_s=1.0,
+        rollouts_generated=1, rollouts_accepted=1, rollouts_pending=1, tokens_accepted=1, refused={HOSTILE: 1},
+        swarm=HOSTILE, notice=HOSTILE, waiting_for=HOSTILE,
+    )  # fmt: skip
+    assert is_clean(drawn(status_view.of_workers([(Path(f"/tmp/{HOSTILE}"), status)], now_ms=0)))
+
+
+def test_the_screen_of_up_shows_nothing_of_it() -> None:
+    row = screen.Row(HOSTILE, HOSTILE, HOSTILE, policy=HOSTILE, note=HOSTILE)
+    progress = screen.Progress(
+        HOSTILE, 1, 2, 3.0, evaluation=HOSTILE, broadcast=HOSTILE, rows=[row], waiting_for=HOSTILE, refused={HOSTILE: 2}
+    )
+    assert is_clean(drawn(screen.render(progress)))
+    assert is_clean(screen.one_line(progress))
+    assert "\n" not in screen.one_line(progress)
+
+
+def test_errors_and_lines_show_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    say(HOSTILE, HOSTILE)
+    say(HOSTILE, console=Console(width=200))
+    for error in (LocalError(HOSTILE), PeerError(ErrorCode.MALFORMED, HOSTILE)):
+        outcome.tell(error)
+    said = capsys.readouterr()
+    assert is_clean(said.out)
+    assert is_clean(said.err)
+    assert said.out.count("\n") == 3
+    assert all(line.startswith(("prime-node: ", "  ")) for line in said.err.splitlines())
+    assert "[bold red]x[/]" in said.out
+
+
+def test_the_title_of_a_plot_is_no_formula(tmp_path: Path) -> None:
+    curve = Curve(steps=[1, 2], rewards=[0.1, 0.2], evaluation_steps=[1], greedy=[0.1], sampled=[0.1], ban_step=None)
+    save_png(curve, tmp_path / "curve.png", title=f"$\\frac {HOSTILE} $\\input{{/etc/passwd}}$")
+    assert (tmp_path / "curve.png").is_file()
+
+
+# Logs and metrics
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    setup_logging("worker", file=tmp_path / "worker.log")
+    handler = logging.getLogger().handlers[0]
+    yield tmp_path / "worker.log"
+    handler.close()
+
+
+def test_a_log_holds_nothing_of_it_and_no_line_that_a_stranger_has_forged(log_file: Path) -> None:
+    log = logging.getLogger("test")
+    log.warning("worker %s says %r and %s", HOSTILE, HOSTILE, "\ud800")
+    log.warning("%s", "x" * 10**6)
+    try:
+        raise ValueError(f"first\n{HOSTILE}\n2026-11-22 00:00:00,000 ERROR coordinator x: forged")
+    except ValueError:
+        log.exception("a bug about %s", HOSTILE)
+    log.info("and a stack", stack_info=True)
+    text = log_file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert is_clean(text)
+    assert len(text) < 60_000
+    ours = [line for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \w+ +worker test: ", line)]
+    assert len(ours) == 4
+    assert all(line.startswith("    ") for line in lines if line not in ours)
+
+
+def test_a_traceback_that_another_handler_has_formatted_before_is_made_clean_too(log_file: Path) -> None:
+    root = logging.getLogger()
+    root.handlers.insert(0, logging.StreamHandler(io.StringIO()))  # it keeps its text in the record
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("test").exception("a bug")
+    assert is_clean(log_file.read_text(encoding="utf-8"))
+
+
+def test_labels_of_metrics_hold_nothing_of_it() -> None:
+    metrics = PrometheusMetrics()
+    for kind, name in ((MetricKind.COUNTER, "c_total"), (MetricKind.GAUGE, "g"), (MetricKind.HISTOGRAM, "h")):
+        metrics.declare(Metric(kind, name, "help", ("label",)))
+    metrics.add("c_total", label=HOSTILE)
+    metrics.set("g", 1.0, label=HOSTILE + "x" * 10_000)
+    metrics.observe("h", 1.0, label=HOSTILE)
+    text = metrics.exposition()[0].decode()
+    assert is_clean(text)
+    assert max(map(len, text.splitlines())) < 400
+
+
+# Commands, against a server that tells lies
+
+
+class Liar(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps(hostile_status(), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        self.send_response(200, HOSTILE.encode("ascii", "ignore").decode().replace("\n", "").replace("\r", ""))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: this is the attacker's."""
+
+
+@pytest.fixture(scope="module")
+def liar() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status", "{url}"],
+        ["status", "{url}", "--json"],
+        ["doctor", "{url}/#" + RUN],
+        ["doctor", "{url}/#" + RUN, "--json"],
+        ["keys", "show", "{url}/#" + RUN],
+        ["ledger", "verify", "{url}/#" + RUN],
+        ["verify", "{url}/#" + RUN],
+    ],
+    ids=" ".join,
+)
+def test_a_command_shows_nothing_of_what_a_liar_tells(command: list[str], liar: str, tmp_path: Path) -> None:
+    words = [word.format(url=liar) for word in command]
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_node", *words],
+        capture_output=True, check=False, timeout=50, cwd=tmp_path, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    out, err = done.stdout.decode(), done.stderr.decode()
+    assert is_clean(out), out
+    assert is_clean(err), err
+    assert "Traceback" not in err
+    assert done.returncode in (0, 1, 3, 4)
+    assert out or err
+
+
+# By construction
+
+
+CLI = Path(str(prime_node.__file__)).parent / "cli"
+PRINT_THEMSELVES = {"say.py", "main.py", "kernels.py"}
+"""The one that does it, the version, and a process whose words are our own."""
+
+
+@pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
+def test_commands_print_by_the_one_function(path: Path) -> None:
+    """Other words on a terminal are JSON, which escapes, or drawings, whose texts the tests above look at."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or path.name in PRINT_THEMSELVES:
+            continue
+        first = ast.unparse(node.args[0]) if node.args else ""
+        if isinstance(node.func, ast.Name) and node.func.id == "print":
+            assert first.startswith("json.dumps("), f"{path.name}:{node.lineno}"
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("print", "echo"):
+            assert not first.startswith(("f'", "'", '"', 'f"')), f"{path.name}:{node.lineno}"
+
+
+def test_json_for_programs_is_written_in_ascii() -> None:
+    for path in (
+        *CLI.rglob("*.py"),
+        *(CLI.parent / "worker").rglob("*.py"),
+        *(CLI.parent / "coordinator").rglob("*.py"),
+    ):
+        assert "ensure_ascii=False" not in path.read_text(encoding="utf-8"), path
