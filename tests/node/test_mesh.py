@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
 from tests.node.swarm_world import CORA, until
 
@@ -190,22 +189,3 @@ async def test_a_hole_that_was_not_punched_is_told_and_what_follows_from_it(tmp_
     network.holes = (2, 3)
     assert "holes punched to 2 of 3 peers" in peer.describe()
     assert peer.describe().endswith("what the others have comes from whoever is reached, and the coordinator")
-
-
-async def test_where_the_peer_network_ends_the_swarm_goes_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    class Ended(MemoryNetwork):
-        async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-            raise Unreachable("the libp2p thread ended")
-
-    finder, clock, rng = Finder(is_away=True), SystemClock(), random.Random(1)
-    network = Ended(MemorySwitch(), ANNA.key_id, run=RUN.digest)
-    directory = Directory(RUN, ANNA, finder, clock=clock, rng=rng)
-    mesh = Mesh(RUN, network, directory, clock=clock, rng=rng)
-    uplink = Uplink(clock=clock)
-    parts = PartStore(tmp_path / "parts", bytes_max=2**20)
-    service = PeerService(RUN, ANNA, Holdings(), parts, uplink, clock, lambda version: None)
-    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, None, network, mesh)
-    async with peer.running():
-        await until(lambda: "no links are kept" in caplog.text)
-        finder.is_away, finder.peers = False, (where(BEN),)
-        await until(lambda: BEN.key_id in directory.records)

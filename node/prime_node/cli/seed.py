@@ -62,7 +62,7 @@ def seed(
 async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: Path, stop: asyncio.Event) -> int:
     from prime_node.cli import wire, wire_swarm
     from prime_node.keyfile import load_or_create
-    from prime_node.patience import first_of, unless
+    from prime_node.patience import causes_of, unless
 
     key = load_or_create(key_file)
     async with wire.client(link, key) as client:
@@ -70,7 +70,12 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: 
         async def serve() -> None:
             run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             async with wire_swarm.mirror(run, key, client, folder, settings) as (mirror, peer):
-                await first_of(mirror.follow(), _tell(peer, mirror.holdings))
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(_tell(peer, mirror.holdings))
+                        await mirror.follow()
+                except ExceptionGroup as group:
+                    raise causes_of(group)[0] from None
 
         await unless(stop.wait(), serve())
     return 0

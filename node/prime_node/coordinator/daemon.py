@@ -35,7 +35,7 @@ from prime_node.coordinator.journal import open_journal, restore_state
 from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
-from prime_node.coordinator.peering import announce_heads, open_host
+from prime_node.coordinator.peering import keep_host, open_host
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
@@ -136,7 +136,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
                 )
             if parts.network is not None:
                 await open_host(parts.network, core, routes)
-                announcer = tasks.create_task(announce_heads(parts.network, core))
+                announcer = tasks.create_task(keep_host(parts.network, core))
             ready(port)
             await first_of(stop.wait(), core.revoked.wait())
             require_own_key(core.run, core.key)

@@ -1,19 +1,24 @@
 """The coordinator's libp2p host: where peers find each other, a relay for those behind NATs, and the first to announce a head.
 
 Who waits for whom: the host starts after the web server and waits for nobody; announcements wait for a new head. Nothing of a run
-depends on it: if the host ends, peers go on over HTTP, and a line in the log says so.
+depends on it: if the host ends, peers go on over HTTP, and it is opened again; the log and `prime_p2p_host_faults` tell of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from typing import NoReturn
 
 from prime_node.broadcast.swarm.announced import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
+from prime_node.broadcast.swarm.tended import Tended
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
+from prime_node.ports.metrics import Metric, MetricKind
 from prime_node.ports.peers import Judgement, PeerNetwork
+from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
 from prime_protocol import limits
 from prime_protocol.identity import KeyId
@@ -22,6 +27,7 @@ from prime_protocol.peers import PeerRecord
 
 log = logging.getLogger(__name__)
 
+FAULTS = "prime_p2p_host_faults"
 SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}", "/v1/timestamp")
 """What the host answers: words, no bytes of checkpoints."""
 
@@ -34,6 +40,24 @@ async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -
     core.peers.own = lambda: PeerRecord(peer=network.peer_id, addresses=network.addresses())
     core.peers.link_hosts = lambda peer: next((one.hosts for one in network.connected() if one.peer == peer), None)
     log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
+
+
+async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
+    """Announce heads, and open a host that has ended again, until cancelled."""
+    tended = Tended(core.clock)
+    core.metrics.declare(Metric(MetricKind.GAUGE, FAULTS, "Faults of the coordinator's libp2p host since its start."))
+    core.metrics.set(FAULTS, 0.0)
+    tended.on_fault = lambda: core.metrics.set(FAULTS, float(tended.num_faults))
+
+    async def work() -> None:
+        if network.has_ended():
+            await network.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(announce_heads(network, core))
+            await network.ended()
+            raise Unreachable("the libp2p host has ended")
+
+    await tended.keep("the coordinator's libp2p host", work)
 
 
 async def announce_heads(network: PeerNetwork, core: Core) -> None:

@@ -116,7 +116,16 @@ class PeerNetwork(Protocol):
         ...
 
     async def start(self) -> None:
-        """Listen, dial the bootstrap peers, join the topics. Raises LocalError where the machine cannot."""
+        """Listen, dial the bootstrap peers, join the topics; also once more after it has ended. Raises LocalError where the
+        machine cannot."""
+        ...
+
+    def has_ended(self) -> bool:
+        """By itself, through a fault: every call raises Unreachable, and nobody is linked."""
+        ...
+
+    async def ended(self) -> None:
+        """Waits until it has."""
         ...
 
     async def close(self) -> None:

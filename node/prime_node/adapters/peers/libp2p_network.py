@@ -91,7 +91,17 @@ class Libp2pNetwork:
     def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
         self._topics[topic] = (validate, handle)
 
+    def has_ended(self) -> bool:
+        return self._thread.has_ended
+
+    async def ended(self) -> None:
+        await self._thread.ended()
+
     async def start(self) -> None:
+        if self._thread.has_ended:
+            await self._local.close()
+            self._thread = TrioThread("libp2p")
+            self._host = self._streams = self._gossip = self._hints = self._holes = self._reach = None
         await self._thread.start(self._main)
         if self._settings.lan and not self._settings.private and self._host is not None:
             await self._local.start([str(address) for address in self._host.get_transport_addrs()])

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 import trio
 from libp2p.abc import IHost
-from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_dial_back import key_answers
 from prime_node.adapters.peers.libp2p_host import PeerSettings
@@ -22,6 +21,7 @@ from prime_node.adapters.peers.libp2p_streams import Streams, leads_through_rela
 from prime_node.ports.peers import PeerAddress, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
+from prime_protocol.addresses import endpoint_of
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import KeyId
 
@@ -144,7 +144,8 @@ class Reach:
         )
         host = _host_of(seen)
         ports = [str(address).rsplit("/tcp/", 1)[1] for address in self._host.get_transport_addrs()]
-        guessed = [f"{host}/tcp/{port}" for port in ports] if host else []
+        kind = "ip6" if ":" in host else "ip4"
+        guessed = [f"/{kind}/{host}/tcp/{port}" for port in ports] if host else []
         told = [address for address in self._settings.announce if _host_of(address) == host]
         return list(dict.fromkeys([*told, *guessed]))[: limits.PEER_ADDRESSES_MAX]
 
@@ -161,18 +162,15 @@ class Reach:
 
 
 def _addresses(payload: bytes) -> list[str]:
-    """Multiaddrs of TCP, one a line. Raises PeerError(MALFORMED)."""
-    try:
-        lines = [str(Multiaddr(line)) for line in payload.decode("ascii").splitlines()[: limits.PEER_ADDRESSES_MAX]]
-    except ValueError as error:
-        raise PeerError(ErrorCode.MALFORMED, f"no list of addresses: {error}") from None
+    """TCP multiaddrs, one a line; whatever else stands there is left out."""
+    lines = payload.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX]
     return [line for line in lines if _host_of(line)]
 
 
 def _host_of(address: str) -> str:
-    """Example: "/ip4/203.0.113.7" of "/ip4/203.0.113.7/tcp/4001"; "" where it is something else than TCP on IP."""
-    parts = address.split("/")
-    return "/".join(parts[:3]) if len(parts) == 5 and parts[1] in ("ip4", "ip6") and parts[3] == "tcp" else ""
+    """Example: "203.0.113.7" of "/ip4/203.0.113.7/tcp/4001"; "" where it is something else than TCP at an IP address."""
+    end = endpoint_of(address)
+    return "" if end is None or end.relay else end.host
 
 
 def circuits(address: PeerAddress) -> Sequence[str]:

@@ -99,8 +99,12 @@ class LocalPeers:
         task.add_done_callback(self._asking.discard)
 
     async def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
-        service = AsyncServiceInfo(self._type, name)
-        if not await service.async_request(zeroconf, ANSWER_MS_MAX):
+        try:
+            service = AsyncServiceInfo(self._type, name)
+            if not await service.async_request(zeroconf, ANSWER_MS_MAX):
+                return
+        except Exception as error:  # noqa: BLE001 - the edge of the task; the name is a stranger's, and the library raises many kinds
+            faults.note(log, "looking a peer of the local network up", error)
             return
         for told in read_records(service.properties):
             near = tuple(one for one in told.addresses if self._is_near(one))

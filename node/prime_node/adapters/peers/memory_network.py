@@ -63,6 +63,7 @@ class MemoryNetwork:
         self._known: dict[KeyId, PeerAddress] = {}
         self._answering: set[asyncio.Future[bytes | Answer]] = set()
         self._staying: dict[KeyId, PeerAddress] = {}
+        self._fault = asyncio.Event()
 
     @property
     def peer_id(self) -> KeyId:
@@ -76,10 +77,22 @@ class MemoryNetwork:
         self._topics[topic] = (validate, handle)
 
     async def start(self) -> None:
+        self._fault.clear()
         self._switch.peers[self._peer_id] = self
         for address in self._staying.values():
             with contextlib.suppress(Unreachable):
                 self._link(address)
+
+    def has_ended(self) -> bool:
+        return self._fault.is_set()
+
+    async def ended(self) -> None:
+        await self._fault.wait()
+
+    async def fail(self) -> None:
+        """End as a network does whose thread hits a bug."""
+        await self.close()
+        self._fault.set()
 
     async def close(self) -> None:
         self._switch.peers.pop(self._peer_id, None)

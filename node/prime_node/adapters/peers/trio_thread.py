@@ -40,6 +40,15 @@ class TrioThread:
         self._waiting: set[asyncio.Future[None]] = set()
         self._crash: Exception | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """It ran, and does no more."""
+        return self._thread is not None and self._ended.done()
+
+    async def ended(self) -> None:
+        """Waits until it has."""
+        await asyncio.shield(self._ended)
+
     async def start(self, main: Callable[[Callable[[], None], trio.Event], Awaitable[None]]) -> None:
         """Run `main(is_ready, stopping)` in the thread; returns when it calls `is_ready`. Raises what ends it before.
 

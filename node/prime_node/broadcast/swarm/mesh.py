@@ -48,8 +48,9 @@ class Mesh:
         """Until when a peer is not tried again."""
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Until cancelled. Raises Unreachable where the network ends by itself."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
             tasks.create_task(self._leave_hints())
             tasks.create_task(self._read_hints())
             while True:
@@ -57,6 +58,10 @@ class Mesh:
                 await self._link_more()
                 await self._clock.sleep(LOOK_S)
         raise AssertionError("the loop does not end")
+
+    async def _watch(self) -> NoReturn:
+        await self._network.ended()
+        raise Unreachable("the peer network has ended")
 
     def _take_over(self) -> None:
         """What the directory knows, for the network; and the other way round while nobody vouches for anybody."""

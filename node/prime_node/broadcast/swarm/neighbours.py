@@ -57,6 +57,10 @@ class Neighbours:
     ) -> None:
         self.liars: dict[KeyId, str] = {}
         """Peers that sent wrong bytes, and what was wrong."""
+        self.fault: Callable[[str, BaseException], None] = lambda part, error: log.error(
+            "%s failed", part, exc_info=error
+        )
+        """Is told of a fault of ours."""
         self._directory = directory
         self._pool = pool
         self._connect = connect
@@ -124,6 +128,9 @@ class Neighbours:
                 self._rests.pop(peer, None)
                 self._pool.add(named)
         except (PeerError, Unreachable) as error:
+            self._rest(peer, error)
+        except Exception as error:  # noqa: BLE001 - the edge of the task, for which nobody waits
+            self.fault(f"the link to peer {peer}", error)
             self._rest(peer, error)
         finally:
             self._pool.remove(peer)

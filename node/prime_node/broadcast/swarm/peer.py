@@ -1,13 +1,14 @@
 """One peer of the swarm: it serves what is here, offers itself, and links to others. For workers, seeders and the trainer.
 
-Who waits for whom: nothing waits for a peer. What it serves and fetches is in the holdings and the pool that it was given; a
-fault of its own is logged and ends it alone, so that a run never stops because of its swarm.
+Who waits for whom: nothing waits for a peer. What it serves and fetches is in the holdings and the pool that it was given. A part
+of it that fails is started again after a pause and told (tended.py), so that a run never stops because of its swarm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from prime_node.broadcast.swarm.mesh import Mesh
 from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+from prime_node.broadcast.swarm.tended import Tended
 from prime_node.ports.peers import PeerNetwork
 from prime_node.ports.web import WebServer
 from prime_protocol.messages import PeersRequest
@@ -43,10 +45,15 @@ class Peer:
     """Keeps links over that network."""
     port: int | None = None
     """Where it serves."""
+    tended: Tended = field(init=False)
+    """Faults so far."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.directory.offer = self.offer
+        self.tended = Tended(self.service.clock)
+        if self.neighbours is not None:
+            self.neighbours.fault = self.tended.note
 
     def offer(self) -> PeersRequest:
         """What the coordinator is asked, and told."""
@@ -90,24 +97,23 @@ class Peer:
                 "; what the others have comes from whoever is reached, and the coordinator" if punched < tried else ""
             )
         linked = 0 if self.neighbours is None else len(self.neighbours.linked)
-        return f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
+        told = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
+        return "; ".join(filter(None, (told, self.tended.describe())))
 
     async def _run(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                if self.neighbours is not None:
-                    tasks.create_task(self.neighbours.run())
-                else:
-                    tasks.create_task(self.directory.run(list, lambda: None))
-                if self.mesh is not None:
-                    tasks.create_task(_linked(self.mesh))
-        except Exception:
-            log.exception("the swarm has stopped here; policies still come from the coordinator and the mirrors")
+        async with asyncio.TaskGroup() as tasks:
+            if self.neighbours is not None:
+                tasks.create_task(self.tended.keep("links to peers", self.neighbours.run))
+            else:
+                tasks.create_task(self.tended.keep("peers' directory", self._ask))
+            if self.mesh is not None:
+                tasks.create_task(self.tended.keep("the peer network", functools.partial(self._keep_links, self.mesh)))
 
+    async def _ask(self) -> None:
+        await self.directory.run(list, lambda: None)
 
-async def _linked(mesh: Mesh) -> None:
-    """Peers are reached over HTTP too: where the peer network ends, the rest of the swarm goes on."""
-    try:
+    async def _keep_links(self, mesh: Mesh) -> None:
+        """Peers are reached over HTTP too: where the peer network ends, the rest of the swarm goes on, and it is opened anew."""
+        if self.network is not None and self.network.has_ended():
+            await self.network.start()
         await mesh.run()
-    except Exception:
-        log.exception("no links are kept over the peer network any more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from prime_node.broadcast.swarm.holdings import Holdings, News
 from prime_node.broadcast.swarm.piece_sets import runs
 from prime_node.ports.clock import Clock
 from prime_protocol.peers import PeerNews
+
+log = logging.getLogger(__name__)
 
 NEWS_EVERY_S = 0.1
 """Between two lines of news to one listener: what comes meanwhile goes into one."""
@@ -68,11 +71,14 @@ class Telling:
     async def _beat(self) -> None:
         news = self.holdings.news(0)
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(KEEP_ALIVE_S):
-                    await self.holdings.changed(news)
-            news = self.holdings.news(news.cursor)
-            self._wake()
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        await self.holdings.changed(news)
+                news = self.holdings.news(news.cursor)
+                self._wake()
+            except Exception:  # nobody waits for this task, and every listener for what it does
+                log.exception("news could not be told to the peers that listen")
             await self.clock.sleep(NEWS_EVERY_S)
 
     def _wake(self) -> None:

@@ -1,0 +1,61 @@
+"""Parts of the swarm that a bug must not end: each is started again, after growing pauses, and its faults are counted and
+told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from prime_node.patience import Backoff, causes_of
+from prime_node.ports.clock import Clock
+from prime_protocol.visible import printable
+
+log = logging.getLogger(__name__)
+
+STEADY_S = 60.0
+"""A part that ran for so long before it failed again begins with the shortest pause."""
+REASON_CHARS_MAX = 200
+
+
+@dataclass
+class Tended:
+    """What went wrong so far in one machine's swarm. Example: Tended(clock)."""
+
+    clock: Clock
+    num_faults: int = 0
+    last: str = ""
+    """The last fault: its part and its error."""
+    on_fault: Callable[[], None] = lambda: None
+    """Called after each, for metrics."""
+
+    def note(self, part: str, error: BaseException) -> None:
+        """Count a fault of ours and log it with its traceback."""
+        self.num_faults += 1
+        reasons = "; ".join(repr(cause) for cause in causes_of(error))
+        self.last = f"{part}: {printable(reasons, REASON_CHARS_MAX)}"
+        log.error("swarm: %s failed, %d faults so far", part, self.num_faults, exc_info=error)
+        self.on_fault()
+
+    async def keep(self, part: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
+        """Run `work` until cancelled. It never ends by itself, so an end is a fault as well."""
+        backoff = Backoff()
+        while True:
+            began_s = self.clock.monotonic_s()
+            try:
+                await work()
+                raise RuntimeError("it ended, and was meant to run for ever")
+            except Exception as error:  # noqa: BLE001 - the edge of the task: whatever it was is told, and the part starts again
+                self.note(part, error)
+                if self.clock.monotonic_s() - began_s >= STEADY_S:
+                    backoff = Backoff()
+                pause_s = backoff.next_s(error)
+            log.warning("swarm: %s starts again in %.1f s; until then others serve", part, pause_s)
+            await self.clock.sleep(pause_s)
+
+    def describe(self) -> str:
+        """For the owner's screen; empty while nothing has failed. Example: `1 fault of the swarm, see the log; ...`."""
+        if not self.num_faults:
+            return ""
+        return f"{self.num_faults} fault{'s' * (self.num_faults > 1)} of the swarm, see the log; the last: {self.last}"
