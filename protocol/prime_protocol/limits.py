@@ -240,6 +240,18 @@ DIAL_BACKS_MAX = 64
 """The same at the coordinator."""
 DIAL_BACK_S_MAX = 5.0
 """One such attempt takes no longer."""
+CLAIMED_CORES_MAX = 65_536
+"""Processor cores that a worker may claim."""
+CLAIMED_MEMORY_BYTES_MAX = 2**50
+"""Memory that a worker may claim: a PiB."""
+CLAIMED_MS_MAX = 31_536_000_000
+"""A time that a worker says that something took it: a year."""
+CLAIMED_TOKENS_PER_S_MAX = 10**9
+"""A speed that a worker may claim."""
+CLAIMED_BYTES_PER_S_MAX = 10**12
+"""The same of a download."""
+BUNDLES_SPOOLED_MAX = 10**6
+"""Bundles that a worker may say to have on its disk."""
 COUNT_MAX = 2**53
 """The largest count, size and time stamp: every JSON reader keeps it exactly."""
 

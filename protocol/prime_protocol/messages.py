@@ -49,6 +49,7 @@ Epoch = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
 """A time in which the server remembers every nonce. The empty text names none."""
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
 """One process of one worker, by 16 random bytes. The empty text is a session too, that of releases before sessions."""
+ClaimedMs = Annotated[int, Field(ge=0, le=limits.CLAIMED_MS_MAX)]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
 """A policy version, or -1 before the first."""
@@ -94,11 +95,11 @@ class HeartbeatRequest(WireModel):
     state: WorkerState
     policy_version: Head
     """The policy that its engine holds."""
-    bundles_spooled: Count
+    bundles_spooled: int = Field(ge=0, le=limits.BUNDLES_SPOOLED_MAX)
     """Bundles that wait on its disk to be uploaded."""
-    usable_after_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
+    usable_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
     """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
-    swap_ms: Count | None = Field(default=None, exclude_if=_is_unknown)
+    swap_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
     """Of that, what its engine took to swap to it."""
     session: Session = Field(default="", exclude_if=_is_default)
 

@@ -217,6 +217,7 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
     run.now_ms += 200
     run.observer.usable("liar", 0, 3_600.0, run.now_ms)
     run.observer.usable("anna", 0, 0.25, run.now_ms, swap_s=0.125)
+    run.observer.usable("ben", 0, 0.25, run.now_ms)
     run.observer.usable("boaster", 0, 0.01, run.now_ms, swap_s=3_600.0)
     run.train("anna", 0)
     run.train("anna", 0)
@@ -225,8 +226,8 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
     assert (second["step"], second["lag_max"], second["lag/1"]) == (1, 1, 6)
     assert (first["broadcast_seconds"], first["swap_seconds"]) == (0.25, 0.125)
     assert {"rollouter/idle_ratio", "fully_async/processing_time/tp95", "queue_age_seconds_max"} <= first.keys()
-    assert [line["kind"] for line in run.lines.rows][:4] == ["policy", "usable", "usable", "lease"]
-    assert run.lines.rows[3]["name"] == "anna"
+    assert [line["kind"] for line in run.lines.rows][:5] == ["policy", "usable", "usable", "usable", "lease"]
+    assert run.lines.rows[4]["name"] == "anna"
     text = run.metrics.exposition()[0].decode()
     assert 'prime_group_lag_bucket{le="0.0"} 6.0' in text
     assert 'prime_group_lag_bucket{le="1.0"} 12.0' in text

@@ -13,7 +13,7 @@ def test_the_spread_is_that_of_the_workers_first_words() -> None:
     for worker, after_ms in (("a", 400), ("b", 1_900), ("c", 500), ("a", 9_000)):
         usable.heard(worker, 3, after_ms)
     [spread] = usable.spreads()
-    assert (spread.policy_version, spread.workers, spread.median_s, spread.last_s) == (3, 3, 0.5, 1.9)
+    assert (spread.policy_version, spread.workers, spread.median_s, spread.most_s) == (3, 3, 0.5, 0.5)
 
 
 def test_only_the_newest_policies_are_remembered() -> None:
@@ -40,7 +40,7 @@ async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:
             )
             await world.client(key).heartbeat(beat)
         shown = (await world.status())["usable"]
-        assert shown == [{"policy_version": 0, "workers": 2, "median_s": 0.5, "last_s": 0.75}]
+        assert shown == [{"policy_version": 0, "workers": 2, "median_s": 0.25, "most_s": 0.25}]
         _, metrics, _ = await world.get("/metrics")
         assert b"prime_policy_usable_seconds_count 2.0" in metrics
         assert b"prime_policy_swap_seconds_count 2.0" in metrics

@@ -77,7 +77,7 @@ def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
     text = f"{size(last['sent_bytes'])} of {size(last['raw_bytes'])} raw, {last['ratio']:.1f}x"
     usable = status.get("usable", [])
     if usable:
-        text += f", usable after {usable[-1]['median_s']:.1f} s (slowest worker {usable[-1]['last_s']:.1f} s)"
+        text += f", usable after {usable[-1]['median_s']:.1f} s (nine of ten workers {usable[-1]['most_s']:.1f} s)"
     return text
 
 

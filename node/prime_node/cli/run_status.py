@@ -80,7 +80,7 @@ class Usable(Told):
     policy_version: int
     workers: int
     median_s: float
-    last_s: float
+    most_s: float
 
 
 class Problems(Told):

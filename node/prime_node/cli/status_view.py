@@ -43,7 +43,7 @@ def of_run(run: RunStatus) -> RenderableType:
         last = run.usable[-1]
         published += (
             f"; policy {last.policy_version} usable after {last.median_s:.1f} s, "
-            f"{last.last_s:.1f} s for the slowest of {last.workers}"
+            f"{last.most_s:.1f} s for nine of ten ({last.workers} have said so)"
         )
     facts.add_row("published", published)
     if run.problems.redrawn:
@@ -89,11 +89,11 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
 
 
 def _steps(run: RunStatus) -> Table:
-    """Where the groups of each step are, and how long after its publication its policy was usable: half of the workers, all."""
+    """Where the groups of each step are, and after how long half of the workers, and nine of ten, could use its policy."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained", "policy usable after"):
         table.add_column(column, justify="right")
-    usable = {one.policy_version: f"{one.median_s:.1f} to {one.last_s:.1f} s" for one in run.usable}
+    usable = {one.policy_version: f"{one.median_s:.1f} to {one.most_s:.1f} s" for one in run.usable}
     for step in run.steps:
         groups = (step.step, step.open, step.leased, step.pending, step.accepted, step.trained)
         table.add_row(*map(str, groups), usable.get(step.step, "-"))

@@ -20,7 +20,6 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Banned, Evaluated, Settled, Woken
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import is_work_left
-from prime_node.coordinator.usable import Usable
 from prime_node.coordinator.waiting import News
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -91,8 +90,6 @@ class Core:
     """By step and part, so that publishing a policy does not make and sign its batches anew."""
     peers: Peers = field(default_factory=Peers)
     """Who serves checkpoints to others."""
-    usable: Usable = field(default_factory=Usable)
-    """When policies could be used where."""
     banned: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     """Workers whose case is to be written (cases.py)."""
     environment_fault: str = ""

@@ -95,9 +95,9 @@ class Pace:
         if self._seconds_per_rollout is None:
             return None
         return Speed(
-            rollout_ms=min(max(1, round(self._seconds_per_rollout * 1_000)), limits.COUNT_MAX),
-            tokens_per_s=round(self.tokens_per_s),
-            download_bytes_per_s=round(download_bytes_per_s),
+            rollout_ms=min(max(1, round(self._seconds_per_rollout * 1_000)), limits.CLAIMED_MS_MAX),
+            tokens_per_s=min(round(self.tokens_per_s), limits.CLAIMED_TOKENS_PER_S_MAX),
+            download_bytes_per_s=min(round(download_bytes_per_s), limits.CLAIMED_BYTES_PER_S_MAX),
         )
 
     def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:

@@ -11,6 +11,7 @@ from prime_node.ports.transport import Unreachable
 from prime_node.worker.session import Banned
 from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Ending, Worker
+from prime_protocol import limits
 from prime_protocol.errors import PeerError
 from prime_protocol.messages import HeartbeatRequest, ReceiptList, ReceiptsRequest
 
@@ -56,11 +57,16 @@ def heartbeat(worker: Worker) -> HeartbeatRequest:
     return HeartbeatRequest(
         state=worker.state,
         policy_version=worker.held,
-        bundles_spooled=worker.spool.num_bundles,
-        usable_after_ms=worker.usable_after_ms,
-        swap_ms=worker.swap_ms,
+        bundles_spooled=min(worker.spool.num_bundles, limits.BUNDLES_SPOOLED_MAX),
+        usable_after_ms=_claimed(worker.usable_after_ms),
+        swap_ms=_claimed(worker.swap_ms),
         session=worker.session.name,
     )
+
+
+def _claimed(ms: int | None) -> int | None:
+    """A laptop may have slept for long, and clocks are set: the coordinator refuses what cannot be."""
+    return None if ms is None or ms > limits.CLAIMED_MS_MAX else ms
 
 
 def _first_wait(worker: Worker, head: int) -> str:

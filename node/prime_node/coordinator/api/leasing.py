@@ -36,13 +36,14 @@ RETRY_S = 0.2
 
 async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
     require_session(core, signer, request.session)
+    if request.policy_version > core.state.head:  # shown to others, so what cannot be is not kept
+        request = request.model_copy(update={"policy_version": -1})
     core.presence.reported(signer, request, core.clock.monotonic_s())
-    after_ms = request.usable_after_ms
-    is_known = 0 <= request.policy_version <= core.state.head
-    if after_ms is not None and is_known and core.usable.heard(signer, request.policy_version, after_ms):
-        core.metrics.observe("prime_policy_usable_seconds", after_ms / 1_000)
+    if request.usable_after_ms is not None and request.policy_version >= 0:
         swap_s = None if request.swap_ms is None else request.swap_ms / 1_000
-        core.observer.usable(signer, request.policy_version, after_ms / 1_000, core.clock.now_ms(), swap_s=swap_s)
+        core.observer.usable(
+            signer, request.policy_version, request.usable_after_ms / 1_000, core.clock.now_ms(), swap_s=swap_s
+        )
     state = core.state
     return HeartbeatReply.model_construct(
         step=state.current_step,

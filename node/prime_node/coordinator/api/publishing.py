@@ -168,6 +168,7 @@ async def restore_head(core: Core) -> None:
     if core.state.head >= 0:
         envelope = await read_manifest(core, core.state.head)
         core.head = open_manifest(envelope, core.run)
+        core.observer.made(core.state.head, core.head.manifest.created_at_ms)
         await core.published.write("head.json", envelope.to_bytes())
 
 

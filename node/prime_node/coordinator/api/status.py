@@ -39,11 +39,6 @@ METRICS = (
         MetricKind.GAUGE, "prime_problems_redrawn", "Problems exchanged for others, because they fail for everybody."
     ),
     Metric(MetricKind.GAUGE, "prime_peers", "Peers that others are told of."),
-    Metric(
-        MetricKind.HISTOGRAM,
-        "prime_policy_usable_seconds",
-        "From a policy's publication to its use in a worker's engine.",
-    ),
     Metric(MetricKind.GAUGE, "prime_curriculum", "Difficulty pools and what they evicted and filtered.", ("name",)),
     Metric(
         MetricKind.GAUGE, "prime_validator_contradictions", "Bundles on which two validators contradict each other."
@@ -73,7 +68,7 @@ def status(core: Core) -> dict[str, Any]:
         "policies_kept": len(state.published),
         "open_leases": len(state.leases),
         "pending_bundles": len(state.bundles),
-        "usable": core.usable.as_rows(USABLE_SHOWN_MAX),
+        "usable": core.observer.usables.as_rows(USABLE_SHOWN_MAX),
         "peers": len(core.peers),
         "steps": _steps(state),
         "validators": core.agreement.as_row(),

@@ -17,6 +17,7 @@ from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_a
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
+from prime_node.coordinator.usable import Usable
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
 
@@ -39,10 +40,10 @@ class Observer:
     timeline: Recorder = field(default_factory=Recorders)
     train_seconds: dict[int, float] = field(default_factory=dict)
     """Step asked for -> what training the newest finished one had taken, as the trainer said."""
-    usable_seconds: dict[int, float] = field(default_factory=dict)
-    """Policy -> from its publication until the slowest worker so far could use it."""
-    swap_seconds: dict[int, float] = field(default_factory=dict)
-    """Policy -> what swapping to it took the slowest worker so far."""
+    usables: Usable = field(default_factory=Usable)
+    """From a policy's publication until workers could use it."""
+    swaps: Usable = field(default_factory=Usable)
+    """What swapping to it took them."""
     _made_ms: dict[int, int] = field(default_factory=dict)
     """Policy -> when the trainer signed it."""
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
@@ -72,12 +73,11 @@ class Observer:
         made_ms = self._made_ms.get(policy_version)
         if made_ms is None or made_ms + after_s * 1_000 > at_ms + CLOCKS_APART_MS_MAX:
             return
-        self.usable_seconds[policy_version] = max(after_s, self.usable_seconds.get(policy_version, 0.0))
-        _keep_newest(self.usable_seconds)
-        if swap_s is not None and swap_s <= after_s:
-            self.metrics.observe("prime_policy_swap_seconds", swap_s)
-            self.swap_seconds[policy_version] = max(swap_s, self.swap_seconds.get(policy_version, 0.0))
-            _keep_newest(self.swap_seconds)
+        if not self.usables.heard(worker, policy_version, round(after_s * 1_000)):
+            return
+        self.metrics.observe("prime_policy_usable_seconds", self.usables.clipped_s(policy_version, after_s))
+        if swap_s is not None and swap_s <= after_s and self.swaps.heard(worker, policy_version, round(swap_s * 1_000)):
+            self.metrics.observe("prime_policy_swap_seconds", self.swaps.clipped_s(policy_version, swap_s))
         usable_ms = made_ms + round(after_s * 1_000)
         self.timeline.record(
             kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
@@ -94,7 +94,7 @@ class Observer:
         known = self.train_seconds.values()
         if len(self._steps) < STEPS_COMPARED or not known or not 0 < len(works) <= WORKS_MAX:
             return None
-        delays = [self.usable_seconds[step.step] for step in self._steps if step.step in self.usable_seconds]
+        delays = [delay for step in self._steps if (delay := self.usables.most_s(step.step)) is not None]
         mode = Mode(state.rules.admission, state.rules.batches_per_step)
         if sum(work.num_groups for work in works) < mode.admission.groups_per_step:
             return None
@@ -139,9 +139,9 @@ class Observer:
         for reason, count in done.dropped.items():
             self.metrics.add("prime_groups_dropped_total", count, reason=reason)
         row = row_of(done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale)
-        for name, seconds in (("broadcast_seconds", self.usable_seconds), ("swap_seconds", self.swap_seconds)):
-            if done.step in seconds:
-                row[name] = seconds[done.step]
+        for name, said in (("broadcast_seconds", self.usables), ("swap_seconds", self.swaps)):
+            if (most_s := said.most_s(done.step)) is not None:
+                row[name] = most_s
         closeness = self.closeness(state)
         if closeness is not None:
             row["closeness"] = closeness

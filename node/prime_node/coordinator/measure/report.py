@@ -18,6 +18,11 @@ METRICS = (
     Metric(MetricKind.HISTOGRAM, "prime_group_queue_seconds", "From a group's verdict to its batch."),
     Metric(MetricKind.HISTOGRAM, "prime_group_generate_seconds", "What a trained group's lease took."),
     Metric(MetricKind.HISTOGRAM, "prime_check_seconds", "From a bundle's arrival to its verdict."),
+    Metric(
+        MetricKind.HISTOGRAM,
+        "prime_policy_usable_seconds",
+        "From a policy's publication to its use in a worker's engine.",
+    ),
     Metric(MetricKind.HISTOGRAM, "prime_policy_swap_seconds", "What swapping to a policy took a worker's engine."),
     Metric(
         MetricKind.COUNTER, "prime_groups_dropped_total", "Accepted groups thrown away, since the start.", ("reason",)
