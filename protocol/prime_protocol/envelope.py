@@ -51,6 +51,7 @@ class PayloadType(StrEnum):
     PEER_TOKEN = "application/vnd.prime.peer-token+json"
     PEER_ANSWER = "application/vnd.prime.peer-answer+json"
     LOGPROBS = "application/vnd.prime.logprobs-header+json"
+    BODY_CLAIM = "application/vnd.prime.body-claim+json"
 
 
 class WireModel(BaseModel):

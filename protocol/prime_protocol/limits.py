@@ -228,6 +228,36 @@ PEER_HTTP_CONNECTIONS_MAX = 20
 """Connections of one peer to another over HTTP: the requests that the picker keeps open there, and the news."""
 HTTP_CONNECTIONS_MAX = 20_000
 """Connections to one HTTP server, a coordinator's or a peer's."""
+HTTP_STRANGERS_MAX = 10_000
+"""Of these, connections on which no member of the run has shown itself yet."""
+HTTP_STRANGERS_EACH_MAX = 512
+"""Such connections from one network: a /24 of IPv4, a /48 of IPv6."""
+HTTP_HEADER_BYTES_MAX = 16 * 2**10
+"""The header of one HTTP request: its request line and all its fields."""
+HTTP_HEADER_LINES_MAX = 64
+"""Fields in it."""
+HTTP_HEADER_S_MAX = 10.0
+"""From the first byte of such a header to its last."""
+HTTP_READINGS_MAX = 64
+"""Readings that one HTTP request may take, beside one for each 256 bytes of it."""
+HEADER_ENVELOPE_BYTES_MAX = 6 * 2**10
+"""An envelope in a field of an HTTP header: proxies commonly take 8 KiB a field."""
+STRANGER_BODY_BYTES_MAX = 2**17
+"""A body that no member of the run has announced in a signed header."""
+STRANGERS_BODY_BYTES_MAX = 64 * 2**20
+"""Such bodies that are on their way into one server, altogether."""
+STRANGERS_BODY_BYTES_EACH_MAX = 8 * 2**20
+"""The same from one network."""
+STRANGERS_ANSWER_BYTES_MAX = 256 * 2**20
+"""Large answers on their way to connections of strangers, altogether."""
+STRANGERS_ANSWER_BYTES_EACH_MAX = 64 * 2**20
+"""The same to one network."""
+MEMBERS_BODY_BYTES_MAX = 2**30
+"""Bodies of members on their way into one coordinator, altogether."""
+ROLES_BODY_BYTES_MAX = 2**30
+"""The same of the keys that the run trusts: trainer, validators, coordinator and root."""
+BODIES_EACH_MAX = 64
+"""Bodies of one key, or of one network of strangers, that are on their way into one coordinator at a time."""
 PEER_HANDSHAKES_MAX = 64
 """Links of one peer that are being made, in each direction."""
 PEER_DIAL_BACKS_MAX = 4

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
+from prime_protocol.body_claim import REQUEST_HEADER
+
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -16,10 +18,12 @@ class Server:
     def __init__(self) -> None:
         self.answer: Answer
         self.seen: list[tuple[str, str, bytes]] = []
+        """Method, path, and body or the signed request in its header."""
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.seen.append((request.method, request.path, await request.read()))
+        body = await request.read() or request.headers.get(REQUEST_HEADER, "").encode()
+        self.seen.append((request.method, request.path, body))
         return await self.answer(request)
 
     def says(self, body: bytes | str, *, status: int = 200, headers: dict[str, str] | None = None) -> None:

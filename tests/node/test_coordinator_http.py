@@ -40,6 +40,7 @@ from prime_protocol.messages import (
     NotYet,
     ReceiptsRequest,
     ReturnLeaseRequest,
+    UploadReply,
 )
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
@@ -156,8 +157,9 @@ async def test_nobody_can_make_a_second_bundle_of_a_header_that_another_signed(w
     await refused(world, ErrorCode.DIGEST_MISMATCH, "/v1/rollouts", broken)
     length = int.from_bytes(parcel[4:8], "big")
     wrapped = parcel[:4] + (length + 1).to_bytes(4, "big") + b" " + parcel[8:]
-    answer = await world.client(BEN).upload(wrapped)
-    assert answer.verdict == (Verdict.accept() if judged else first.verdict)
+    status, answer = await world.post("/v1/rollouts", wrapped)
+    assert status == 200
+    assert UploadReply.model_validate(answer).verdict == (Verdict.accept() if judged else first.verdict)
     (worker,) = [each for each in (await world.status())["workers"] if each["worker"] == ANNA.key_id]
     assert (worker["strikes"], worker["refused"]) == (0, {})
 

@@ -119,9 +119,12 @@ FRAMEWORKS = {
     "a body": b"GET /blobs/a HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
     "a wish about the connection": b"GET /blobs/a HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n",
     "an old version": b"GET /blobs/a HTTP/1.0\r\nHost: x\r\n\r\n",
-    "a bare line feed": b"GET /blobs/a HTTP/1.1\nHost: x\n\n",
     "a header of other bytes": b"GET /blobs/a HTTP/1.1\r\nHost: x\r\nX: \xff\r\n\r\n",
+}
+REFUSED = {
+    "a bare line feed": b"GET /blobs/a HTTP/1.1\nHost: x\n\n",
     "a folded header": b"GET /blobs/a HTTP/1.1\r\nHost: x\r\nX: 1\r\n 2\r\n\r\n",
+    "an upgrade": b"GET /blobs/a HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n",
 }
 
 
@@ -131,6 +134,15 @@ async def test_whatever_is_not_plain_is_the_frameworks(line: Line, request_: byt
     line.writer.write(request_)
     head = await line.reader.readuntil(b"\r\n\r\n")
     assert b"\r\nServer: Python/" in head
+
+
+@pytest.mark.parametrize("request_", REFUSED.values(), ids=REFUSED)
+async def test_what_two_parsers_might_read_differently_is_refused(line: Line, request_: bytes) -> None:
+    assert (await line.ask("/blobs/a"))[1] == b"a"
+    line.writer.write(request_)
+    head, body = await line.answer()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b'"malformed"' in body
 
 
 async def test_a_request_in_two_packets_is_the_frameworks_with_all_that_follow(line: Line, blobs: Blobs) -> None:

@@ -86,7 +86,8 @@ async def _coordinate(
     if not run_dir.join_link_file.exists():
         write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")
     link = run_dir.join_link()
-    settings = settings.model_copy(update={"port": listening_port(link, settings)})
+    hosts = (*settings.hosts, urlsplit(link.url).hostname or "")
+    settings = settings.model_copy(update={"port": listening_port(link, settings), "hosts": hosts})
     parts = await wire_coordinator.coordinator_parts(
         pinned,
         load_key(run_dir.key("coordinator")),

@@ -25,6 +25,7 @@ from prime_node.coordinator.api.requests import Gate
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import ledger_head_ms, renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.api.status import METRICS
+from prime_node.coordinator.api.walls import walls_of
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.cases import keep_cases
 from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
@@ -126,7 +127,9 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
         announcer: asyncio.Task[None] | None = None
         try:
             routes = make_routes(core, gate)
-            port = await parts.web.start(routes, host=parts.config.host, port=parts.config.port or 0)
+            port = await parts.web.start(
+                routes, host=parts.config.host, port=parts.config.port or 0, walls=walls_of(parts.config)
+            )
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if parts.config.unlimited:
                 log.warning(

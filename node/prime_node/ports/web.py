@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,9 @@ class Request:
     """Names in lower case."""
     remote: str
     """The peer's address, for quotas and logs."""
+    vouch: Callable[[bool], None] = lambda is_known: None
+    """Tells the server whether the request proved its sender a member of the run: what follows on its connection is then not
+    held back as strangers' requests are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,44 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A bound that several bodies on their way in have in common, by its name. A body may count against several."""
+
+    name: str
+    bytes_max: int
+    bodies_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What was found out about a body before its first byte is read."""
+
+    shares: tuple[Share, ...]
+    digest: str | None = None
+    """The digest that the body must have, where its sender has signed one."""
+
+
+Admit = Callable[[Request, int], Admission]
+"""Decides by the header of a request, whose body is still empty, and the length of the body to come. Raises PeerError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """How a server treats callers that have not shown themselves to be members of the run."""
+
+    network_of: Callable[[str, str], str] = lambda address, forwarded: address
+    """The name of a caller's network, from the address of its connection and the header X-Forwarded-For."""
+    is_proxy: Callable[[str], bool] = lambda address: False
+    """Is this the address of a reverse proxy of the operator's own? Its connections are many callers'."""
+    is_host: Callable[[str, str], bool] = lambda address, host: True
+    """May a caller at this address ask for this value of the header Host?"""
+    connects_per_second: float = math.inf
+    """New connections from one network, sustained; a burst of five times as many is taken."""
+    requests_per_second: float = math.inf
+    """Requests from one network; those beyond wait. Twice as many are taken from all strangers together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Example: Route("GET", "/v1/manifests/{policy_version}", handler)."""
 
@@ -46,6 +88,8 @@ class Route:
     handler: Handler
     body_bytes_max: int = 0
     """A longer body is refused while it streams in, compressed or not; 0 means that no body is read."""
+    admit: Admit | None = None
+    """Called before a body is read. None lets every body in, up to its length."""
     is_bulk: bool = False
     """A GET that is asked for again and again over kept connections, as pieces are: the adapter spares what it can. The handler's
     `headers` say the Content-Length of an iterator."""
@@ -54,7 +98,7 @@ class Route:
 class WebServer(Protocol):
     """Serves until told to stop. Slow headers and slow bodies are cut off by the adapter."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: Walls | None = None) -> int:
         """Bind and serve. Port 0 picks a free one; returns the port. Raises LocalError where it cannot bind."""
         ...
 

@@ -11,7 +11,7 @@ retrieval, as The Update Framework calls it).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
@@ -39,6 +39,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import parse_ip
+from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
 from prime_protocol.errors import ErrorCode, PeerError
@@ -77,7 +78,6 @@ ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
 
 Reply = TypeVar("Reply", bound=WireModel)
-Sent = TypeVar("Sent")
 
 
 class HttpClient:
@@ -195,7 +195,7 @@ class HttpClient:
         await self._ask(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        _, body = await self._post("/v1/rollouts", parcel)
+        _, body = await self._post("rollouts", lambda: parcel)
         return sensible(body, UploadReply)
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
@@ -243,11 +243,11 @@ class HttpClient:
             )
             return pack_parcel(header, data, PayloadType.BLOB, self._signing_key())
 
-        await self._in_epoch(lambda: self._exchange("POST", "/v1/blobs", body=parcel()))
+        await self._post("blobs", parcel)
         return digest
 
     async def publish(self, manifest: Envelope) -> None:
-        await self._post("/v1/manifests", manifest.to_bytes())
+        await self._post("manifests", manifest.to_bytes)
 
     # Peers
 
@@ -261,7 +261,7 @@ class HttpClient:
 
     async def add_key_ring(self, ring: Envelope) -> None:
         """Idempotent for the newest ring."""
-        await self._post("/v1/keys", ring.to_bytes())
+        await self._post("keys", ring.to_bytes)
 
     # How a request is made
 
@@ -282,7 +282,7 @@ class HttpClient:
     async def _ask(
         self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
     ) -> tuple[int, bytes]:
-        path = "admin" if isinstance(request, AdminRequest) else request.action
+        action = "admin" if isinstance(request, AdminRequest) else request.action
 
         def signed() -> bytes:
             stamped = Stamped(
@@ -294,24 +294,45 @@ class HttpClient:
             )
             return seal(stamped, PayloadType.REQUEST, self._signing_key()).to_bytes()
 
-        return await self._in_epoch(lambda: self._post(f"/v1/{path}", signed(), wait_s=wait_s, bytes_max=bytes_max))
+        return await self._post(action, signed, is_request=True, wait_s=wait_s, bytes_max=bytes_max)
 
-    async def _in_epoch(self, send: Callable[[], Awaitable[Sent]]) -> Sent:
-        """`send` signs and sends. Once more where the coordinator names another epoch: it has started since, or is new to us."""
+    async def _post(
+        self,
+        action: str,
+        body_of: Callable[[], bytes],
+        *,
+        is_request: bool = False,
+        wait_s: float = 0.0,
+        bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> tuple[int, bytes]:
+        """Sign and send; once more where the coordinator names another epoch: it has started since, or is new to us.
+
+        Raises Refusal where the coordinator itself says no; whatever else stands in the way may pass.
+        """
         try:
-            return await send()
-        except PeerError as error:
+            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
+        except Refusal as error:
             if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
                 raise
             self._epoch = error.epoch
-            return await send()
+            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
 
-    async def _post(
-        self, path: str, body: bytes, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
+    async def _send(
+        self, action: str, body: bytes, is_request: bool, wait_s: float, bytes_max: int
     ) -> tuple[int, bytes]:
-        """Raises Refusal where the coordinator itself says no; whatever else stands in the way may pass."""
+        """A request goes in a header where it fits; any other body is announced in one. So the server knows the sender first."""
+        headers: dict[str, str] = {}
+        if is_request and len(body) <= limits.HEADER_ENVELOPE_BYTES_MAX:
+            headers, body = {REQUEST_HEADER: body.decode()}, b""
+        elif self._key is not None:
+            nonce, now_ms = secrets.token_hex(16), self._clock.now_ms()
+            headers[CLAIM_HEADER] = claim_of(
+                body, self._key, run=self._run, action=action, nonce=nonce, now_ms=now_ms, epoch=self._epoch
+            )
         try:
-            status, answer, _ = await self._exchange("POST", path, body=body, wait_s=wait_s, bytes_max=bytes_max)
+            status, answer, _ = await self._exchange(
+                "POST", f"/v1/{action}", body=body, headers=headers, wait_s=wait_s, bytes_max=bytes_max
+            )
         except Refusal:
             raise
         except PeerError as error:
@@ -343,7 +364,7 @@ class HttpClient:
                 async with session.request(
                     method,
                     self.url + path,
-                    data=None if body is None else pieces(body, patience),
+                    data=pieces(body, patience) if body else body,
                     headers=sent,
                     allow_redirects=False,
                 ) as answer:

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from prime_node.adapters.web.doors import Entry
 from prime_node.adapters.web.http_replies import explanation, send_s_max
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol.errors import PeerError
@@ -40,14 +41,14 @@ class BulkRoutes:
         routes: Sequence[Route],
         *,
         idle_s_max: float,
-        is_full: Callable[[], bool],
-        hand_over: Callable[[float], asyncio.Protocol],
+        is_host: Callable[[str, str], bool],
+        hand_over: Callable[[Entry, float], asyncio.Protocol],
     ) -> None:
-        """`is_full`: no connection more is taken. `hand_over` makes the protocol that takes one over, whose next header may still
-        take so many seconds."""
+        """`is_host`: may a caller at this address ask for this Host? `hand_over` makes the protocol that takes a connection over,
+        whose next header may still take so many seconds."""
         self.connections: set[PlainGets] = set()
         self.idle_s_max = idle_s_max
-        self.is_full = is_full
+        self.is_host = is_host
         self.hand_over = hand_over
         self._paths = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/?#%]+)", route.path)), route.handler)
@@ -65,7 +66,7 @@ class BulkRoutes:
             if asked := pattern.fullmatch(path):
                 lines = (line.split(":", 1) for line in found[2].decode("ascii").split("\r\n")[:-1])
                 headers = {name.lower(): value.strip() for name, value in lines}
-                if headers.keys() & _NOT_PLAIN:
+                if headers.keys() & _NOT_PLAIN or not self.is_host(remote, headers.get("host", "")):
                     return None
                 return handler, Request(params=asked.groupdict(), body=b"", headers=headers, remote=remote)
         return None
@@ -82,14 +83,14 @@ class BulkRoutes:
 class PlainGets(asyncio.Protocol):
     """One connection, until it is handed over."""
 
-    def __init__(self, shared: BulkRoutes) -> None:
+    def __init__(self, shared: BulkRoutes, entry: Entry) -> None:
         self.task: asyncio.Task[None] | None = None
         """The answer under way."""
         self._shared = shared
+        self._entry = entry
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._remote = ""
         self._due_s = math.inf
         """When the next request should have come, or the answer should have been taken."""
         self._next = b""
@@ -106,15 +107,12 @@ class PlainGets(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
-        self._remote = str((transport.get_extra_info("peername") or ("",))[0])
-        if self._shared.is_full():
-            self.abort()
-            return
         self._shared.connections.add(self)
         self._due_s = self._loop.time() + self._shared.idle_s_max
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._entry.leave()
         self._leave()
         self._transport = None
         if self.task is not None:
@@ -132,7 +130,7 @@ class PlainGets(asyncio.Protocol):
             assert self._transport is not None
             self._transport.pause_reading()  # one request ahead is enough
             return
-        asked = self._shared.find(data, self._remote)
+        asked = self._shared.find(data, self._entry.address)
         if asked is None:
             self._hand_over(data)
         else:
@@ -150,7 +148,7 @@ class PlainGets(asyncio.Protocol):
         assert self._transport is not None
         self._leave()
         transport, self._transport = self._transport, None
-        other = self._shared.hand_over(max(0.0, self._due_s - self._loop.time()))
+        other = self._shared.hand_over(self._entry, max(0.0, self._due_s - self._loop.time()))
         transport.set_protocol(other)
         other.connection_made(transport)
         other.data_received(data)

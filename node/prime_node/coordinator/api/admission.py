@@ -12,10 +12,9 @@ What it may do then grows with what it has done (state/newcomers.py).
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
-from prime_node.coordinator.api.callers import is_in, parsed
+from prime_node.coordinator.api.callers import is_in, prefix_of
 from prime_node.coordinator.api.sessions import require_session
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
@@ -26,8 +25,6 @@ from prime_protocol.invite import open_invite
 from prime_protocol.messages import JoinReply, JoinRequest
 from prime_protocol.telemetry import Hardware
 
-PREFIX_BITS = {4: 24, 6: 48}
-"""What one owner of addresses usually has, by the version of IP."""
 ROOM_RETRY_S = 60.0
 
 
@@ -88,13 +85,9 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
 
 def network_of(core: Core, address: str) -> str:
     """A name for the network of an address, which only this coordinator can make; empty for one that the operator trusts."""
-    found = parsed(address)
-    if found is None:
-        return core.assigner.network_name("unknown")
     if is_in(address, core.config.trusted):
         return ""
-    prefix = ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False)
-    return core.assigner.network_name(str(prefix))
+    return core.assigner.network_name(prefix_of(address))
 
 
 def _notice(core: Core, request: JoinRequest) -> str:

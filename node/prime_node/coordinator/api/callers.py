@@ -19,6 +19,8 @@ Networks = Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]
 HEADER = "x-forwarded-for"
 HOPS_MAX = 8
 """Proxies in a row."""
+PREFIX_BITS = {4: 24, 6: 48}
+"""What one owner of addresses usually has, by the version of IP."""
 
 
 class Callers:
@@ -31,12 +33,16 @@ class Callers:
 
     def address_of(self, request: Request) -> str:
         """The last address on the way that is no proxy of ours."""
-        address, hops = request.remote, request.headers.get(HEADER, "").split(",")[-HOPS_MAX:]
+        return self.address(request.remote, request.headers.get(HEADER, ""))
+
+    def address(self, remote: str, forwarded: str) -> str:
+        """The same, from the connection's address and the value of X-Forwarded-For."""
+        address, hops = remote, forwarded.split(",")[-HOPS_MAX:]
         if hops == [""]:
             return address
         while hops and is_in(address, self._proxies):
             address = without_port(printable(hops.pop().strip(), 64))
-        is_named = is_in(request.remote, self._proxies)
+        is_named = is_in(remote, self._proxies)
         if not (is_named or self._has_warned) and is_in(address, self._trusted):
             self._has_warned = True
             log.warning(
@@ -45,6 +51,26 @@ class Callers:
                 address,
             )
         return address
+
+    def network_of(self, address: str) -> str:
+        """The network that shares its bounds: /24 or /48, but a single address where the operator trusts its network."""
+        return address if self.is_trusted(address) else prefix_of(address)
+
+    def is_trusted(self, address: str) -> bool:
+        """Is it in a network of the operator's own?"""
+        return is_in(address, self._trusted)
+
+    def is_proxy(self, address: str) -> bool:
+        """Is it a reverse proxy of the operator's own?"""
+        return is_in(address, self._proxies)
+
+
+def prefix_of(address: str) -> str:
+    """The network of an address, as its owner usually has it. What is no address is one network."""
+    found = parsed(address)
+    if found is None:
+        return "unknown"
+    return str(ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False))
 
 
 def is_in(address: str, networks: Networks) -> bool:

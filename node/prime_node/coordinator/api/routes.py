@@ -29,16 +29,18 @@ from prime_node.coordinator.api import (
     status,
     training,
 )
+from prime_node.coordinator.api.bodies import admits
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.publishing import Publisher
-from prime_node.coordinator.api.requests import Caller, Gate
+from prime_node.coordinator.api.requests import Caller, Gate, is_stranger
 from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits, messages
+from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.messages import NotYet
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
@@ -101,25 +103,25 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         address = finding.announced_from(core, request)
         return _respond(await finding.find(core, *admitted(request, messages.PeersRequest), address=address))
 
-    posts = [
-        (f"/v1/{name}", _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
+    posts: list[tuple[str, Caller, Handler, int]] = [
+        (name, caller, _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
         for name, caller, kind, handler in _ACTIONS
     ]
     posts += [
-        ("/v1/rollouts", upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
-        ("/v1/blobs", put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
-        ("/v1/logprobs", put_logprobs, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
-        ("/v1/manifests", publish, limits.ENVELOPE_BYTES_MAX),
-        ("/v1/keys", take_keys, 2 * limits.KEY_RING_BYTES_MAX),
-        ("/v1/join", join, limits.REQUEST_BYTES_MAX),
-        ("/v1/peers", find_peers, limits.REQUEST_BYTES_MAX),
+        ("rollouts", Caller.WORKER, upload, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("blobs", Caller.TRAINER, put_blob, bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("logprobs", Caller.VALIDATOR, put_logprobs, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX),
+        ("manifests", Caller.TRAINER, publish, limits.ENVELOPE_BYTES_MAX),
+        ("keys", Caller.ANYONE, take_keys, 2 * limits.KEY_RING_BYTES_MAX),
+        ("join", Caller.ANYONE, join, limits.REQUEST_BYTES_MAX),
+        ("peers", Caller.ANYONE, find_peers, limits.REQUEST_BYTES_MAX),
     ]
-    gets = _public(core, gate)
     callers = Callers(proxies=core.config.behind, trusted=core.config.trusted)
-    return [
-        *(Route("GET", path, _guarded(core, path, handler, callers)) for path, handler in gets),
-        *(Route("POST", path, _guarded(core, path, handler, callers), size) for path, handler, size in posts),
-    ]
+    routes = [Route("GET", path, _guarded(core, path, handler, callers)) for path, handler in _public(core, gate)]
+    for name, caller, handler, size in posts:
+        admit = admits(core, gate, callers, action=name, caller=caller)
+        routes.append(Route("POST", f"/v1/{name}", _guarded(core, f"/v1/{name}", handler, callers), size, admit))
+    return routes
 
 
 def _signed(core: Core, gate: Gate, kind: type[Any], caller: Caller, handler: Action) -> Handler:
@@ -130,15 +132,34 @@ def _signed(core: Core, gate: Gate, kind: type[Any], caller: Caller, handler: Ac
 
 
 def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller: Caller) -> tuple[str, Any]:
-    return gate.admit(
-        request.body,
-        kind=kind,
-        caller=caller,
-        state=core.state,
-        address=request.remote,
-        now_ms=core.clock.now_ms(),
-        now_s=core.clock.monotonic_s(),
-    )
+    try:
+        signer, asked = gate.admit(
+            _sent(request),
+            kind=kind,
+            caller=caller,
+            state=core.state,
+            address=request.remote,
+            now_ms=core.clock.now_ms(),
+            now_s=core.clock.monotonic_s(),
+        )
+    except PeerError:
+        request.vouch(False)
+        raise
+    request.vouch(not is_stranger(signer, run=core.run, state=core.state))
+    return signer, asked
+
+
+def _sent(request: Request) -> bytes:
+    """A signed request: the header Prime-Request, or the body. Raises PeerError."""
+    header = request.headers.get(REQUEST_HEADER.lower())
+    if header is None:
+        return request.body
+    if request.body:
+        raise PeerError(ErrorCode.MALFORMED, f"a request is in the header {REQUEST_HEADER} or in the body, not in both")
+    sent = header.encode("utf-8", "replace")
+    if len(sent) > limits.HEADER_ENVELOPE_BYTES_MAX:
+        raise LimitExceeded("HEADER_ENVELOPE_BYTES_MAX", len(sent), limits.HEADER_ENVELOPE_BYTES_MAX)
+    return sent
 
 
 def _guarded(core: Core, path: str, handler: Handler, callers: Callers) -> Handler:

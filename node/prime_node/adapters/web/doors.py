@@ -1,0 +1,203 @@
+"""Who is let in: connections are accepted here, before anything is made for them.
+
+A flood of connections costs its receiver most where each becomes a transport, a parser and a task. So the listening socket is
+read here, and a connection beyond its network's share is reset at once, which takes some ten microseconds. A connection begins
+as a stranger's. It becomes a member's when a request on it has been verified (`Entry.vouch`), and then counts against no share
+of strangers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import struct
+from collections.abc import Callable
+
+from prime_node.adapters.web.shares import Turns
+from prime_node.ports.web import Walls
+from prime_protocol import limits
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1_024
+"""Connections that the system keeps until they are accepted."""
+WORK_AT_ONCE, WORK_OF_ACCEPTING = 256, 16
+"""One wake-up resets 256 connections at most, or accepts 16: those who wait for their answers come in between."""
+PAUSE_S = 1.0
+"""The listener rests so long where the system has no descriptor left."""
+UNSENT_BYTES_MAX = 2**17
+"""Of an answer in the system's buffers before its first packet is sent. What lies there is lost when the asker withdraws, and its
+slot would be given back with the piece unsent."""
+
+
+class Entry:
+    """One connection, as its network's share sees it."""
+
+    __slots__ = ("_doors", "address", "is_inside", "is_member", "is_proxy", "network")
+
+    def __init__(self, doors: Doors, address: str, *, network: str, is_proxy: bool) -> None:
+        self._doors = doors
+        self.address, self.network, self.is_proxy = address, network, is_proxy
+        self.is_inside = True
+        self.is_member = False
+        """The last request that proved anything was a member's."""
+
+    def vouch(self, is_member: bool) -> None:
+        """Note what a request has shown of its sender. A proxy's connections carry many senders, and stay as they are."""
+        if self.is_inside and not self.is_proxy and self.is_member != is_member:
+            self._doors.count(self, -1)
+            self.is_member = is_member
+            self._doors.count(self, +1)
+
+    def leave(self) -> None:
+        """Idempotent."""
+        if self.is_inside:
+            self._doors.count(self, -1)
+            self.is_inside = False
+
+
+class Doors:
+    """Counts connections and requests of one server by their networks."""
+
+    def __init__(self, walls: Walls, now: Callable[[], float]) -> None:
+        self.walls = walls
+        self.num_connections = self.num_strangers = 0
+        self._now = now
+        self._by_network: dict[str, int] = {}
+        self._connects = _turns(walls.connects_per_second, burst_s=5.0)
+        self._requests = _turns(walls.requests_per_second, burst_s=0.25)
+        self._all_requests = _turns(2 * walls.requests_per_second, burst_s=0.25)
+
+    def enter(self, address: str) -> Entry | None:
+        """A new connection; None where it is not taken."""
+        if self.num_connections >= limits.HTTP_CONNECTIONS_MAX:
+            return None
+        network, is_proxy = self.walls.network_of(address, ""), self.walls.is_proxy(address)
+        if not is_proxy:
+            strangers = self._by_network.get(network, 0)
+            if self.num_strangers >= limits.HTTP_STRANGERS_MAX or strangers >= limits.HTTP_STRANGERS_EACH_MAX:
+                return None
+            if self._connects is not None and not self._connects.try_take(network, self._now()):
+                return None
+        entry = Entry(self, address, network=network, is_proxy=is_proxy)
+        self.count(entry, +1)
+        return entry
+
+    def count(self, entry: Entry, change: int) -> None:
+        """Add a connection or take it away."""
+        self.num_connections += change
+        if entry.is_member or entry.is_proxy:
+            return
+        self.num_strangers += change
+        self._by_network[entry.network] = self._by_network.get(entry.network, 0) + change
+        if not self._by_network[entry.network]:
+            del self._by_network[entry.network]
+
+    def delay_s(self, entry: Entry, forwarded: str) -> float:
+        """How long a request waits before it is read. A member's does not."""
+        if entry.is_member or self._requests is None or self._all_requests is None:
+            return 0.0
+        network = self.walls.network_of(entry.address, forwarded) if entry.is_proxy else entry.network
+        now_s = self._now()
+        mine_s = self._requests.take(network, now_s)
+        return mine_s or self._all_requests.take("all", now_s)
+
+
+class Listener:
+    """Listens on one host and port. `connect` makes the protocol of a connection that was let in."""
+
+    def __init__(self, doors: Doors, connect: Callable[[Entry], asyncio.Protocol]) -> None:
+        self._doors, self._connect = doors, connect
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def open(self, host: str, port: int) -> int:
+        """The port. Raises OSError."""
+        found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            for family, _, _, _, address in dict.fromkeys(found):
+                self._sockets.append(_listening(family, address))
+        except OSError:
+            self.close()
+            raise
+        for listening in self._sockets:
+            self._loop.add_reader(listening.fileno(), self._ready, listening)
+        bound: int = self._sockets[0].getsockname()[1]
+        return bound
+
+    def close(self) -> None:
+        """Accept no more. Idempotent."""
+        self._is_closed = True
+        for listening in self._sockets:
+            self._loop.remove_reader(listening.fileno())
+            listening.close()
+        self._sockets = []
+
+    def _ready(self, listening: socket.socket) -> None:
+        work = WORK_AT_ONCE
+        while work > 0:
+            try:
+                accepted, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("no connection can be accepted for %.0f s: %s", PAUSE_S, error.strerror)
+                self._loop.remove_reader(listening.fileno())
+                self._loop.call_later(PAUSE_S, self._resume, listening)
+                return
+            entry = self._doors.enter(str(address[0]))
+            if entry is None:
+                work -= 1
+                _reset(accepted)
+                continue
+            work -= WORK_OF_ACCEPTING
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._take(entry, accepted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _resume(self, listening: socket.socket) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(listening.fileno(), self._ready, listening)
+
+    async def _take(self, entry: Entry, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: self._connect(entry), accepted)
+        except OSError:  # the caller is gone already
+            entry.leave()
+            accepted.close()
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+        if option is not None:  # Linux and macOS; accepted sockets inherit it
+            with contextlib.suppress(OSError):  # it only spares bytes
+                made.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES_MAX)
+        made.bind(address)
+        made.listen(BACKLOG)
+        made.setblocking(False)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _reset(accepted: socket.socket) -> None:
+    """Close without a farewell, so that nothing of it remains in the system's tables."""
+    with contextlib.suppress(OSError):
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted.close()
+
+
+def _turns(per_second: float, *, burst_s: float) -> Turns | None:
+    return None if math.isinf(per_second) else Turns(per_second=per_second, burst=max(1.0, burst_s * per_second))

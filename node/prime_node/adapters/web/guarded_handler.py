@@ -1,0 +1,312 @@
+"""One connection of aiohttp's server, behind a wall of our own.
+
+aiohttp parses whatever comes as it comes, one event for each chunk of a body, and buffers requests ahead. Here each request is
+framed first (request_head.py): the framework gets a header when it is whole and in order, then exactly its body, and the next
+header when the answer before it has been written. What arrives in a thousand small readings is cut off, and so is a reader that
+stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import http
+import logging
+
+from aiohttp import web
+
+from prime_node.adapters.web.doors import Doors, Entry
+from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, explanation
+from prime_node.adapters.web.request_head import Head, find_end, read_head
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
+
+log = logging.getLogger(__name__)
+
+READING_BYTES = 256
+"""What each reading beyond the first HTTP_READINGS_MAX of a request must bring on average."""
+HELD_BYTES_MAX = 2**20
+"""Of what comes while an answer is under way. Reading is paused then; one reading more may be on its way."""
+REFUSED_S = 2.0
+"""How long a refused connection stays, so that its sender reads why. An unread byte would reset it."""
+DROPPED_BYTES_MAX = 2**20
+"""Read and thrown away in that time."""
+READER_S = 20.0
+"""A reader that takes less than BODY_BYTES_PER_S_MIN for so long is cut off."""
+
+
+class GuardedHandler(web.RequestHandler):
+    """One connection, which is cut when the header of its next request does not come in time."""
+
+    __slots__ = (
+        "_body_left",
+        "_doors",
+        "_dropped",
+        "_first_header_s",
+        "_has_begun",
+        "_header_s_max",
+        "_header_timer",
+        "_held",
+        "_is_busy",
+        "_is_held_back",
+        "_reader_timer",
+        "_readings",
+        "_request_bytes",
+        "_searched",
+        "_turn_timer",
+        "_unsent",
+        "entry",
+        "expects_continue",
+        "is_given_up",
+    )
+
+    def __init__(
+        self, manager: web.Server, doors: Doors, entry: Entry, *, header_s_max: float, first_header_s: float
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # None is how aiohttp itself spells "off"
+            auto_decompress=False,
+            keepalive_timeout=header_s_max,
+            lingering_time=REFUSED_S,
+        )
+        self.entry = entry
+        self.expects_continue = False
+        """The sender waits for a word before it sends the body."""
+        self.is_given_up = False
+        """A body is not read to its end, so no other request can follow."""
+        self._doors = doors
+        self._header_s_max = header_s_max
+        self._first_header_s = first_header_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._turn_timer: asyncio.TimerHandle | None = None
+        self._held = bytearray()
+        """What has come and was not given to the framework."""
+        self._searched = 0
+        self._body_left = 0
+        self._readings = self._request_bytes = self._dropped = 0
+        self._is_busy = self._is_held_back = self._has_begun = False
+        self._unsent = 0
+
+    # What the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._wait_for_header(self._first_header_s)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        for timer in (self._header_timer, self._reader_timer, self._turn_timer):
+            if timer is not None:
+                timer.cancel()
+        self._held.clear()
+        self.entry.leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not data:  # how the framework asks its own parser to go on
+            super().data_received(data)
+            return
+        self._readings += 1
+        self._request_bytes += len(data)
+        if self.is_given_up:
+            self._dropped += len(data)
+            if self._dropped > DROPPED_BYTES_MAX or self._readings > DROPPED_BYTES_MAX // READING_BYTES:
+                self._hold_back()
+            return
+        if self._readings > limits.HTTP_READINGS_MAX + self._request_bytes // READING_BYTES:
+            self.abort()
+        elif self._body_left >= len(data) and not self._held:
+            self._body_left -= len(data)
+            super().data_received(data)
+        else:
+            self._held += data
+            self._advance()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.transport is not None:
+            self._unsent = self.transport.get_write_buffer_size()
+            self._reader_timer = asyncio.get_running_loop().call_later(READER_S, self._look_at_reader)
+
+    def resume_writing(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+        super().resume_writing()
+
+    # What the server calls
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def give_up(self) -> None:
+        """Take no more. The answer that comes now is the last one."""
+        self.is_given_up = True
+        self.close()
+
+    def go_on(self) -> None:
+        """Ask a sender that waits for it to send its body."""
+        if self.expects_continue and self.transport is not None:
+            self.expects_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # What the framework calls
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        found = await super().finish_response(request, resp, start_time)
+        self._answered()
+        return found
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """An ErrorBody. A fault of ours is logged; what is no HTTP is a peer's fault, and scanners send it all day."""
+        if status >= 500:
+            super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+            error = PeerError(ErrorCode.INTERNAL, "a fault of the server; its operator can see it")
+        else:
+            log.debug("%s does not speak HTTP: %r", self.entry.address, exc)
+            error = PeerError(ErrorCode.MALFORMED, "this is no HTTP")
+        answer = error_answer(error)
+        answer.force_close()
+        return answer
+
+    def _resume_transport_reading(self) -> None:
+        if not self._is_held_back:
+            super()._resume_transport_reading()
+
+    # Inside
+
+    def _advance(self) -> None:
+        """Give the framework what it may have now."""
+        try:
+            while self._held and self._turn_timer is None:
+                if self._body_left:
+                    piece = bytes(self._held[: self._body_left])
+                    del self._held[: len(piece)]
+                    self._body_left -= len(piece)
+                    super().data_received(piece)
+                elif self._is_busy:
+                    self._hold_back()
+                    if len(self._held) > HELD_BYTES_MAX:
+                        self.abort()
+                    return
+                elif not self._next_request():
+                    return
+        except PeerError as error:
+            self._refuse(error)
+
+    def _next_request(self) -> bool:
+        """Look for the next header. False where it is not whole, or where its turn has not come. Raises PeerError."""
+        end = find_end(self._held, self._searched)
+        if end < 0:
+            self._searched = len(self._held)
+            if not self._has_begun:
+                self._has_begun = True
+                self._wait_for_header(min(self._header_s_max, limits.HTTP_HEADER_S_MAX))
+            return False
+        head = read_head(bytes(self._held[:end]))
+        if not self._doors.walls.is_host(self.entry.address, head.host):
+            raise PeerError(
+                ErrorCode.MALFORMED,
+                f"this server is not known by the name {head.host[:100]!r}: its operator can add it to coordinator.hosts",
+            )
+        self._has_begun, self._searched = False, 0
+        delay_s = self._doors.delay_s(self.entry, head.forwarded)
+        if delay_s > 0.0:
+            self._hold_back()
+            self._stop_header_timer()
+            self._turn_timer = asyncio.get_running_loop().call_later(delay_s, self._turn_came, end, head)
+            return False
+        self._begin(end, head)
+        return True
+
+    def _turn_came(self, end: int, head: Head) -> None:
+        self._turn_timer = None
+        if self.transport is not None:
+            self._go_on_reading()
+            self._begin(end, head)
+            self._advance()
+
+    def _begin(self, end: int, head: Head) -> None:
+        self._stop_header_timer()
+        self._is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
+        header = bytes(self._held[:end])
+        del self._held[:end]
+        super().data_received(header)
+
+    def _answered(self) -> None:
+        self._is_busy = False
+        self._readings, self._request_bytes = 0, len(self._held)
+        if self.is_given_up or self.transport is None:
+            return
+        self._wait_for_header(self._header_s_max)
+        self._go_on_reading()
+        self._advance()
+
+    def _refuse(self, error: PeerError) -> None:
+        """Answer what never reaches the framework, and end the connection."""
+        self.is_given_up = True
+        self._held.clear()
+        self._stop_header_timer()
+        if self.transport is None:
+            return
+        log.debug("%s: %s", self.entry.address, error)
+        told = explanation(error)
+        assert isinstance(told.body, bytes)
+        lines = [
+            f"HTTP/1.1 {told.status} {http.HTTPStatus(told.status).phrase}",
+            f"Date: {email.utils.formatdate(usegmt=True)}",
+            f"Content-Type: {told.content_type}",
+            f"Content-Length: {len(told.body)}",
+            "Connection: close",
+        ]
+        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + told.body)
+        self._header_timer = asyncio.get_running_loop().call_later(REFUSED_S, self.abort)
+
+    def _hold_back(self) -> None:
+        if not self._is_held_back:
+            self._is_held_back = True
+            self._pause_transport_reading()
+
+    def _go_on_reading(self) -> None:
+        if self._is_held_back:
+            self._is_held_back = False
+            if not self._reading_paused and not self._buffer_paused:
+                self._resume_transport_reading()
+
+    def _look_at_reader(self) -> None:
+        self._reader_timer = None
+        if self.transport is None:
+            return
+        unsent = self.transport.get_write_buffer_size()
+        if self._unsent - unsent < READER_S * BODY_BYTES_PER_S_MIN:
+            self.abort()
+            return
+        self._unsent = unsent
+        self._reader_timer = asyncio.get_running_loop().call_later(READER_S, self._look_at_reader)
+
+    def _wait_for_header(self, seconds: float) -> None:
+        self._stop_header_timer()
+        self._header_timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def error_answer(error: PeerError) -> web.Response:
+    """A PeerError as the framework's answer."""
+    told = explanation(error)
+    assert isinstance(told.body, bytes)
+    return web.Response(body=told.body, status=told.status, content_type=told.content_type, headers=told.headers)

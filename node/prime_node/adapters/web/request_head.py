@@ -1,0 +1,97 @@
+"""The header of one HTTP request, read far enough to know where the request ends and what must not reach the framework.
+
+Stricter than RFC 9112 asks. A transfer coding is refused: a signer knows the length of its body, and a body in chunks of one byte
+costs its receiver a thousand times what it weighs. So are an upgrade, a folded field, two lengths and any method but GET, HEAD
+and POST. The framework parses the same bytes again; since nothing ambiguous is left, both find the same end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError, printable
+
+END = b"\r\n\r\n"
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,8000}) HTTP/1\.([01])")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+_METHODS = {b"GET", b"HEAD", b"POST"}
+_ONCE = {b"content-length", b"host", b"transfer-encoding", b"expect"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the server acts on before the framework sees the request."""
+
+    body_bytes: int
+    host: str
+    forwarded: str
+    """The header X-Forwarded-For."""
+    expects_continue: bool
+
+
+def find_end(data: bytes | bytearray, seen: int) -> int:
+    """Where the header ends, its empty line included; -1 where it goes on. Raises PeerError.
+
+    `seen` bytes were searched before. What cannot become a header is refused before it is whole.
+    """
+    if not 65 <= data[0] <= 90:  # A to Z, of the method
+        raise PeerError(ErrorCode.MALFORMED, "this is no HTTP")
+    end = data.find(END, max(0, seen - len(END) + 1))
+    length = len(data) if end < 0 else end + len(END)
+    if length > limits.HTTP_HEADER_BYTES_MAX:
+        raise LimitExceeded("HTTP_HEADER_BYTES_MAX", length, limits.HTTP_HEADER_BYTES_MAX, code=ErrorCode.MALFORMED)
+    if end < 0 and data.find(b"\n\n", max(0, seen - 1)) >= 0:
+        raise PeerError(ErrorCode.MALFORMED, "this is no HTTP: its lines do not end in CR LF")
+    return -1 if end < 0 else length
+
+
+def read_head(data: bytes) -> Head:
+    """A whole header, with its empty line. Raises PeerError."""
+    request, *lines = data[: -len(END)].split(b"\r\n")
+    found = _REQUEST_LINE.fullmatch(request)
+    if found is None:
+        raise PeerError(ErrorCode.MALFORMED, "this is no HTTP: the request line is not one of HTTP/1.1")
+    if len(lines) > limits.HTTP_HEADER_LINES_MAX:
+        raise LimitExceeded("HTTP_HEADER_LINES_MAX", len(lines), limits.HTTP_HEADER_LINES_MAX, code=ErrorCode.MALFORMED)
+    if found[1] not in _METHODS:
+        raise PeerError(ErrorCode.NOT_FOUND, f"no endpoint has the method {found[1].decode()}")
+    fields = _fields(lines)
+    if b"transfer-encoding" in fields:
+        raise PeerError(ErrorCode.MALFORMED, "a body in chunks is not accepted here: send Content-Length")
+    if b"upgrade" in fields:
+        raise PeerError(ErrorCode.MALFORMED, "this server changes to no other protocol")
+    if b"host" not in fields and found[3] == b"1":
+        raise PeerError(ErrorCode.MALFORMED, "a request of HTTP/1.1 names its Host")
+    length, expect = fields.get(b"content-length", b"0"), fields.get(b"expect", b"").lower()
+    if not _LENGTH.fullmatch(length):
+        raise PeerError(ErrorCode.MALFORMED, "Content-Length is not a number")
+    if expect not in (b"", b"100-continue"):
+        raise PeerError(ErrorCode.MALFORMED, f"no expectation but 100-continue is met here, not {_shown(expect)}")
+    return Head(
+        body_bytes=int(length),
+        host=_shown(fields.get(b"host", b"")),
+        forwarded=_shown(fields.get(b"x-forwarded-for", b"")),
+        expects_continue=bool(expect),
+    )
+
+
+def _fields(lines: list[bytes]) -> Mapping[bytes, bytes]:
+    """By their names in lower case; of those that may come more than once, the last. Raises PeerError."""
+    fields: dict[bytes, bytes] = {}
+    for line in lines:
+        found = _FIELD.fullmatch(line)
+        if found is None:
+            raise PeerError(ErrorCode.MALFORMED, "this is no HTTP: a header field is not well formed")
+        name = found[1].lower()
+        if name in _ONCE and name in fields:
+            raise PeerError(ErrorCode.MALFORMED, f"the header {_shown(name)} comes twice")
+        fields[name] = found[2].rstrip(b" \t")
+    return fields
+
+
+def _shown(text: bytes) -> str:
+    return printable(text.decode("latin-1"))

@@ -1,0 +1,95 @@
+"""Who may send a body, before its first byte is read. The cheap checks come first; the first that fails answers.
+
+    (1) the header Prime-Body, its framing and size; without it the body is a stranger's, and short
+    (2) one signer; a stranger's address has not sent too much rubbish         BAD_SIGNATURE, TOO_MANY_REQUESTS
+    (3) the signer has the endpoint's role                                     WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
+    (4) the signer's own rate                                                  TOO_MANY_REQUESTS
+    (5) signature, schema, this endpoint and this length                       BAD_SIGNATURE, WRONG_TYPE, MALFORMED
+    (6) this run, this epoch, time stamp within the window, a new nonce        WRONG_RUN, WRONG_EPOCH, EXPIRED, REPLAYED
+
+What was admitted counts against its sender's share: the trusted roles, the members and the strangers have one each, so nobody
+fills the room of another class, and no key and no network fills its own class's alone.
+"""
+
+from __future__ import annotations
+
+from prime_node.coordinator.api.callers import Callers
+from prime_node.coordinator.api.requests import Caller, Gate, is_stranger, require_role, wrong_run
+from prime_node.coordinator.core import Core
+from prime_node.ports.web import Admission, Admit, Request, Share
+from prime_protocol import limits
+from prime_protocol.body_claim import CLAIM_HEADER, open_claim, read_claim
+from prime_protocol.errors import LimitExceeded
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
+
+NETWORKS_PER_CLASS = 4
+"""Members of one network that the operator does not trust take at most one of so many parts of the members' share."""
+
+
+def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Caller) -> Admit:
+    """The check for bodies that go to /v1/`action`."""
+
+    def admit(request: Request, num_bytes: int) -> Admission:
+        now_s, address = core.clock.monotonic_s(), callers.address_of(request)
+        network = callers.network_of(address)
+        header = request.headers.get(CLAIM_HEADER.lower())
+        if header is None:
+            return _of_stranger(num_bytes, network)
+        with gate.blame(address, now_s):
+            envelope = open_claim(header)  # (1)
+            signer = envelope.sole_signer()  # (2)
+            if is_stranger(signer, run=core.run, state=core.state):
+                gate.limiter.by_address.require(address, now_s)
+                require_role(signer, caller, run=core.run, state=core.state)  # (3)
+                return _of_stranger(num_bytes, network)  # its signature would gain it nothing
+            require_role(signer, caller, run=core.run, state=core.state)  # (3)
+            if signer in core.state.workers:
+                gate.limiter.by_key.require(signer, now_s)  # (4)
+            claim = read_claim(envelope, signer, action=action, body_bytes=num_bytes)  # (5)
+        if claim.run != core.run.digest:  # (6)
+            raise wrong_run(claim.run, core.run)
+        gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=core.clock.now_ms(), now_s=now_s)
+        gate.nonces.spend(signer, claim.nonce, now_s)
+        request.vouch(True)
+        return Admission(_of_known(core, signer, network, callers), claim.body_digest)
+
+    return admit
+
+
+def _of_stranger(num_bytes: int, network: str) -> Admission:
+    """Raises LimitExceeded."""
+    if num_bytes > limits.STRANGER_BODY_BYTES_MAX:
+        raise LimitExceeded(
+            f"STRANGER_BODY_BYTES_MAX (a longer body needs the header {CLAIM_HEADER} of a member)",
+            num_bytes,
+            limits.STRANGER_BODY_BYTES_MAX,
+        )
+    each_max, all_max = limits.STRANGERS_BODY_BYTES_EACH_MAX, limits.STRANGERS_BODY_BYTES_MAX
+    return Admission(
+        (
+            Share(f"strangers at {network}", each_max, limits.BODIES_EACH_MAX),
+            Share("strangers", all_max, limits.HTTP_STRANGERS_MAX),
+        )
+    )
+
+
+def _of_known(core: Core, signer: str, network: str, callers: Callers) -> tuple[Share, ...]:
+    """A key may send two of the largest bodies at once, however small its class's share is set."""
+    bounds = core.run.spec.limits
+    if signer not in core.state.workers:
+        each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+        all_max = max(limits.ROLES_BODY_BYTES_MAX, each_max)
+        return (
+            Share(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
+            Share("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
+        )
+    each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+    all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
+    shares = (
+        Share(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
+        Share("members", all_max, limits.HTTP_CONNECTIONS_MAX),
+    )
+    if callers.is_trusted(network):
+        return shares
+    network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
+    return (*shares, Share(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))
