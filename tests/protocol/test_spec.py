@@ -11,6 +11,7 @@ import pytest
 from prime_protocol import (
     assigned,
     assignment,
+    body_claim,
     calibration,
     case,
     evidence,
@@ -41,6 +42,7 @@ SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="
 MODULES = (
     assigned,
     assignment,
+    body_claim,
     calibration,
     case,
     evidence,

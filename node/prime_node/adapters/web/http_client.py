@@ -219,7 +219,7 @@ class HttpClient:
 
     async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
         parcel = pack_logprobs(logprobs_T, run=self._run, bundle=bundle, key=self._signing_key())
-        await self._exchange("POST", "/v1/logprobs", body=parcel)
+        await self._post("logprobs", lambda: parcel)
         return digest_of(parcel)
 
     async def check_result(self, request: CheckResultRequest) -> None:

@@ -1,0 +1,171 @@
+"""A body is read only after its sender is known, and counts against its sender's class alone. A real coordinator's sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    HEARTBEAT,
+    TRAINER,
+    World,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+from tests.security.raw_http import Raw, ask, claim, get, post
+
+from prime_protocol import limits
+from prime_protocol.body_claim import REQUEST_HEADER
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode
+
+BODY = b"x" * 300_000
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        yield world
+
+
+async def test_a_body_that_nobody_announced_is_refused_by_its_length_before_it_is_sent(world: World) -> None:
+    for path in ("/v1/rollouts", "/v1/blobs", "/v1/manifests", "/v1/check_result"):
+        answer = await ask(world.url, post(path, limits.STRANGER_BODY_BYTES_MAX + 1))
+        assert answer.code == ErrorCode.TOO_LARGE
+        assert answer.headers["connection"] == "close"
+
+
+CHANGES: list[tuple[dict[str, Any], ErrorCode]] = [
+    ({"run": digest_of(b"another")}, ErrorCode.WRONG_RUN),
+    ({"action": "blobs"}, ErrorCode.MALFORMED),
+    ({"body_bytes": len(BODY) + 1}, ErrorCode.MALFORMED),
+    ({"issued_at_ms": 1}, ErrorCode.EXPIRED),
+    ({"epoch": "0" * 32}, ErrorCode.WRONG_EPOCH),
+]
+
+
+@pytest.mark.parametrize(("changes", "code"), CHANGES, ids=[next(iter(changes)) for changes, _ in CHANGES])
+async def test_an_announcement_is_checked_before_the_body_is_sent(
+    world: World, changes: dict[str, Any], code: ErrorCode
+) -> None:
+    line = await claim(world, ANNA, BODY, **changes)
+    assert (await ask(world.url, post("/v1/rollouts", len(BODY), line))).code == code
+
+
+async def test_a_key_that_does_not_take_part_is_refused_before_the_body_is_sent(world: World) -> None:
+    for path, action, code in (
+        ("/v1/blobs", "blobs", ErrorCode.WRONG_ROLE),
+        ("/v1/manifests", "manifests", ErrorCode.WRONG_ROLE),
+        ("/v1/check_result", "check_result", ErrorCode.WRONG_ROLE),
+    ):
+        line = await claim(world, ANNA, BODY, action=action)
+        assert (await ask(world.url, post(path, len(BODY), line))).code == code
+    line = await claim(world, TRAINER, BODY)
+    assert (await ask(world.url, post("/v1/rollouts", len(BODY), line))).code == ErrorCode.UNKNOWN_WORKER
+
+
+async def test_a_forged_announcement_is_refused_before_the_body_is_sent(world: World) -> None:
+    line = (await claim(world, TRAINER, BODY)).replace(TRAINER.key_id, ANNA.key_id)
+    assert (await ask(world.url, post("/v1/rollouts", len(BODY), line))).code == ErrorCode.BAD_SIGNATURE
+
+
+async def test_an_announcement_counts_once(world: World) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    line = await claim(world, ANNA, parcel)
+    head = post("/v1/rollouts", len(parcel), line)
+    assert (await ask(world.url, head + parcel)).status == 200
+    assert (await ask(world.url, head)).code == ErrorCode.REPLAYED
+
+
+async def test_a_body_is_the_one_that_was_announced(world: World) -> None:
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    line = await claim(world, ANNA, parcel)
+    other = parcel[:-1] + bytes([parcel[-1] ^ 1])
+    assert (await ask(world.url, post("/v1/rollouts", len(parcel), line) + other)).code == ErrorCode.DIGEST_MISMATCH
+
+
+async def test_nobody_is_asked_for_a_body_before_he_is_admitted(world: World) -> None:
+    raw = await Raw.to(world.url)
+    await raw.send(post("/v1/rollouts", len(BODY), "Expect: 100-continue"))
+    assert (await raw.answer()).code == ErrorCode.TOO_LARGE, "no 100 came before it"
+    raw.close()
+    parcel = make_parcel(await world.lease(ANNA), ANNA)
+    raw = await Raw.to(world.url)
+    line = await claim(world, ANNA, parcel)
+    await raw.send(post("/v1/rollouts", len(parcel), line, "Expect: 100-continue"))
+    assert await raw.line() == b"HTTP/1.1 100 Continue\r\n"
+    await raw.line()
+    await raw.send(parcel)
+    assert (await raw.answer()).status == 200
+    raw.close()
+
+
+async def held(world: World, *lines: str, path: str = "/v1/join", num_bytes: int = 1_000) -> Raw:
+    """A body that has begun and does not end."""
+    raw = await Raw.to(world.url)
+    await raw.send(post(path, num_bytes, *lines) + b"x")
+    return raw
+
+
+async def test_strangers_who_fill_their_share_take_nothing_from_members_and_roles(world: World) -> None:
+    fill = [await held(world) for _ in range(limits.BODIES_EACH_MAX)]
+    assert (await ask(world.url, post("/v1/join", 1_000) + b"x")).code == ErrorCode.UNAVAILABLE
+    await world.client(ANNA).heartbeat(HEARTBEAT)
+    reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
+    assert reply.verdict is None
+    await world.judge()
+    await world.client(TRAINER).put_blob(BODY)
+    for raw in fill:
+        raw.close()
+
+
+async def test_strangers_bytes_are_bounded_besides_their_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STRANGERS_BODY_BYTES_EACH_MAX", 100_000)
+    raw = await Raw.to(world.url)
+    await raw.send(post("/v1/join", 130_000) + b"x" * 120_000)
+    assert (await raw.answer()).code == ErrorCode.UNAVAILABLE
+    raw.close()
+
+
+async def test_a_member_who_fills_his_share_takes_nothing_from_others(world: World) -> None:
+    fill = [
+        await held(world, await claim(world, ANNA, BODY), path="/v1/rollouts", num_bytes=len(BODY))
+        for _ in range(limits.BODIES_EACH_MAX)
+    ]
+    line = await claim(world, ANNA, BODY)
+    assert (await ask(world.url, post("/v1/rollouts", len(BODY), line) + b"x")).code == ErrorCode.UNAVAILABLE
+    assert (await world.client(BEN).upload(make_parcel(await world.lease(BEN), BEN))).verdict is None
+    await world.client(TRAINER).put_blob(BODY)
+    for raw in fill:
+        raw.close()
+
+
+async def test_what_a_body_held_is_given_back_however_it_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODIES_EACH_MAX", 1)
+    for _ in range(3):
+        raw = await held(world)
+        raw.close()
+
+        async def is_free() -> bool:
+            return (await ask(world.url, post("/v1/join", 2) + b"{}")).code == ErrorCode.WRONG_TYPE
+
+        await world.until(is_free)
+
+
+async def test_a_signed_request_needs_no_body_and_has_only_one_place(world: World) -> None:
+    epoch = (await world.client(ANNA).heartbeat(HEARTBEAT), world.client(ANNA)._epoch)[1]
+    signed = world.signed(HEARTBEAT, ANNA, epoch=epoch).decode()
+    line = f"{REQUEST_HEADER}: {signed}"
+    assert (await ask(world.url, post("/v1/heartbeat", 2, line) + b"{}")).code == ErrorCode.MALFORMED
+    assert (await ask(world.url, post("/v1/heartbeat", 0, line))).status == 200
+    assert (await ask(world.url, post("/v1/heartbeat", 0, line))).code == ErrorCode.REPLAYED
+    long = f"{REQUEST_HEADER}: " + "x" * limits.HEADER_ENVELOPE_BYTES_MAX
+    assert (await ask(world.url, post("/v1/heartbeat", 0, long + "x"))).code == ErrorCode.TOO_LARGE
+    assert (await ask(world.url, get("/healthz"))).status == 200

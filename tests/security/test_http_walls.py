@@ -1,0 +1,342 @@
+"""Framing, connections, requests and readers of the HTTP server, attacked over raw sockets. Nothing here is timed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_run, memory_parts, running
+from tests.security.raw_http import Raw, ask, barrier, get, post
+
+from prime_node.adapters.web import guarded_handler
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.adapters.web.doors import Doors
+from prime_node.adapters.web.shares import Turns
+from prime_node.coordinator.api.walls import walls_of
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.ports.web import Request, Response, Route, Walls
+from prime_protocol import limits
+from prime_protocol.errors import ErrorCode
+
+LARGE = bytes(2**24)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        yield world
+
+
+async def large(request: Request) -> Response:
+    return Response(LARGE, content_type="application/octet-stream")
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[str]:
+    """A server as peers have it: each connection begins with plain_gets.py."""
+    server = AiohttpServer()
+    routes = [Route("GET", "/v1/blobs/{digest}", large, is_bulk=True), Route("GET", "/v1/run", large)]
+    yield f"http://127.0.0.1:{await server.start(routes, host='127.0.0.1', port=0)}"
+    await server.stop(grace_s=0.1)
+
+
+# Framing
+
+CHUNKED = b"POST /v1/join HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+REFUSED = {
+    "one-byte chunks": CHUNKED + b"1\r\nx\r\n" * 50_000,
+    "a transfer coding in any case": CHUNKED.replace(b"Transfer-Encoding", b"tRANSFER-eNCODING"),
+    "a transfer coding beside a length": CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n"),
+    "an expectation": get("/healthz", "Expect: x"),
+    "an upgrade": get("/healthz", "Upgrade: websocket", "Connection: upgrade"),
+    "two lengths": get("/healthz", "Content-Length: 0", "Content-Length: 0"),
+    "two hosts": get("/healthz", "Host: 127.0.0.1"),
+    "no host": b"GET /healthz HTTP/1.1\r\n\r\n",
+    "a length that is none": get("/healthz", "Content-Length: +1"),
+    "a folded field": get("/healthz", "X: 1", " 2"),
+    "a space before the colon": get("/healthz", "X : 1"),
+    "a field without a colon": get("/healthz", "rubbish"),
+    "a null": get("/healthz", "X: \x00"),
+    "bare line feeds": b"GET /healthz HTTP/1.1\nHost: x\n\n",
+    "a header too long": get("/healthz", "X: " + "x" * limits.HTTP_HEADER_BYTES_MAX),
+    "a header that does not end": b"GET /healthz HTTP/1.1\r\nX: " + b"x" * limits.HTTP_HEADER_BYTES_MAX,
+    "too many fields": get("/healthz", *["X: 1"] * limits.HTTP_HEADER_LINES_MAX),
+    "TLS": b"\x16\x03\x01\x00\xa5\x01\x00",
+    "another version": b"GET /healthz HTTP/2.0\r\n\r\n",
+    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
+async def test_a_request_that_is_not_framed_plainly_gets_an_error_body_and_no_parser(world: World, data: bytes) -> None:
+    raw = await Raw.to(world.url)
+    await raw.send(data)
+    answer = await raw.answer()
+    assert answer.code == ErrorCode.MALFORMED
+    assert answer.headers["connection"] == "close"
+    raw.close()
+    await world.client(ANNA).heartbeat(HEARTBEAT)
+
+
+@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
+async def test_a_peer_refuses_the_same(peer: str, data: bytes) -> None:
+    raw = await Raw.to(peer)
+    await raw.send(data)
+    assert (await raw.answer()).code == ErrorCode.MALFORMED
+    raw.close()
+
+
+@pytest.mark.parametrize(
+    "line", ["CONNECT x:1", "OPTIONS *", "DELETE /v1/run", "GET /nothing", "POST /healthz", "PUT /v1/join"]
+)
+async def test_what_no_endpoint_answers_is_not_found(world: World, line: str) -> None:
+    answer = await ask(world.url, f"{line} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert answer.code == ErrorCode.NOT_FOUND
+
+
+async def test_the_body_of_an_unknown_path_is_not_read(world: World) -> None:
+    raw = await Raw.to(world.url)
+    await raw.send(post("/v1/nothing", 2**40))
+    answer = await raw.answer()
+    assert (answer.code, answer.headers["connection"]) == (ErrorCode.NOT_FOUND, "close")
+    raw.close()
+
+
+async def test_a_header_that_drips_is_cut(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HTTP_HEADER_S_MAX", 0.1)
+    raw = await Raw.to(world.url)
+    await raw.send(b"GET /healthz HTTP/1.1\r\n")
+    assert await raw.is_cut()
+    raw.close()
+
+
+@pytest.mark.parametrize("begun", [b"", post("/v1/join", 1_000)], ids=["header", "body"])
+async def test_what_comes_in_single_bytes_is_cut(world: World, begun: bytes) -> None:
+    """A byte that is read alone costs the server as much as a kilobyte."""
+    raw = await Raw.to(world.url)
+    await raw.send(begun)
+
+    async def drip() -> None:
+        for byte in post("/v1/join", 1_000, "X: " + "x" * 2 * limits.HTTP_READINGS_MAX):
+            await raw.send(bytes([byte]))
+            await barrier(world.url)
+
+    with pytest.raises(ConnectionError):
+        await drip()
+    raw.close()
+
+
+async def test_pipelined_requests_are_read_one_after_the_other(world: World) -> None:
+    raw = await Raw.to(world.url)
+    await raw.send(get("/healthz") * 100)
+    for _ in range(100):
+        assert (await raw.answer()).status == 200
+    raw.close()
+
+
+async def test_what_is_sent_ahead_stays_in_the_network(world: World) -> None:
+    """While one request is under way nothing is buffered for the next ones: the sender is stopped by TCP."""
+    tag = (await ask(world.url, get("/v1/head"))).headers["etag"]
+    raw = await Raw.to(world.url)
+    await raw.send(get("/v1/head", f"If-None-Match: {tag}", "Prefer: wait=30"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await raw.send(get("/healthz") * 1_000_000)
+    raw.close()
+
+
+# Readers
+
+
+async def test_a_reader_that_stands_still_is_cut_and_holds_no_memory(
+    peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_handler, "READER_S", 0.1)
+    raw = await Raw.to(peer)
+    raw.stand_still()
+    await raw.send(get("/v1/run"))
+
+    async def is_cut() -> bool:
+        try:
+            await raw.send(b"x")
+        except ConnectionError:
+            return True
+        return False
+
+    for _ in range(500):
+        if await is_cut():
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("it was never cut")
+    raw.close()
+
+
+async def test_large_answers_to_strangers_are_bounded_together(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STRANGERS_ANSWER_BYTES_EACH_MAX", len(LARGE))
+    raw = await Raw.to(peer)
+    raw.stand_still()
+    await raw.send(get("/v1/run"))
+    for _ in range(500):
+        refused = await Raw.to(peer)
+        await refused.send(get("/v1/run"))
+        head = await refused.line()
+        refused.close()
+        if head.startswith(b"HTTP/1.1 503"):
+            break
+    else:
+        raise AssertionError("it was never refused")
+    raw.close()
+
+
+# Connections and requests
+
+
+async def test_one_network_of_strangers_has_so_many_connections_and_a_member_does_not_count(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.client(ANNA).heartbeat(HEARTBEAT)
+    monkeypatch.setattr(limits, "HTTP_STRANGERS_EACH_MAX", 3)
+    found = [await opened(world.url) for _ in range(8)]
+    assert 0 < sum(raw is not None for raw in found) <= 3
+    await world.client(ANNA).heartbeat(HEARTBEAT)
+    for raw in found:
+        if raw is not None:
+            raw.close()
+
+
+async def test_connections_beyond_the_rate_are_reset_and_those_that_are_there_stay() -> None:
+    async with running(memory_parts(make_run(), connects_per_second=1.0)) as world:
+        await world.join(ANNA)
+        raws = []
+        while raw := await opened(world.url):
+            raws.append(raw)
+        assert len(raws) < 100
+        await world.client(ANNA).heartbeat(HEARTBEAT)
+        for raw in raws:
+            raw.close()
+
+
+async def opened(url: str) -> Raw | None:
+    """A connection on which something is answered; None for one that is reset."""
+    try:
+        raw = await Raw.to(url)
+        await raw.send(get("/healthz"))
+        assert (await raw.answer()).status == 200
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return None
+    return raw
+
+
+def walls(**settings: object) -> Walls:
+    return walls_of(CoordinatorConfig.model_validate(settings))
+
+
+def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not() -> None:
+    doors = Doors(walls(public_requests_per_second=4.0), lambda: 0.0)
+    one, same, other = (doors.enter(address) for address in ("8.8.8.8", "8.8.8.9", "9.9.9.9"))
+    assert one is not None
+    assert same is not None
+    assert other is not None
+    assert [doors.delay_s(one, ""), doors.delay_s(same, "")] == [0.0, 0.25]
+    assert doors.delay_s(other, "") == 0.0
+    assert doors.delay_s(other, "") > 0.0
+    one.vouch(True)
+    assert [doors.delay_s(one, "") for _ in range(100)] == [0.0] * 100
+    one.vouch(False)
+    assert doors.delay_s(one, "") > 0.0
+
+
+def test_a_proxy_is_not_one_stranger() -> None:
+    doors = Doors(walls(public_requests_per_second=4.0, proxies=["10.0.0.1"], connects_per_second=1.0), lambda: 0.0)
+    entries = [doors.enter("10.0.0.1") for _ in range(limits.HTTP_STRANGERS_EACH_MAX + 1)]
+    entry = entries[-1]
+    assert entry is not None
+    entry.vouch(True)  # of one of the many that it speaks for
+    assert [doors.delay_s(entry, "8.8.8.8"), doors.delay_s(entry, "8.8.8.9")] == [0.0, 0.25]
+    assert doors.delay_s(entry, "9.9.9.9") == 0.0
+    assert doors.num_strangers == 0
+
+
+def test_a_machine_of_the_operators_own_is_a_network_of_its_own() -> None:
+    wall = walls()
+    assert wall.network_of("192.168.0.7", "") != wall.network_of("192.168.0.8", "")
+    assert wall.network_of("8.8.8.8", "") == wall.network_of("8.8.8.9", "")
+    assert wall.network_of("2001:4860:4860::1", "") == wall.network_of("2001:4860:4860:ffff::1", "")
+
+
+def test_what_is_counted_is_given_back_once() -> None:
+    doors = Doors(walls(connects_per_second=1_000.0), lambda: 0.0)
+    entries = [doors.enter("8.8.8.8") for _ in range(limits.HTTP_STRANGERS_EACH_MAX)]
+    assert doors.enter("8.8.8.8") is None
+    for entry in entries[:2]:
+        assert entry is not None
+        entry.vouch(True)
+        entry.leave()
+        entry.leave()
+        entry.vouch(False)
+    assert (doors.num_connections, doors.num_strangers) == (len(entries) - 2,) * 2
+    assert doors.enter("8.8.8.8") is not None
+
+
+def test_turns_are_remembered_for_a_bounded_number_of_networks() -> None:
+    turns = Turns(per_second=1.0, burst=1.0)
+    for number in range(70_000):
+        turns.take(str(number), 0.0)
+    assert len(turns._levels) == 65_536
+
+
+# The name under which it is asked for
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.0.0.1:8400",
+        "[::1]:8400",
+        "localhost:8400",
+        "LOCALHOST",
+        "coordinator:8400",
+        "box.local",
+        "a.internal",
+    ],
+)
+async def test_a_private_caller_may_use_a_name_that_nobody_can_register(world: World, host: str) -> None:
+    assert (await ask(world.url, get("/v1/status", host=host))).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8400",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "a@127.0.0.1",
+        "rl.example.org",
+    ],
+)
+async def test_a_page_that_rebinds_its_name_to_a_coordinator_reads_nothing(world: World, host: str) -> None:
+    for path in ("/v1/status", "/healthz", "/metrics", "/v1/run"):
+        answer = await ask(world.url, get(path, host=host))
+        assert answer.code == ErrorCode.MALFORMED
+        assert b"coordinator.hosts" in answer.body
+        assert ANNA.key_id.encode() not in answer.body
+
+
+async def test_the_operator_lists_other_names() -> None:
+    async with running(memory_parts(make_run(), hosts=("rl.example.org",))) as world:
+        assert json.loads((await ask(world.url, get("/healthz", host="RL.example.org:8400"))).body)["ok"]
+        assert (await ask(world.url, get("/healthz", host="evil.example"))).code == ErrorCode.MALFORMED
+
+
+def test_a_public_caller_and_a_proxy_may_use_any_name() -> None:
+    wall = walls(proxies=["10.0.0.1"])
+    assert wall.is_host("8.8.8.8", "rl.example.org")
+    assert wall.is_host("10.0.0.1", "rl.example.org")
+    assert not wall.is_host("10.0.0.2", "rl.example.org")
