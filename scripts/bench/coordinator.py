@@ -51,6 +51,7 @@ from prime_node.coordinator.state.rules import Rules
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import WAIT_S_MAX, Limits
@@ -124,8 +125,28 @@ def server(kind: str, folder: Path) -> Iterator[int]:
         process.join()
 
 
-def http(path: str, body: bytes) -> bytes:
-    return b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+def http(path: str, body: bytes, *fields: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: bench", f"Content-Length: {len(body)}", *fields, "\r\n"]
+    return "\r\n".join(lines).encode() + body
+
+
+def asked(path: str, message: Request, key: SigningKey, epoch: str) -> bytes:
+    """A signed request as clients send it: in a header."""
+    return http(path, b"", f"{REQUEST_HEADER}: {signed(message, key, epoch).decode()}")
+
+
+def announced(path: str, body: bytes, key: SigningKey, epoch: str) -> bytes:
+    """A body behind the header that announces it."""
+    claim = claim_of(
+        body,
+        key,
+        run=make_run(**bench_run()).digest,
+        action=path.removeprefix("/v1/"),
+        nonce=secrets.token_hex(16),
+        now_ms=time.time_ns() // 1_000_000,
+        epoch=epoch,
+    )
+    return http(path, body, f"{CLAIM_HEADER}: {claim}")
 
 
 async def send_all(port: int, requests: Sequence[bytes]) -> list[bytes]:
@@ -180,7 +201,7 @@ async def join_and_publish(port: int) -> tuple[str, str]:
         for client in world.clients.values():
             await client.close()
     join = JoinRequest(name="bench", software="1", engine=ENGINE, rollouts_max=128)
-    await send_all(port, [http("/v1/join", signed(join, key, world.epoch)) for key in WORKERS])
+    await send_all(port, [asked("/v1/join", join, key, world.epoch) for key in WORKERS])
     return manifest.digest, world.epoch
 
 
@@ -192,14 +213,11 @@ def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
             digest, epoch = asyncio.run(join_and_publish(port))
             ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=128)
             beats = [
-                [
-                    http("/v1/heartbeat", signed(HEARTBEAT, WORKERS[i % CONNECTIONS], epoch))
-                    for i in range(num_heartbeats)
-                ]
+                [asked("/v1/heartbeat", HEARTBEAT, WORKERS[i % CONNECTIONS], epoch) for i in range(num_heartbeats)]
                 for _ in range(ROUNDS)
             ]
             rates["heartbeats"] = timed(port, beats)
-            asks = [[http("/v1/lease", signed(ask, key, epoch)) for key in WORKERS] for _ in range(ROUNDS)]
+            asks = [[asked("/v1/lease", ask, key, epoch) for key in WORKERS] for _ in range(ROUNDS)]
             rates["leases"] = timed(port, asks)
             rates["uploads"] = timed(port, [make_uploads(port, digest, epoch, num_uploads) for _ in range(ROUNDS)])
         with server("bare", Path(folder) / "bare") as port:
@@ -213,12 +231,13 @@ def make_uploads(port: int, digest: str, epoch: str, count: int) -> list[bytes]:
     """Parcels for fresh leases of one group each."""
     ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=8)
     answers = asyncio.run(
-        send_all(port, [http("/v1/lease", signed(ask, WORKERS[i % CONNECTIONS], epoch)) for i in range(count)])
+        send_all(port, [asked("/v1/lease", ask, WORKERS[i % CONNECTIONS], epoch) for i in range(count)])
     )
     leases = [parse_json(open_envelope(answer).payload, Lease) for answer in answers]
     keys = {key.key_id: key for key in WORKERS}
     return [
-        http("/v1/rollouts", make_parcel(lease, keys[lease.worker], body=os.urandom(BODY_BYTES))) for lease in leases
+        announced("/v1/rollouts", make_parcel(lease, key, body=os.urandom(BODY_BYTES)), key, epoch)
+        for lease, key in ((lease, keys[lease.worker]) for lease in leases)
     ]
 
 

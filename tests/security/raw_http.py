@@ -74,7 +74,9 @@ class Raw:
 
     def stand_still(self) -> None:
         """Read nothing more."""
-        self._writer.transport.pause_reading()
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
 
     def close(self) -> None:
         self._writer.close()

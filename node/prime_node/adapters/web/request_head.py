@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError, printable
+from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.visible import printable
 
 END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,8000}) HTTP/1\.([01])")
@@ -94,4 +95,5 @@ def _fields(lines: list[bytes]) -> Mapping[bytes, bytes]:
 
 
 def _shown(text: bytes) -> str:
-    return printable(text.decode("latin-1"))
+    """Whole: the end of X-Forwarded-For is what counts."""
+    return printable(text.decode("latin-1"), limits.HTTP_HEADER_BYTES_MAX)
