@@ -83,6 +83,18 @@ class Patience:
         self.moved()
 
 
+def new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    """A session that keeps no cookies, decompresses nothing and leaves all patience but connecting to its user."""
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        headers={"Accept-Encoding": "identity"},
+        read_bufsize=READ_BYTES,
+    )
+
+
 async def pieces(body: bytes, patience: Patience) -> AsyncIterator[bytes]:
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]

@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.adapters.web.http_answers import (
-    CONNECT_S_MAX,
-    READ_BYTES,
     STALL_S,
     Patience,
     Refusal,
     error_of,
+    new_session,
     nonsense,
     pieces,
     read_bounded,
@@ -396,12 +395,5 @@ class HttpClient:
     def _connected(self) -> aiohttp.ClientSession:
         """The one session, made on first use because it belongs to the running loop."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                headers={"Accept-Encoding": "identity"},
-                read_bufsize=READ_BYTES,
-            )
+            self._session = new_session(aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver))
         return self._session
