@@ -123,7 +123,12 @@ async def test_a_request_from_another_time_is_refused(world: World, age_s: float
     await refused(world, ErrorCode.EXPIRED, "/v1/heartbeat", world.signed(HEARTBEAT, ANNA, issued_at_ms=issued_at_ms))
 
 
-@pytest.mark.parametrize("epoch", ["", "0" * 32])
+async def test_a_request_without_an_epoch_is_an_older_clients_and_is_told_to_upgrade(world: World) -> None:
+    body = world.signed(HEARTBEAT, ANNA, epoch="")
+    assert "install its release" in await refused(world, ErrorCode.VERSION_UNSUPPORTED, "/v1/heartbeat", body)
+
+
+@pytest.mark.parametrize("epoch", ["f" * 32, "0" * 32])
 async def test_a_request_for_another_epoch_is_refused_and_told_the_present_one(world: World, epoch: str) -> None:
     body = world.signed(HEARTBEAT, ANNA, epoch=epoch)
     assert (await world.post("/v1/heartbeat", body))[1]["epoch"] == world.epoch

@@ -30,8 +30,10 @@ from tests.node.coordinator_world import (
     refused,
     running,
 )
+from tests.node.http_server import served
 
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.http_client import HttpClient
 from prime_node.coordinator.api.epochs import Epochs
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.api.requests import Caller
@@ -48,6 +50,7 @@ from prime_protocol.messages import (
     BundleRequest,
     CheckRequest,
     CheckResultRequest,
+    ErrorBody,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
@@ -279,12 +282,24 @@ async def test_many_requests_under_way_at_a_restart_cost_one_more_round_trip_eac
 async def test_replays_of_a_workers_requests_use_up_nothing_of_its_rate() -> None:
     async with running(memory_parts(make_run(), requests_per_second=1.0)) as world:
         await world.join(ANNA)
-        recorded, fresh = world.signed(HEARTBEAT, ANNA, epoch=""), world.signed(HEARTBEAT, ANNA)
+        recorded, fresh = world.signed(HEARTBEAT, ANNA, epoch="0" * 32), world.signed(HEARTBEAT, ANNA)
         assert (await world.post("/v1/heartbeat", fresh))[0] == 200
         for _ in range(20):
             await refused(world, ErrorCode.WRONG_EPOCH, "/v1/heartbeat", recorded)
             await refused(world, ErrorCode.REPLAYED, "/v1/heartbeat", fresh)
         await world.client(ANNA).heartbeat(HEARTBEAT)
+
+
+async def test_a_client_is_not_led_round_in_circles_by_a_server_that_names_ever_other_epochs() -> None:
+    async with served() as server:
+        body = ErrorBody(code=ErrorCode.WRONG_EPOCH, detail="again", epoch="e" * 32)
+        server.says(body.model_dump_json().encode(), status=409)
+        async with HttpClient(server.url, run=make_run().digest, clock=SystemClock(), key=ANNA) as client:
+            for number in (1, 2):
+                with pytest.raises(PeerError) as caught:
+                    await client.heartbeat(HEARTBEAT)
+                assert caught.value.is_transient, "it waits, as for a server that is busy"
+                assert len(server.seen) == 2 * number
 
 
 class SetClock(SystemClock):

@@ -73,6 +73,8 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECTIONS_MAX = 100
 """To one server; what is asked beyond waits for one."""
+UNKNOWN_EPOCH = "0" * 32
+"""Named until the coordinator has said which epoch it is in; it is never one."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Any answer that is no blob and no bundle."""
 
@@ -106,7 +108,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
         self._resolver = NotedResolver()
         self._head: tuple[str, Envelope] | None = None
-        self._epoch = ""
+        self._epoch = UNKNOWN_EPOCH
         """The coordinator's, as it said last."""
 
     @property

@@ -32,8 +32,16 @@ class Epochs:
         return self._present
 
     def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
-        """Raises PeerError(WRONG_EPOCH) with the present epoch."""
+        """Raises PeerError: WRONG_EPOCH with the present epoch, VERSION_UNSUPPORTED for what older clients send."""
         present = self.present(now_ms=now_ms, now_s=now_s)
+        if not epoch:
+            raise PeerError(
+                ErrorCode.VERSION_UNSUPPORTED,
+                "this coordinator takes only requests that name its epoch (protocol/SPEC.md, section 14): install its release",
+            )
         if epoch != present:
-            why = "signed for an earlier epoch of this coordinator" if epoch else "signed for no epoch"
-            raise PeerError(ErrorCode.WRONG_EPOCH, f"{why}; sign it again for the present one", epoch=present)
+            raise PeerError(
+                ErrorCode.WRONG_EPOCH,
+                "signed for another epoch of this coordinator; sign it again for the present one",
+                epoch=present,
+            )

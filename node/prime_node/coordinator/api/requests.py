@@ -7,7 +7,7 @@
     (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
     (5) schema                                         UNKNOWN_FIELD, WRONG_TYPE
     (6) this run                                       WRONG_RUN
-    (7) this epoch, time stamp within the window       WRONG_EPOCH, EXPIRED
+    (7) this epoch, time stamp within the window       WRONG_EPOCH, VERSION_UNSUPPORTED, EXPIRED
     (8) nonce not seen before                          REPLAYED
     (9) the signer's own rate                          TOO_MANY_REQUESTS
 
