@@ -159,7 +159,7 @@ def _clock_difference(date: str | None, clock: Clock) -> str:
     """A refusal's Date header holds the server's time; a contributor wants to know by how much he is off."""
     try:
         ahead_s = clock.now_ms() / 1_000 - email.utils.parsedate_to_datetime(date or "").timestamp()
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):  # OverflowError: a year of ten digits
         return ""
     direction = "ahead of" if ahead_s > 0 else "behind"
     return f"; this machine's clock is {abs(ahead_s):.0f} s {direction} the coordinator's: set it"
