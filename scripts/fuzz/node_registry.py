@@ -7,9 +7,12 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import HttpProcessingError, HttpRequestParser
 from fuzz_parser import Parser
 from valid_messages import VECTORS, example
 
@@ -21,6 +24,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_answers import explained
 from prime_node.adapters.web.http_ranges import RangeClient
 from prime_node.adapters.web.plain_gets import BulkRoutes
+from prime_node.adapters.web.request_head import find_end, read_head
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
 from prime_node.broadcast.swarm.network_peer import Question
 from prime_node.broadcast.swarm.ranges import parse_range
@@ -38,6 +42,7 @@ from prime_protocol.weights import WeightTensor
 PEER = SigningKey(bytes(32)).key_id
 ANSWER = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/9\r\nConnection: keep-alive\r\n\r\nabcd"
 ASKED = b"GET /v1/blobs/abc HTTP/1.1\r\nHost: a:1\r\nAccept-Encoding: identity\r\nRange: bytes=0-9\r\n\r\n"
+POSTED = b"POST /v1/join HTTP/1.1\r\nHost: a\r\nContent-Length: 12\r\nExpect: 100-continue\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n"
 BLOB_BYTES_MAX = 1_000
 
 
@@ -46,12 +51,17 @@ def node_parsers() -> list[Parser]:
     return [*_http(), *_peers(), *_files()]
 
 
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
 def _http() -> list[Parser]:
     async def refuse(_: Request) -> Response:
         raise AssertionError("nothing is answered here")
 
     routes = [Route("GET", "/v1/blobs/{digest}", refuse, is_bulk=True)]
-    bulk = BulkRoutes(routes, idle_s_max=1.0, is_full=lambda: False, hand_over=lambda _: asyncio.Protocol())
+    bulk = BulkRoutes(routes, idle_s_max=1.0, is_host=lambda _, __: True, hand_over=lambda _, __: asyncio.Protocol())
 
     def asked(data: bytes) -> None:
         found = bulk.find(data, "192.0.2.1")
@@ -59,7 +69,21 @@ def _http() -> list[Parser]:
             assert set(found[1].params) == {"digest"}
             assert "/" not in found[1].params["digest"]
 
-    loop = asyncio.new_event_loop()
+    def head(data: bytes) -> None:
+        """The framework must find the same end in what was let through, or refuse it."""
+        end = find_end(data, 0) if data else -1
+        if end < 0:
+            return
+        found = read_head(data[:end])
+        framework = HttpRequestParser(ResponseHandler(_loop()), _loop(), 2**16)
+        try:
+            read, is_upgraded, _ = framework.feed_data(data[:end])
+        except (HttpProcessingError, ValueError):
+            return
+        assert len(read) == 1, "the framework reads another number of requests"
+        message = read[0][0]
+        assert not any((message.chunked, message.upgrade, is_upgraded)), "the framework reads a body without a length"
+        assert int(message.headers.get("Content-Length", "0")) == found.body_bytes, "the framework reads another length"
 
     async def served(data: bytes) -> None:
         """A server on loopback that answers with these bytes and closes."""
@@ -91,9 +115,10 @@ def _http() -> list[Parser]:
     refusal = json.dumps({"code": "expired", "detail": "x", "retry_after_s": 1.0}).encode()
     return [
         Parser("http_request", asked, [ASKED]),
+        Parser("http_head", head, [ASKED, POSTED]),
         Parser(
             "http_answer",
-            lambda data: loop.run_until_complete(served(data)),
+            lambda data: _loop().run_until_complete(served(data)),
             [ANSWER, ANSWER.replace(b"206 Partial Content", b"404 x"), b"HTTP/1.1 204 No Content\r\n\r\n"],
             refusals=(PeerError, Unreachable),
         ),

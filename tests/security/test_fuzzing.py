@@ -122,7 +122,16 @@ def below(model: type[WireModel]) -> Iterator[type[WireModel]]:
 
 def test_the_parsers_of_the_node_that_hear_strangers_are_fuzzed(registry: tuple[set[str], set[str]]) -> None:
     names, _ = registry
-    asked = {"http_request", "http_answer", "http_error", "http_range", "http_prefer", "mdns_record", "peer_address"}
+    asked = {
+        "http_request",
+        "http_head",
+        "http_answer",
+        "http_error",
+        "http_range",
+        "http_prefer",
+        "mdns_record",
+        "peer_address",
+    }
     files = {"config_json", "tokenizer_json", "chat_template", "safetensors", "json_lines", "settings"}
     assert asked | files <= names
 
