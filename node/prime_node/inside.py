@@ -29,6 +29,11 @@ class NotRegular(OSError):
     """There is something of that name, and it is no file: a link, a folder, a pipe, a device."""
 
 
+def place(folder: Path, name: str) -> Path:
+    """`folder / name`, for a name that is made with something from outside; `/` parts folders. Raises PeerError for the name."""
+    return folder.joinpath(*map(file_name, name.split("/")))
+
+
 def write_inside(folder: Path, name: str, data: bytes) -> None:
     """Create or replace, durably, the file of a name from outside. Raises PeerError for the name, OSError for the disk.
 

@@ -33,6 +33,7 @@ def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, b
         handler = logging.StreamHandler(sys.stderr)
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT))  # not through a link
         handler = RotatingFileHandler(file, maxBytes=bytes_max, backupCount=1, encoding="utf-8")
     handler.setFormatter(OneLine(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
     root = logging.getLogger()
@@ -195,7 +196,7 @@ class JsonLinesReader:
     def read(self) -> list[dict[str, Any]]:
         """All whole lines so far; none where there is no file."""
         if self._path.exists():
-            with self._path.open("rb") as file:
+            with os.fdopen(open_regular(self._path, os.O_RDONLY), "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]

@@ -15,6 +15,7 @@ from prime_node.cli.new import write_join_link
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
+from prime_node.inside import refuse_links
 from prime_node.keyfile import load_key
 from prime_protocol.run_spec import JoinLink
 
@@ -81,6 +82,7 @@ async def _coordinate(
     from prime_node.cli import wire_coordinator
     from prime_node.coordinator.daemon import serve
 
+    refuse_links(run_dir.model)
     lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
     pinned = run_dir.load_run()
     if not run_dir.join_link_file.exists():

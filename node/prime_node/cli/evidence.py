@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_node.cli.say import say
+from prime_node.inside import place
 from prime_protocol import limits
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease
@@ -161,7 +162,7 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
     from prime_node.validator.judge import OpenedBundle, open_bundle
 
     bundle, lease = case.statement.bundle, case.lease
-    file = folder / f"{bundle}.parcel"
+    file = place(folder, f"{bundle}.parcel")
     if bundle is None or lease is None or not file.is_file():
         if model is not None:
             raise LocalError(f"{file}: there is no bundle to judge again")

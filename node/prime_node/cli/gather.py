@@ -10,6 +10,7 @@ from typing import Any
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Progress, Row, recent, size
 from prime_node.cli.supervisor import ChildState
+from prime_node.inside import read_regular
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -45,7 +46,7 @@ def progress_of(
 def _key_id(folder: Path) -> str:
     """Of the worker in this folder, by its own status file. Names prove nothing: a stranger may call himself worker-1."""
     try:
-        return str(json.loads((folder / "status.json").read_bytes())["worker"])
+        return str(json.loads(read_regular(folder / "status.json"))["worker"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

@@ -10,6 +10,7 @@ import typer
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
+from prime_node.inside import refuse_links
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -45,6 +46,7 @@ def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) ->
         return Place(parse_link(run), load_key(key), folder, FolderLock(folder))
     run_dir = RunDir(Path(run))
     run_dir.load_run()
+    refuse_links(run_dir.model)
     place = folder or run_dir.path / role
     return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), place, FolderLock(place))
 

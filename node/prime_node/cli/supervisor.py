@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from prime_node.inside import open_regular
+
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 5
@@ -106,7 +108,7 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         child.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with child.log_file.open("ab") as output:
+        with os.fdopen(open_regular(child.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *child.arguments,

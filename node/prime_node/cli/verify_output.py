@@ -11,6 +11,7 @@ from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.audit_report import AuditReport, Check, date_of
 from prime_node.broadcast.audit.compare import Comparison
 from prime_node.broadcast.audit.one_tensor import TensorProof
+from prime_node.inside import write_inside
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
@@ -104,7 +105,7 @@ def keep_evidence(statements: Sequence[Envelope], folder: Path) -> None:
     try:
         for envelope in statements:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{envelope.digest[:16]}.json").write_bytes(envelope.to_bytes())
+            write_inside(folder, f"{envelope.digest[:16]}.json", envelope.to_bytes())
     except OSError as error:
         raise LocalError(f"evidence {folder}: {error.strerror}") from None
 

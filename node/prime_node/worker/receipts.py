@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prime_node.files import write_durably
-from prime_node.inside import open_regular, read_regular
+from prime_node.inside import open_regular, place, read_regular
 from prime_protocol.assigned import assigned_in
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -143,7 +143,7 @@ class ReceiptBook:
         groups = known[0].groups  # which the receipt may say were more or fewer
         if len(said.draws) in (0, len(groups)) and assigned_in(groups, said.draws) == said:
             return
-        file = self._file.with_name(f"contradiction-{receipt.lease_id[:16]}.jsonl")
+        file = place(self._file.parent, f"contradiction-{receipt.lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
         log.error(
             "the coordinator leased us other problems or seeds than its receipt and the ledger say; both are kept in %s: "

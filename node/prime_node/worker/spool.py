@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.files import write_durably
-from prime_node.inside import read_regular
+from prime_node.inside import place, read_regular
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.messages import UploadReply
-from prime_protocol.names import file_name
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Spool:
                     "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
                 )
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
-            path = self._folder / file_name(f"{self._next:012d}-{lease_id}.parcel")
+            path = place(self._folder, f"{self._next:012d}-{lease_id}.parcel")
             self._next += 1
             try:
                 await asyncio.to_thread(write_durably, path, parcel)

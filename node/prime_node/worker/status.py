@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from prime_node.files import replace
+from prime_node.inside import read_regular
 from prime_protocol.errors import LocalError
 from prime_protocol.messages import WorkerState
 
@@ -91,7 +92,7 @@ def write_status(path: Path, status: Status) -> None:
 def read_status(path: Path) -> Status:
     """What a worker wrote last. Raises LocalError where that is no status."""
     try:
-        return _STATUS.validate_json(path.read_bytes())
+        return _STATUS.validate_json(read_regular(path))
     except OSError as error:
         raise LocalError(f"{path}: {error.strerror}") from None
     except ValidationError:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from prime_node.files import sync, write_durably
-from prime_node.inside import NotRegular, open_regular, read_regular
+from prime_node.inside import NotRegular, open_regular, place, read_regular
 from prime_protocol.digest import digest_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -101,12 +101,12 @@ class FolderDocuments:
 
     async def read(self, name: str) -> bytes:
         try:
-            return await asyncio.to_thread(read_regular, self._folder / name)
+            return await asyncio.to_thread(read_regular, place(self._folder, name))
         except (FileNotFoundError, NotRegular):
             raise KeyError(name) from None
 
     def _write(self, name: str, data: bytes) -> None:
-        path = self._folder / name
+        path = place(self._folder, name)
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             sync(self._folder)

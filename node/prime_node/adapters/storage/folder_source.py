@@ -18,7 +18,7 @@ import os
 import re
 from pathlib import Path
 
-from prime_node.inside import open_regular
+from prime_node.inside import open_regular, place
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, open_envelope
@@ -67,7 +67,7 @@ class FolderSource:
 
     def _read(self, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
         try:
-            with os.fdopen(open_regular(self.folder / name, os.O_RDONLY), "rb") as file:
+            with os.fdopen(open_regular(place(self.folder, name), os.O_RDONLY), "rb") as file:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:
@@ -79,4 +79,4 @@ class FolderSource:
         except FileNotFoundError:
             raise PeerError(ErrorCode.NOT_FOUND, f"{self.folder} holds no {name}") from None
         except OSError as error:
-            raise Unreachable(f"{self.folder / name}: {error.strerror}") from None
+            raise Unreachable(f"{self.folder}: {name}: {error.strerror}") from None

@@ -17,6 +17,7 @@ from pathlib import Path
 from prime_node.broadcast.follow.known_chain import HeadNews, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.files import write_durably
+from prime_node.inside import place
 from prime_node.patience import unless
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
@@ -129,7 +130,7 @@ class Heads:
         try:
             self._run.keys.verify_manifest(head.envelope, head.point)
         except PeerError as error:
-            self._write(self._folder / "evidence" / f"withdrawn-{head.digest[:16]}.json", head.envelope)
+            self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
             (self._folder / "head.json").unlink(missing_ok=True)
             raise LocalError(
                 f"policy {self.newest}, which this machine follows, is not the run's by key ring {version}: {error.detail}. "
@@ -193,7 +194,7 @@ class Heads:
         for signed in (self.chain.recent(version), other):
             if signed is None:
                 continue
-            path = folder / f"fork-{version:08d}-{signed.digest[:16]}.json"
+            path = place(folder, f"fork-{version:08d}-{signed.digest[:16]}.json")
             if not path.exists() and len(list(folder.glob("*.json"))) < EVIDENCE_FILES_MAX:
                 self._write(path, signed.envelope)
                 log.error("fork: two signed manifests for policy %d; evidence in %s", version, path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node.files import write_durably
+from prime_node.inside import place
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import StatementSource, Unreachable
 from prime_protocol import limits
@@ -150,7 +151,7 @@ class Trust:
     def _restore(self) -> None:
         """What was known when this machine stopped, verified again. A damaged file is no reason to stop."""
         keys = self.run.keys
-        while (path := self._folder / "keys" / f"{keys.version + 1:04d}.json").exists():
+        while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:
                 keys.add(open_envelope(path.read_bytes()))
             except PeerError as error:
@@ -165,6 +166,6 @@ class Trust:
 
     def _write(self, name: str, envelope: Envelope) -> None:
         try:
-            write_durably(self._folder / name, envelope.to_bytes())
+            write_durably(place(self._folder, name), envelope.to_bytes())
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error.strerror}; free some space and start again") from None

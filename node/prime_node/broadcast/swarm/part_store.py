@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from prime_node.inside import NotRegular, open_regular, read_regular
+from prime_node.inside import NotRegular, open_regular, place, read_regular
 from prime_protocol.digest import digest_of, digest_of_all
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
@@ -48,7 +48,7 @@ class PartStore:
         if entry.digest not in self._sizes:
             return None
         try:
-            data = read_regular(self._folder / entry.digest)
+            data = read_regular(self._whole(entry.digest))
         except (FileNotFoundError, NotRegular):
             data = b""
         if len(data) == entry.size and digest_of(data) == entry.digest:
@@ -61,7 +61,7 @@ class PartStore:
         for entry in entries:
             if entry.digest not in self._sizes:
                 return False
-            if digest_of_all(_in_turn(self._folder / entry.digest)) != entry.digest:
+            if digest_of_all(_in_turn(self._whole(entry.digest))) != entry.digest:
                 self._forget(entry.digest)
                 return False
         return True
@@ -76,7 +76,7 @@ class PartStore:
         partial.unlink(missing_ok=True)
         with partial.open("xb") as file:
             file.write(data)
-        partial.replace(self._folder / digest)
+        partial.replace(self._whole(digest))
         self._begun.pop(digest, None)
         self._sizes[digest] = len(data)
         return True
@@ -96,7 +96,7 @@ class PartStore:
 
     def begin(self, entry: PartEntry) -> bool:
         """Make room for a part that comes in pieces, unless it is here, or as much of it as came last time. False: no room."""
-        for path, known in ((self._folder / entry.digest, self._sizes), (self._partial(entry.digest), self._begun)):
+        for path, known in ((self._whole(entry.digest), self._sizes), (self._partial(entry.digest), self._begun)):
             if entry.digest in known and path.exists() and path.stat().st_size == entry.size:
                 return True
         if entry.digest not in self._begun and not self._has_room(entry.size):
@@ -110,7 +110,7 @@ class PartStore:
 
     def reopen(self, digest: str) -> None:
         """A part that was whole has bytes that are not right any more: from now on it is on its way again."""
-        (self._folder / digest).replace(self._partial(digest))
+        self._whole(digest).replace(self._partial(digest))
         self._begun[digest] = self._sizes.pop(digest)
 
     def put(self, digest: str, start: int, data: bytes) -> None:
@@ -137,13 +137,13 @@ class PartStore:
         if digest_of_all(_in_turn(path)) != entry.digest:
             self._forget(entry.digest)
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
-        path.replace(self._folder / entry.digest)
+        path.replace(self._whole(entry.digest))
         del self._begun[entry.digest]
         self._sizes[entry.digest] = entry.size
 
     def get(self, digest: str, start: int, end: int) -> bytes | None:
         """Bytes [start, end) of a part, whole or on its way: whether these have come is the caller's to know."""
-        whole = self._folder / digest
+        whole = self._whole(digest)
         for path in (whole, self._partial(digest), whole):  # it may become whole in between
             try:
                 descriptor = open_regular(path, os.O_RDONLY)
@@ -160,7 +160,7 @@ class PartStore:
         disk; None where it would have to."""
         if not hasattr(os, "RWF_NOWAIT"):
             return None
-        path = self._folder / digest if digest in self._sizes else self._partial(digest)
+        path = self._whole(digest) if digest in self._sizes else self._partial(digest)
         data = bytearray(end - start)
         try:
             descriptor = open_regular(path, os.O_RDONLY)
@@ -182,11 +182,14 @@ class PartStore:
     def _has_room(self, num_bytes: int) -> bool:
         return sum(self._sizes.values()) + sum(self._begun.values()) + num_bytes <= self._bytes_max
 
+    def _whole(self, digest: str) -> Path:
+        return place(self._folder, digest)
+
     def _partial(self, digest: str) -> Path:
-        return self._folder / f"{digest}{PARTIAL}"
+        return place(self._folder, f"{digest}{PARTIAL}")
 
     def _forget(self, digest: str) -> None:
-        (self._folder / digest).unlink(missing_ok=True)
+        self._whole(digest).unlink(missing_ok=True)
         self._partial(digest).unlink(missing_ok=True)
         self._sizes.pop(digest, None)
         self._begun.pop(digest, None)

@@ -25,14 +25,13 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, Telling, told
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
-from prime_node.inside import open_regular, read_regular
+from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.names import file_name
 from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
@@ -139,7 +138,7 @@ class PeerService:
     async def _statement(self, name: str) -> Response:
         """What trust.py has verified and written."""
         try:
-            return Response(await asyncio.to_thread(read_regular, (self.folder or Path()) / "trust" / name))
+            return Response(await asyncio.to_thread(read_regular, place(self.folder or Path(), f"trust/{name}")))
         except OSError:
             raise PeerError(ErrorCode.NOT_FOUND, f"this peer has no {name}") from None
 
@@ -202,7 +201,7 @@ class PeerService:
     def _model_file(self, digest: str) -> Path | None:
         for file in self.run.spec.model_files:
             if file.digest == digest and self.folder is not None:
-                path = self.folder / "model" / file_name(file.name)
+                path = place(self.folder, f"model/{file.name}")
                 return path if path.is_file() and not path.is_symlink() else None
         return None
 

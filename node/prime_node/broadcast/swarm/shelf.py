@@ -14,7 +14,7 @@ from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.files import replace
-from prime_node.inside import read_regular
+from prime_node.inside import place, read_regular
 from prime_protocol import limits
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, open_envelope
@@ -106,7 +106,7 @@ class Shelf:
             for name in there - names.keys():
                 (self._folder / name).unlink()
             for name in names.keys() - there:
-                replace(self._folder / name, names[name].envelope.to_bytes())
+                replace(place(self._folder, name), names[name].envelope.to_bytes())
         except OSError as error:
             log.warning("%s: %s", self._folder, error)
 
