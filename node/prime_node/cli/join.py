@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import TurnEnvironment
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.identity import SigningKey
 
 UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
@@ -63,8 +64,10 @@ def join(
     """
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire_sandbox import absolute_model, confine_role, worker_needs
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.folder_lock import FolderLock
+    from prime_node.keyfile import load_or_create
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
 
@@ -77,14 +80,17 @@ def join(
     if private:
         options.overrides.setdefault("worker", {}).setdefault("swarm", {})["private"] = True
     settings, grants = options.load(WorkerConfig), options.load(EnvironmentSettings)
-    place = folder or HOME / "runs" / parsed.run[:16]
+    settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
+    place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
     FolderLock(place).release()  # another worker there is told at once; this one locks it for good when it is set up
     ready_kernels()
+    key = load_or_create(key_file)
+    confine_role(settings.sandbox, place, worker_needs(settings, grants))
     raise typer.Exit(
         run_role(
-            lambda stop: _join(parsed, settings, grants, place, key_file, cheat, stop),
+            lambda stop: _join(parsed, settings, grants, place, key, cheat, stop),
             stop_with_parent=stop_with_parent,
             grace_s=settings.grace_seconds + 5.0,
         )
@@ -96,18 +102,16 @@ async def _join(
     settings: WorkerConfig,
     grants: EnvironmentSettings,
     folder: Path,
-    key_file: Path,
+    key: SigningKey,
     cheat: tuple[str, int] | None,
     stop: asyncio.Event,
 ) -> int:
     from prime_node.cli import wire, wire_swarm
-    from prime_node.keyfile import load_or_create
     from prime_node.observe import BestEffort, JsonLines
     from prime_node.patience import unless
     from prime_node.worker.loop import run as run_worker
     from prime_node.worker.worker import Worker
 
-    key = load_or_create(key_file)
     with download_bar() as on_progress:
         async with wire.client(link, key) as client:
 

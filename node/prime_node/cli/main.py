@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -42,6 +43,10 @@ SUMMARIES = {
 }
 """In one line of a terminal; the commands say more themselves. Each is named like its module beside this one, and like what that
 defines: a function, or a Typer with commands of its own."""
+
+
+CONFINED = frozenset({"join", "seed", "validator"})
+"""Commands that confine themselves, which binds the threads to come. numpy would start some as it is imported."""
 
 
 class Commands(Mapping[str, "Command"]):
@@ -117,6 +122,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
+    if sys.argv[1:2] and sys.argv[1] in CONFINED:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # The interpreter's last collection would look through all that torch and transformers made: seconds after the last word.
     atexit.register(gc.freeze)
     try:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.peer import Peer
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.identity import SigningKey
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +42,21 @@ def seed(
 ) -> None:
     """Keep a run's newest policies and serve them to its workers: bandwidth without a GPU. Settings: [worker.swarm]."""
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire_sandbox import Needs, confine_role
     from prime_node.folder_lock import FolderLock
+    from prime_node.keyfile import load_or_create
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
 
     setup_logging("seed", level=log_level)
     parsed = parse_link(link)
     settings = Options(config, assignments).load(WorkerConfig)
-    place = folder or HOME / "seeds" / parsed.run[:16]
+    place = (folder or HOME / "seeds" / parsed.run[:16]).resolve()
     lock = FolderLock(place)
+    key = load_or_create(identity or place / "identity.key")
+    confine_role(settings.sandbox, place, Needs())
     code = run_role(
-        lambda stop: _seed(parsed, settings, place, identity or place / "identity.key", stop),
+        lambda stop: _seed(parsed, settings, place, key, stop),
         stop_with_parent=stop_with_parent,
         grace_s=GRACE_S,
     )
@@ -59,12 +64,10 @@ def seed(
     raise typer.Exit(code)
 
 
-async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key_file: Path, stop: asyncio.Event) -> int:
+async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: SigningKey, stop: asyncio.Event) -> int:
     from prime_node.cli import wire, wire_swarm
-    from prime_node.keyfile import load_or_create
     from prime_node.patience import causes_of, unless
 
-    key = load_or_create(key_file)
     async with wire.client(link, key) as client:
 
         async def serve() -> None:

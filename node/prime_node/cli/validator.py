@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -35,6 +36,7 @@ def validator(
     """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire_sandbox import absolute_model, confine_role, validator_needs
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.validator.config import ValidatorConfig
@@ -43,7 +45,10 @@ def validator(
     options = Options.of_run(run, config, assignments)
     settings, grants = options.load(ValidatorConfig), options.load(EnvironmentSettings)
     place = find_place(run, "validator", key=key, folder=folder)
+    settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
+    place = replace(place, folder=place.folder.resolve())
     ready_kernels()
+    confine_role(settings.sandbox, place.folder, validator_needs(settings, grants))
     raise typer.Exit(
         run_role(
             lambda stop: _validate(place, settings, grants, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-from prime_node.config import Settings, SettingsConfigDict
+from prime_node.config import SandboxSettings, Settings, SettingsConfigDict
 
 
 class ValidatorConfig(Settings):
@@ -32,6 +32,8 @@ class ValidatorConfig(Settings):
     """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig(private=True)
     """How policies are fetched from workers and seeders. A validator serves nobody unless it is told to."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """How this process confines itself."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
     """Memory for pieces of a checkpoint on their way."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)

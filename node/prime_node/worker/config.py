@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-from prime_node.config import Settings, SettingsConfigDict
+from prime_node.config import SandboxSettings, Settings, SettingsConfigDict
 from prime_protocol import limits
 from prime_protocol.assignment import Name
 
@@ -46,6 +46,8 @@ class WorkerConfig(Settings):
     """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig()
     """How policies are exchanged with other workers."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """How this process confines itself."""
     policies_kept: int = Field(default=2, ge=2, le=64)
     """Policies held in memory beside the engine's own copy."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)

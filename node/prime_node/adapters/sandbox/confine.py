@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from prime_node.adapters.sandbox.rules import Family, Level, Rules, Wall
 
 _TASKS = Path("/proc/self/task")
+_OF_UNIX = ("abstract sockets", "Unix sockets by path")
 
 
 def confine(rules: Rules) -> Level:
@@ -21,7 +23,8 @@ def confine(rules: Rules) -> Level:
         missing = f"{sys.platform} has neither Landlock nor seccomp"
         names = ("files", "signals", "abstract sockets", "Unix sockets by path", "system calls")
         return Level(tuple(Wall(name, False, missing) for name in names))
-    from prime_node.adapters.sandbox import landlock, privileges, seccomp
+    from prime_node.adapters.sandbox import landlock, namespaces, privileges, seccomp
+    from prime_node.adapters.sandbox.bubblewrap import View
 
     threads = num_threads()
     if threads > 1 and landlock.abi() < landlock.ABI_TSYNC:
@@ -29,17 +32,28 @@ def confine(rules: Rules) -> Level:
     if rules.umask is not None:
         os.umask(rules.umask)
     privileges.apply_limits(rules.limits)
+    walls, further = [], rules.write_in_shared_root
+    if rules.own_root:
+        view = View(read=tuple(landlock.readable(rules)), write=rules.write, devices=rules.devices)
+        walls.append(namespaces.enter(view))
+        if walls[0].up:
+            further, rules = tuple(map(Path, namespaces.EMPTY)), replace(rules, change_modes=True)
+    rules = replace(rules, write=(*rules.write, *further))
     if not rules.dumpable:
         privileges.forbid_dumps()
     privileges.no_new_privileges()
-    walls = landlock.restrict(rules)
-    if Family.UNIX not in rules.families:
-        walls = [wall for wall in walls if wall.what not in ("Unix sockets by path", "abstract sockets")]
+    walls += landlock.restrict(rules)
     dropped = privileges.drop_capabilities(rules.keep_capabilities)
     filtered = seccomp.restrict(rules)
-    if Family.UNIX not in rules.families:
-        walls.append(Wall("Unix sockets", filtered.up, filtered.why))
-    return Level((*walls, filtered, dropped))
+    return Level((*_with_sockets(walls, rules, filtered), filtered, dropped))
+
+
+def _with_sockets(walls: list[Wall], rules: Rules, filtered: Wall) -> list[Wall]:
+    """Without the family, no Unix socket is reached at all; in a root of its own, none by a path that leads outside."""
+    if Family.UNIX not in rules.families and filtered.up:
+        return [*(wall for wall in walls if wall.what not in _OF_UNIX), Wall("Unix sockets", True)]
+    has_own_root = rules.own_root and walls[0].up
+    return [Wall(wall.what, True) if wall.what == _OF_UNIX[1] and has_own_root else wall for wall in walls]
 
 
 def num_threads() -> int:

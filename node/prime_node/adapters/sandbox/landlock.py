@@ -98,9 +98,10 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
     """The same paths without what is hidden below them: instead of a folder that holds it, everything else in that folder."""
     kept_out, found = list(hidden), []
     for path in paths:
-        if any(path == one or one in path.parents for one in kept_out):
+        real = path.resolve()
+        if any(real == one or one in real.parents for one in kept_out):
             continue
-        if any(path in one.parents for one in kept_out):
+        if any(real in one.parents for one in kept_out):
             try:
                 inside = sorted(path.iterdir())
             except OSError:  # what this user may not list, it cannot grant
@@ -111,13 +112,16 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
     return found
 
 
-def _granted(rules: Rules) -> list[tuple[Path, int]]:
-    """What is named below something hidden stays granted; a folder above it is granted around it."""
+def readable(rules: Rules) -> list[Path]:
+    """What is named below something hidden stays open; a folder above it is opened around it."""
     hidden = [path.resolve() for path in rules.hidden]
-    read = [path.resolve() for path in rules.read]
-    named = [path for path in read if any(one in path.parents for one in hidden)]
+    named = [path for path in rules.read if any(one in path.resolve().parents for one in hidden)]
+    return [*around([path for path in rules.read if path not in named], hidden), *named]
+
+
+def _granted(rules: Rules) -> list[tuple[Path, int]]:
     return [
-        *((path, READ) for path in (*around([path for path in read if path not in named], hidden), *named)),
+        *((path.resolve(), READ) for path in readable(rules)),
         *((path.resolve(), WRITE) for path in rules.write),
         *((path.resolve(), DEVICE) for path in rules.devices),
     ]

@@ -51,6 +51,11 @@ class Rules:
     """Device files, or folders of them, to read, write and control (ioctl)."""
     hidden: tuple[Path, ...] = ()
     """Paths that stay closed although a path of `read` lies above them. A path of `read` that lies below one stays open."""
+    own_root: bool = False
+    """Whether to take a file system of its own where the system gives one (namespaces.py), with an empty /tmp and /dev/shm to
+    write in. Modes may be changed in it."""
+    write_in_shared_root: tuple[Path, ...] = ()
+    """Further folders of `write` where the process takes or gets no root of its own."""
     bind_ports: tuple[int, ...] | None = None
     """TCP ports to listen on; None allows all, () none. 0 is a port that the system chooses."""
     connect_ports: tuple[int, ...] | None = None
@@ -64,7 +69,8 @@ class Rules:
     namespaces: bool = False
     """Whether the process may make namespaces (unshare, clone)."""
     change_modes: bool = True
-    """Whether modes, owners, times and extended attributes of files may be changed (chmod, chown, utime, setxattr)."""
+    """Whether modes, owners, times and extended attributes may be changed of files that are named by a path. Landlock does not
+    look at that; a root of its own keeps those of files outside."""
     keep_capabilities: tuple[int, ...] = ()
     """Of a process of root: numbers of the capabilities that stay. All others are dropped for good."""
     dumpable: bool = True

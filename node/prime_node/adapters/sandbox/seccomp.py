@@ -42,10 +42,10 @@ ALWAYS_REFUSED = (
 NOT_THERE = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 """Answered by ENOSYS: libraries fall back. Its requests pass by every filter of system calls."""
 CHANGES_MODES = (
-    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "setxattr", "lsetxattr"),
-    *("fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
-    *("utime", "utimes", "futimesat", "utimensat"),
+    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat"),
 )
+"""By a path. What is open may be changed: Landlock has looked at it."""
 
 _FAMILIES = {
     Family.UNIX: socket.AF_UNIX,
@@ -119,6 +119,7 @@ def program(rules: Rules, machine: Architecture) -> bytes:
     code.refuse(*NOT_THERE, error=errno.ENOSYS)
     if not rules.change_modes:
         code.refuse(*CHANGES_MODES)
+        code.judge("utimensat", _without_path())
     if not rules.namespaces:
         code.refuse("clone3", error=errno.ENOSYS)
         code.judge("clone", _unless_any_bit(0, NAMESPACE_FLAGS & ~0x80))
@@ -154,6 +155,12 @@ def _unless_equal(argument: int, *values: int) -> Instructions:
 
 def _only_equal(argument: int, value: int) -> Instructions:
     return [_load(argument), (_JEQ, 0, 1, value), _ALLOWED, _REFUSED]
+
+
+def _without_path() -> Instructions:
+    """The second argument, a path, is null in both halves where the call is about an open file."""
+    high = (_LD, 0, 0, _AT_ARGUMENTS + 8 + 4)
+    return [_load(1), (_JEQ, 0, 3, 0), high, (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
 
 
 def _families(allowed: frozenset[Family]) -> Instructions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -41,9 +42,18 @@ def system_paths() -> tuple[Path, ...]:
 def python_paths() -> tuple[Path, ...]:
     """To read: the interpreter, its libraries, and what it imports from; never a whole home, working or temporary folder."""
     found = [Path(sys.prefix), Path(sys.base_prefix), *_packages(), *(Path(entry) for entry in sys.path if entry)]
-    closed = {path.resolve() for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))}
+    closed = {path.resolve() for path in (*homes(), Path.cwd(), Path(tempfile.gettempdir()))}
     kept = [path for path in _there(found) if not any(path == one or path in one.parents for one in closed)]
     return tuple(dict.fromkeys([*kept, *_there(_packages())]))
+
+
+def homes() -> tuple[Path, ...]:
+    """The user's home, by the environment and by the system's own list of users."""
+    try:
+        known = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:  # a container may run as a user whom no list names
+        return (Path.home(),)
+    return (Path.home(), known)
 
 
 def devices() -> tuple[Path, ...]:

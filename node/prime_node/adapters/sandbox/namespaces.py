@@ -1,0 +1,175 @@
+"""This process in a file system of its own: `enter` makes a root that holds what it is given, and leaves everything else behind.
+
+It needs neither a program nor privileges where the kernel lets users make namespaces. What it adds to Landlock: files outside
+cannot even be named, so neither their modes nor their times change, no socket file of another program can be reached, and /tmp
+and /dev/shm are private. The process keeps its id, its children and its network. A child tries it first, and leaves no traces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from prime_node.adapters.sandbox.bubblewrap import View
+from prime_node.adapters.sandbox.rules import Wall
+
+WHAT = "own file system"
+_NEWNS, _NEWUSER, _NEWIPC = 0x0002_0000, 0x1000_0000, 0x0800_0000
+_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
+_MOUNT_SETATTR, _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 442, 1, 2, 4
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_TRY_BYTES_MAX = 1_024
+EMPTY = ("/tmp", "/dev/shm")
+"""New and empty inside, and to be written to."""
+OLD, NEW = "/old", "/new"
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("set", ctypes.c_uint64),
+        ("clear", ctypes.c_uint64),
+        ("spread", ctypes.c_uint64),
+        ("user", ctypes.c_uint64),
+    )
+
+
+def enter(view: View) -> Wall:
+    """Leave this process the paths of the view. The caller has one thread. `view.network` is not looked at: it stays as it is."""
+    if sys.platform != "linux":
+        return Wall(WHAT, False, f"{sys.platform} has no namespaces")
+    why = _tried(view)
+    if why:
+        return Wall(WHAT, False, why)
+    _enter(view)
+    return Wall(WHAT, True)
+
+
+def _tried(view: View) -> str:
+    """Why it does not work here, found out by a child; empty where it does."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"ok"
+        try:
+            _enter(view)
+            closed = [path for path in view.write if not os.access(path, os.W_OK | os.X_OK)]
+            if closed:
+                said = f"{closed[0]} could not be written to inside".encode()
+        except OSError as error:
+            said = f"the system does not let this user make namespaces: {error}".encode()
+        finally:
+            os.write(writer, said[:_TRY_BYTES_MAX])
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        answer = file.read(_TRY_BYTES_MAX).decode(errors="replace")
+    os.waitpid(child, 0)
+    return "" if answer == "ok" else answer or "a child that tried it died"
+
+
+def _enter(view: View) -> None:
+    """Raises OSError."""
+    here, uid, gid = Path.cwd(), os.geteuid(), os.getegid()
+    wanted, links = _mounts(view), _links(view)
+    try:
+        _check("unshare", _libc().unshare(_NEWNS | _NEWIPC))
+    except PermissionError:
+        _check("unshare", _libc().unshare(_NEWUSER | _NEWNS | _NEWIPC))
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
+    _mount(None, "/", None, _REC | _PRIVATE)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV)
+    Path(f"/tmp{OLD}").mkdir()
+    Path(f"/tmp{NEW}").mkdir()
+    _pivot("/tmp", f"/tmp{OLD}")
+    os.chdir("/")
+    _mount("tmpfs", NEW, "tmpfs", _NOSUID | _NODEV, "mode=0755")
+    for own in ("/dev", *EMPTY):
+        Path(NEW + own).mkdir()
+        _mount("tmpfs", NEW + own, "tmpfs", _NOSUID | _NODEV, "mode=1777" if own in EMPTY else "mode=0755")
+    Path(f"{NEW}/proc").mkdir()
+    _mount(f"{OLD}/proc", f"{NEW}/proc", None, _BIND | _REC)
+    for link, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        Path(f"{NEW}/dev/{link}").symlink_to(target)
+    for place, target in links:
+        if not os.path.lexists(NEW + place):
+            Path(NEW + place).parent.mkdir(parents=True, exist_ok=True)
+            Path(NEW + place).symlink_to(target)
+    for path, attributes in wanted:
+        _bind(str(path), attributes)
+    _set_attributes(NEW, _Attributes(set=_ATTR_RDONLY), 0)
+    _check("umount2", _libc().umount2(OLD.encode(), _DETACH))
+    os.chdir(NEW)
+    _pivot(".", ".")
+    _check("umount2", _libc().umount2(b".", _DETACH))
+    os.chdir(here if here.is_dir() else (*view.write, Path("/"))[0])
+
+
+def _links(view: View) -> list[tuple[str, str]]:
+    """Symbolic links that lead to what the view names: (where, to what). Programs look for things under both names."""
+    found = {}
+    for path in (*view.read, *view.write, *view.devices):
+        for part in (path, *path.parents):
+            if part.is_symlink():
+                found[str(part)] = str(part.readlink())
+    return sorted(found.items())
+
+
+def _mounts(view: View) -> list[tuple[Path, int]]:
+    """Real places to bind, the outer before the inner, each with what is taken from it."""
+    safe = _ATTR_NOSUID | _ATTR_NODEV
+    kinds = ((view.read, safe | _ATTR_RDONLY), (view.write, safe), (view.devices, _ATTR_NOSUID))
+    real = {path.resolve(): taken for paths, taken in kinds for path in paths}
+    found: dict[Path, int] = {}
+    for path in sorted(real, key=lambda path: len(path.parts)):
+        outer = next((one for one in path.parents if one in found), None)
+        if path.parts[:2] != ("/", "proc") and (outer is None or found[outer] != real[path]):
+            found[path] = real[path]
+    return list(found.items())
+
+
+def _bind(place: str, attributes: int) -> None:
+    """What is not there is left out."""
+    source, target = Path(OLD + place), Path(NEW + place)
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    elif source.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch(mode=0o600)
+    else:
+        return
+    _mount(str(source), str(target), None, _BIND | _REC)
+    wanted = _Attributes(set=attributes, clear=0 if attributes & _ATTR_RDONLY else _ATTR_RDONLY)
+    _set_attributes(str(target), wanted, _AT_RECURSIVE)
+
+
+def _set_attributes(target: str, wanted: _Attributes, flags: int) -> None:
+    arguments = (_AT_FDCWD, target.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted))
+    _check(f"mount_setattr {target}", _libc().syscall(_MOUNT_SETATTR, *arguments))
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    result = _libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _check(f"mount {target}", result)
+
+
+def _pivot(new: str, old: str) -> None:
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError("pivot_root has no known number on this processor")
+    _check("pivot_root", _libc().syscall(number, new.encode(), old.encode()))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(what: str, result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,206 @@
+"""How `join`, `seed` and `validator` confine themselves: what each may touch, and the line that says what the system enforces.
+
+Order in a role: read settings, lock the folder, compile the codec's kernels, load the key; then `confine_role`; then the network.
+So nothing that a stranger sends is looked at by a process that could still open a file of its user's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_node.cli.place import HOME
+from prime_protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from prime_node.adapters.sandbox.rules import Level, Rules
+    from prime_node.config import SandboxSettings
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.validator.config import ValidatorConfig
+    from prime_node.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+SECRETS = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|AUTH|API_?KEY|ACCESS_KEY|_KEY$|_DSN$|DATABASE_URL"
+    r"|^(AWS|AZURE|GOOGLE|GCP|GITHUB|GH|GITLAB|NPM|DOCKER|KUBE|VAULT|SSH|GPG|DBUS|XDG_RUNTIME)"
+)
+"""Names of environment variables that are taken away."""
+OURS = "PRIME_"
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+LIBRARIES = ("CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH")
+SHARED_LIBRARIES = "LD_LIBRARY_PATH"
+SYSFS = ("bus", "class", "dev", "devices", "module", "fs/cgroup", "kernel/mm")
+"""Of /sys, what drivers of GPUs look for: not its debugging and firmware parts, which root alone may read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a role needs beside its folder."""
+
+    read: tuple[Path, ...] = ()
+    """Models and datasets that its own settings name."""
+    vllm: bool = False
+    """Whether vLLM may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
+
+
+def absolute_model(model: str | None) -> str | None:
+    """A folder by its whole path, since a role may leave the working folder; a hub's name as it is."""
+    return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
+
+
+def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
+    """Confine this process for good, and say in one line what the system does not enforce. Raises LocalError.
+
+    `folder`, an absolute path, is the role's own: it writes there, and elsewhere nothing that outlives the process.
+    """
+    if settings.unsafe_off:
+        log.warning("NOT CONFINED (sandbox.unsafe_off): one mistake in this program, and a hostile run has your files")
+        return
+    from prime_node.adapters.sandbox.confine import confine
+    from prime_node.adapters.sandbox.system_paths import homes
+    from prime_node.scratch import process_folder
+
+    if any(folder == home or folder in home.parents for home in homes()):
+        raise LocalError(
+            f"folder {folder} is a home, and a role may write everything in its folder: choose one inside it"
+        )
+    kept, scratch = _hub_cache(), process_folder("role")
+    rules = role_rules(settings, folder, scratch, needs)
+    _import_what_acts()
+    forget_secrets(settings.keep_environment)
+    _move_home(folder, scratch, kept)
+    try:
+        level = confine(rules)
+    except (OSError, RuntimeError) as error:
+        raise LocalError(
+            f"this process cannot confine itself: {error}. [sandbox] unsafe_no_namespaces does with less, unsafe_off without"
+        ) from None
+    (log.info if level.is_full else log.warning)("confined; %s", level.sentence())
+
+
+def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Needs) -> Rules:
+    """What a role's process may do. Nothing in it comes from a run."""
+    from prime_node.adapters.sandbox import privileges, system_paths
+    from prime_node.adapters.sandbox.rules import NETWORK, Family, Rules
+
+    read = [*system_paths.system_paths(), Path("/proc"), *system_paths.python_paths(), *_named_by_variables()]
+    read += [*needs.read, _hub_cache(), *settings.also_read]
+    write, devices, families = [folder, scratch, *settings.also_write], [*system_paths.devices()], NETWORK
+    if needs.vllm:
+        read += [Path("/sys") / name for name in SYSFS]
+        devices += system_paths.gpu_devices()
+        families |= {Family.UNIX}
+    return Rules(
+        read=tuple(path.expanduser() for path in read),
+        write=tuple(path.expanduser() for path in write),
+        devices=tuple(devices),
+        hidden=(HOME, folder.parent / "keys"),
+        own_root=not settings.unsafe_no_namespaces,
+        write_in_shared_root=(Path("/dev/shm"),) if needs.vllm else (),
+        families=families,
+        change_modes=needs.vllm,
+        keep_capabilities=privileges.ORDINARY if os.geteuid() == 0 else (),
+    )
+
+
+def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings) -> Needs:
+    from prime_node.adapters.sandbox.system_paths import gpu_devices
+
+    vllm = settings.engine == "vllm" or (settings.engine == "auto" and bool(gpu_devices()))
+    return Needs(read=_named(settings.base_model, grants), vllm=vllm)
+
+
+def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings) -> Needs:
+    return Needs(read=_named(settings.base_model, grants))
+
+
+def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
+    """What this machine's own settings name: the base model where it is a folder, and datasets."""
+    data = () if grants.data_folder is None else (grants.data_folder,)
+    return (*(() if model is None else (Path(model),)), *data, *grants.readable)
+
+
+def level_here() -> Level:
+    """What this system would enforce of a role, tried in a child."""
+    import json
+
+    from prime_node.adapters.sandbox.confine import confine
+    from prime_node.adapters.sandbox.rules import Level, Wall
+    from prime_node.config import SandboxSettings
+
+    with tempfile.TemporaryDirectory(prefix="prime-doctor-") as folder:
+        place = Path(folder).resolve()
+        rules = role_rules(SandboxSettings(), place, place, Needs(vllm=True))
+        _import_what_acts()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                walls = [(wall.what, wall.up, wall.why) for wall in confine(rules).walls]
+            except (OSError, RuntimeError) as error:
+                walls = [("files", False, str(error))]
+            os.write(writer, json.dumps(walls).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as file:
+            told = file.read()
+        os.waitpid(child, 0)
+    return Level(tuple(Wall(*wall) for wall in json.loads(told or b"[]")))
+
+
+def forget_secrets(kept: Iterable[str]) -> None:
+    """Take environment variables away whose names look like secrets, and wipe them where the process was handed them."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    for name in [name for name in os.environ if SECRETS.search(name.upper())]:
+        if name.startswith(OURS) or name in kept:
+            continue
+        place = libc.getenv(os.fsencode(name))
+        if place:
+            ctypes.memset(place, 0, len(os.fsencode(os.environ[name])))
+        del os.environ[name]
+
+
+def _move_home(folder: Path, scratch: Path, hub_cache: Path) -> None:
+    """Libraries keep their caches in the role's folder: a hostile run that poisons one reaches no other program by it."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True, mode=0o700)
+    for name in [name for name in os.environ if name.startswith("XDG_")]:
+        del os.environ[name]
+    os.environ |= {
+        "HOME": str(home),
+        "TMPDIR": str(scratch),
+        "HF_HUB_CACHE": str(hub_cache),
+        "HF_HOME": str(home / ".cache" / "huggingface"),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / ".cache" / "torchinductor"),
+    }
+    tempfile.tempdir = None  # or it stays what it was
+
+
+def _hub_cache() -> Path:
+    """Where files of the hub lie that the user has fetched. Its token lies beside that folder, not in it."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+
+
+def _named_by_variables() -> list[Path]:
+    found = [os.environ[name] for name in (*CERTIFICATES, *LIBRARIES) if os.environ.get(name)]
+    found += [entry for entry in os.environ.get(SHARED_LIBRARIES, "").split(":") if entry]
+    return [Path(entry) for entry in found]
+
+
+def _import_what_acts() -> None:
+    """While files may still be opened: the walls are built by modules that are imported on use."""
+    for name in ("landlock", "namespaces", "privileges", "seccomp"):
+        with suppress(ImportError):  # what the system does not have, it does not need
+            importlib.import_module(f"prime_node.adapters.sandbox.{name}")
