@@ -1,0 +1,167 @@
+"""A worker that can hurt only itself: `join` in a hostile run, without the check that would have stopped the run first."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.builder import build_spec, role_keys
+
+from prime_node.adapters.sandbox import landlock
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import EnvironmentSpec
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
+)
+SHARED = f"prime-test-{os.getpid()}"
+ABSOLUTE = ("/tmp/prime-test-evil.sh", "/dev/shm/prime-test-evil", "/etc/prime-test-evil")
+OURS = "written by the run"
+
+
+class Contributor:
+    """A machine with a home that holds secrets, and a run that wants them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home, self.outside = folder / "home", folder / "outside"
+        for made in (self.home / ".ssh", self.home / ".prime-node", self.outside):
+            made.mkdir(parents=True, mode=0o700)
+        (self.home / ".ssh" / "id_ed25519").write_text("secret")
+        (self.home / ".prime-node" / "identity.key").write_text("11" * 32 + "\n")
+        (self.home / ".prime-node" / "identity.key").chmod(0o600)
+        (self.home / ".bashrc").write_text("mine")
+        self.place = folder / "home" / ".prime-node" / "runs" / "hostile"
+
+    def everything(self) -> dict[str, tuple[int, float, bytes]]:
+        """Mode, time and bytes of all files outside the worker's own folder."""
+        return {
+            str(path): (path.stat().st_mode, path.stat().st_mtime, path.read_bytes())
+            for path in self.folder.rglob("*")
+            if path.is_file() and self.place not in path.parents
+        }
+
+
+@pytest.fixture
+def contributor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Contributor]:
+    """Not below /tmp, which is another and empty one inside: what is written there would vanish anyway."""
+    folder = Path(tempfile.mkdtemp(prefix="prime-test-", dir="/var/tmp"))
+    made = Contributor(folder)
+    shared = Path("/dev/shm") / SHARED
+    shared.write_bytes(b"secret")
+    monkeypatch.chdir(made.outside)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_UNIX) as abstract:
+        by_path.bind("agent.sock")
+        abstract.bind(f"\0{SHARED}")
+        by_path.listen()
+        abstract.listen()
+        yield made
+    shared.unlink()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def hostile_run(contributor: Contributor) -> Iterator[str]:
+    """Its join link. Its model files are called like paths to other places."""
+    key = SigningKey(bytes(32))
+    names = [
+        *("config.json", "../../../../.bashrc", "../../identity.key", "../../../../.ssh/authorized_keys"),
+        *(str(contributor.outside / "absolute.sh"), str(contributor.home / ".config/autostart/evil.desktop")),
+        *(*ABSOLUTE, "../../../../../outside/up.sh", "zz.json"),
+    ]
+    data = OURS.encode()
+    spec = build_spec(
+        role_keys(key, key, key, key),
+        {"config.json": data},
+        vocab_size=8,
+        environments=(EnvironmentSpec(name="a", id="reasoning_gym"),),
+        sampling={"completion_tokens_max": 8, "stop_token_ids": (1,)},
+    )
+    described = spec.model_dump(mode="json")
+    described["model_files"] = [{"name": name, "digest": digest_of(data), "size": len(data)} for name in names]
+    envelope = seal(json.dumps(described).encode(), PayloadType.RUN_SPEC, key)
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = envelope.to_bytes() if self.path == "/v1/run" else data
+            self.send_response(200 if "Range" not in self.headers else 206)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/#{envelope.digest}"
+    for name in ABSOLUTE:
+        Path(name).unlink(missing_ok=True)
+    server.shutdown()
+    server.server_close()
+
+
+def joined(contributor: Contributor, link: str, *settings: str, left_out: str = "none") -> dict[str, Any]:
+    """What the hostile run's code found that it could do in a real `prime-node join`."""
+    command = [sys.executable, str(Path(__file__).with_name("hostile_join.py")), left_out, "join", link]
+    for setting in settings:
+        command += ["--set", setting]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
+    variables |= {"HOME": str(contributor.home), "MY_TOKEN": "in-the-env"}
+    variables |= {"PRIME_TEST_ATTACKED": str(contributor.folder), "PRIME_TEST_SHARED": SHARED}
+    ran = subprocess.run(
+        [*command, "--folder", str(contributor.place), "--engine", "transformers"],
+        env=variables,
+        cwd=contributor.outside,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 42, ran.stdout + ran.stderr
+    report: dict[str, Any] = json.loads((contributor.place / "report").read_text())
+    return report
+
+
+@pytest.mark.parametrize("left_out", ["none", "namespaces", "landlock"])
+def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is_missing(
+    contributor: Contributor, hostile_run: str, left_out: str
+) -> None:
+    before = contributor.everything()
+    report = joined(contributor, hostile_run, left_out=left_out)
+    assert contributor.everything() == before
+    assert not any(Path(name).exists() for name in ABSOLUTE)
+    assert (contributor.place / "model" / "config.json").read_text() == OURS
+    # What lies in the process's own, empty /tmp and /dev/shm vanishes with it.
+    inside = {"config.json", "zz.json", *ABSOLUTE[:2]}
+    assert [name for name, said in report["files"].items() if said.startswith("done") and name not in inside] == []
+    allowed = {"socket file"} if left_out == "namespaces" and landlock.abi() < landlock.ABI_UNIX_PATHS else set()
+    allowed |= (
+        {"environment of the parent", "root of the parent", "abstract socket", "kill the parent"}
+        if left_out == "landlock"
+        else set()
+    )
+    done = {name for name, said in report["attacks"].items() if said.startswith("done")}
+    assert done <= allowed, report["attacks"]
+
+
+def test_without_walls_the_same_run_does_all_of_it(contributor: Contributor, hostile_run: str) -> None:
+    """So the test above does not pass for another reason."""
+    report = joined(contributor, hostile_run, "worker.sandbox.unsafe_off=true")
+    assert (contributor.outside / "absolute.sh").read_text() == OURS
+    assert (contributor.home / ".bashrc").read_text().startswith(OURS)
+    refused = {name for name, said in report["attacks"].items() if not said.startswith("done")}
+    assert refused <= {"raw disk", "root of the parent", "replace by rename"}, report["attacks"]
