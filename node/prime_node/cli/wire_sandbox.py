@@ -96,6 +96,8 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
     read = [*system_paths.system_paths(), Path("/proc"), *system_paths.python_paths(), *_named_by_variables()]
     read += [*needs.read, _hub_cache(), *settings.also_read]
     write, devices, families = [folder, scratch, *settings.also_write], [*system_paths.devices()], NETWORK
+    if os.geteuid() != 0:
+        read.append(Path("/etc"))  # a user reads no secrets there, and programs replace its files while a role runs
     if needs.vllm:
         read += [Path("/sys") / name for name in SYSFS]
         devices += system_paths.gpu_devices()
