@@ -158,6 +158,29 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
     assert done <= allowed, report["attacks"]
 
 
+def test_a_confined_root_can_still_give_environments_to_another_user_and_end_them(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root gives environments to another user")
+    program = """
+import os, subprocess, sys
+from pathlib import Path
+from prime_node.cli.wire_sandbox import Needs, confine_role
+from prime_node.config import SandboxSettings
+from prime_node.scratch import Scratch
+confine_role(SandboxSettings(), Path(sys.argv[1]), Needs(environments=True))
+folder = Scratch("environments").path
+os.chown(folder, 65534, 65534)
+child = subprocess.Popen(["sleep", "60"], user=65534, group=65534, extra_groups=[], cwd=folder)
+child.kill()
+print(child.wait(), subprocess.run(["touch", "made"], user=65534, group=65534, extra_groups=[], cwd=folder).returncode)
+"""
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=variables, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.split() == ["-9", "0"], ran.stderr
+
+
 def test_without_walls_the_same_run_does_all_of_it(contributor: Contributor, hostile_run: str) -> None:
     """So the test above does not pass for another reason."""
     report = joined(contributor, hostile_run, "worker.sandbox.unsafe_off=true")

@@ -49,6 +49,8 @@ class Needs:
 
     read: tuple[Path, ...] = ()
     """Models and datasets that its own settings name."""
+    environments: bool = False
+    """Whether it starts environments' processes, which root gives to another user."""
     vllm: bool = False
     """Whether vLLM may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
 
@@ -75,6 +77,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
             f"folder {folder} is a home, and a role may write everything in its folder: choose one inside it"
         )
     kept, scratch = _hub_cache(), process_folder("role")
+    scratch.chmod(0o711)  # environments may run as another user, in a folder below
     rules = role_rules(settings, folder, scratch, needs)
     _import_what_acts()
     forget_secrets(settings.keep_environment)
@@ -102,6 +105,7 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
         read += [Path("/sys") / name for name in SYSFS]
         devices += system_paths.gpu_devices()
         families |= {Family.UNIX}
+    capabilities = (*privileges.ORDINARY, *(privileges.GIVES_WORK_AWAY if needs.environments else ()))
     return Rules(
         read=tuple(path.expanduser() for path in read),
         write=tuple(path.expanduser() for path in write),
@@ -111,7 +115,7 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
         write_in_shared_root=(Path("/dev/shm"),) if needs.vllm else (),
         families=families,
         change_modes=needs.vllm,
-        keep_capabilities=privileges.ORDINARY if os.geteuid() == 0 else (),
+        keep_capabilities=capabilities if os.geteuid() == 0 else (),
     )
 
 
@@ -119,11 +123,11 @@ def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings) -> Needs:
     from prime_node.adapters.sandbox.system_paths import gpu_devices
 
     vllm = settings.engine == "vllm" or (settings.engine == "auto" and bool(gpu_devices()))
-    return Needs(read=_named(settings.base_model, grants), vllm=vllm)
+    return Needs(read=_named(settings.base_model, grants), environments=True, vllm=vllm)
 
 
 def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings) -> Needs:
-    return Needs(read=_named(settings.base_model, grants))
+    return Needs(read=_named(settings.base_model, grants), environments=True)
 
 
 def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:

@@ -13,9 +13,12 @@ from prime_node.adapters.sandbox.rules import Limits, Wall
 _SET_DUMPABLE, _CAPBSET_READ, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT, _AMBIENT_CLEAR_ALL = 4, 23, 24, 38, 47, 4
 _VERSION_3 = 0x20080522
 
-DAC_OVERRIDE, FOWNER, NET_BIND_SERVICE, IPC_LOCK, SYS_NICE = 1, 3, 10, 14, 23
+CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID = 0, 1, 3, 5, 6, 7
+NET_BIND_SERVICE, IPC_LOCK, SYS_NICE = 10, 14, 23
 ORDINARY = (DAC_OVERRIDE, FOWNER, NET_BIND_SERVICE, IPC_LOCK, SYS_NICE)
 """What root in a container needs to work as a user would: its folders, however they are owned; a low port; pinned memory."""
+GIVES_WORK_AWAY = (CHOWN, KILL, SETGID, SETUID)
+"""What root needs besides to start processes as a user with fewer rights, and to end them."""
 
 
 def no_new_privileges() -> None:
