@@ -18,7 +18,7 @@ from typing import Any
 
 import prime_protocol.names
 
-prime_protocol.names.ModelFileName = str  # type: ignore[misc, assignment]  # before anything imports it
+prime_protocol.names.ModelFileName = str  # before anything imports it
 
 from prime_node.adapters.models import model_folder  # noqa: E402
 from prime_node.broadcast.follow import pinned  # noqa: E402
