@@ -71,18 +71,19 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
 
 
 def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
-    """Whether `stamp` is newer than what was known. Raises PeerError where the coordinator takes back what it has said.
+    """Whether `stamp` is newer than what was known. Raises PeerError where the coordinator takes back what it has said,
+    whichever of the two was seen first.
 
     A copy of an earlier one is no fault: mirrors lag.
     """
-    if stamp.issued_at_ms <= known.issued_at_ms:
-        return False
-    if stamp.policy_version < known.policy_version or stamp.key_ring < known.key_ring:
+    is_newer = stamp.issued_at_ms > known.issued_at_ms
+    earlier, later = (known, stamp) if is_newer else (stamp, known)
+    if later.policy_version < earlier.policy_version or later.key_ring < earlier.key_ring:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,
-            f"rollback: policy {stamp.policy_version} and key ring {stamp.key_ring} are said to be the newest, after "
-            f"policy {known.policy_version} and key ring {known.key_ring}",
+            f"rollback: policy {later.policy_version} and key ring {later.key_ring} are said to be the newest, after "
+            f"policy {earlier.policy_version} and key ring {earlier.key_ring}",
         )
-    if stamp.policy_version == known.policy_version and stamp.head != known.head:
-        raise PeerError(ErrorCode.FORK, f"two manifests are said to be policy {stamp.policy_version}")
-    return True
+    if later.policy_version == earlier.policy_version and later.head != earlier.head:
+        raise PeerError(ErrorCode.FORK, f"two manifests are said to be policy {later.policy_version}")
+    return is_newer

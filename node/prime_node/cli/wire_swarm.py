@@ -237,6 +237,8 @@ async def swarm_follower(
                 network=network,
             )
             await stack.enter_async_context(peer.running())
+            if (neighbours := peer.neighbours) is not None:
+                trusted.peers = lambda: list(zip(neighbours.linked, neighbours.links(), strict=True))
         yield follower, trusted, peer
 
 

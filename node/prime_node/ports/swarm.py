@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from prime_node.ports.transport import CheckpointSource
+from prime_node.ports.transport import CheckpointSource, TimestampSource
 from prime_protocol.identity import KeyId
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerNews
 
 
-class PeerLink(CheckpointSource, Protocol):
+class PeerLink(CheckpointSource, TimestampSource, Protocol):
     """Raises PeerError and Unreachable as every CheckpointSource does."""
 
     def news(self) -> AsyncIterator[PeerNews]:

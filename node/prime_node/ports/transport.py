@@ -57,15 +57,19 @@ class CheckpointSource(Protocol):
         ...
 
 
-class StatementSource(Protocol):
+class TimestampSource(Protocol):
+    """Who shows what is said to be the newest policy. Nothing in it is trusted."""
+
+    async def timestamp(self) -> Envelope:
+        """The newest one that the source has. Raises PeerError(NOT_FOUND)."""
+        ...
+
+
+class StatementSource(TimestampSource, Protocol):
     """Where a run's signed words about itself come from. Nothing in it is trusted."""
 
     async def key_ring(self, version: int) -> Envelope:
         """Version 1 or above. Raises PeerError(NOT_FOUND) where there is none yet."""
-        ...
-
-    async def timestamp(self) -> Envelope:
-        """The newest one that the source has. Raises PeerError(NOT_FOUND)."""
         ...
 
 

@@ -4,7 +4,8 @@ Asks several sources for their heads. Before one is believed: (1) the trainer's 
 (2) check_manifest; (3) the links from the head that was known before, and that it is no older than what a key
 ring of the root names. The newest verified head is kept on
 disk, so that a restart does not open the door to a rollback. Two signed manifests for one policy version are
-evidence: both are kept.
+evidence: both are kept. Linked peers are asked what they hold under a known version, so that a coordinator cannot show one
+head to us and another to them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 MANIFESTS_AT_ONCE = 8
 EVIDENCE_FILES_MAX = 16
+COMPARED_MAX = 2
+"""Peers with which each head is compared: a manifest may be long, and each of them compares with others."""
+COMPARE_S_MAX = 10.0
 
 
 class Heads:
@@ -43,6 +47,8 @@ class Heads:
         self._folder = folder
         self._ring = run.keys.version
         """The key ring by which the head was verified."""
+        self._compared: dict[int, set[str]] = {}
+        """With which peers a version was compared: the newest one alone."""
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -58,11 +64,37 @@ class Heads:
         The preferred source may hold the question for `wait_s` until there is news, or until a peer says so.
         """
         self._require_the_roots_chain()
+        await self._compare()
         asked = [named for named in self._pool.ready() if named.kind is not SourceKind.PEER or named.head > self.newest]
         if wait_s and not any(named.kind is SourceKind.PEER for named in asked):
             await unless(self._pool.hinted(self.newest), self._ask(asked, wait_s=wait_s))
         else:
             await self._ask(asked)
+
+    async def _compare(self) -> None:
+        """Ask peers that hold the head's version whether it is the same manifest there. A fork is kept and told by `_news`."""
+        version = self.newest
+        if version < 0:
+            return
+        self._compared = {version: self._compared.get(version, set())}
+        names = self._compared[version]
+        peers = [one for one in self._pool.ready() if one.kind is SourceKind.PEER and one.head >= version]
+        fresh = [one for one in peers if one.name not in names][: COMPARED_MAX - len(names)]
+        names.update(one.name for one in fresh)
+        await asyncio.gather(*(self._compare_with(one, version) for one in fresh))
+
+    async def _compare_with(self, named: NamedSource, version: int) -> None:
+        try:
+            async with asyncio.timeout(COMPARE_S_MAX):
+                shown = await self._open(await named.source.manifest(version))
+            if shown.manifest.policy_version != version:
+                raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {version}, got another")
+            self._news(shown)
+        except TimeoutError:
+            self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
+        except (PeerError, Unreachable) as error:
+            if not (isinstance(error, PeerError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
+                self._pool.failed(named, error)  # a fork is the trainer's fault, not the peer's that shows it
 
     async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
         await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))

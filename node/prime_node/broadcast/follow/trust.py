@@ -4,13 +4,16 @@ Who waits for whom: `follow` asks every source now and then; nobody waits for it
 does, it follows the key rings to their end before it reads the timestamp, for a ring may say that another key signs it.
 
 Invariant: rings only grow and the timestamp only moves forward, over restarts too, because both are on the disk before they
-count. A source that is away, lags or lies costs a line in the log. When no source shows a timestamp that holds, `fault` says so,
+count. A source that is away, lags or lies costs a line in the log. Two timestamps of which the later takes back what the earlier
+said convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that it cannot tell us one
+thing and them another. When no source shows a timestamp that holds, `fault` says so,
 and who takes new work must wait: the run may have gone on without us, and be shown to us as it was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -20,8 +23,9 @@ from typing import NoReturn, TypeVar
 from prime_node.files import write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import StatementSource, Unreachable
+from prime_node.ports.transport import StatementSource, TimestampSource, Unreachable
 from prime_protocol import limits
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.run_spec import PinnedRun
@@ -30,6 +34,10 @@ from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PEERS_ASKED_MAX = 2
+"""Linked peers whose timestamp is compared with ours at one look."""
+PEER_S_MAX = 10.0
+EVIDENCE_FILES_MAX = 16
 POLL_S_MIN, POLL_S_MAX = 2.0, 30.0
 """Between questions: while there is no timestamp that holds, and while there is one."""
 
@@ -48,6 +56,8 @@ class Trust:
     ) -> None:
         """Takes up what was known the last time. Raises LocalError if the folder is unusable."""
         self.newest: Timestamp | None = None
+        self.peers: Callable[[], Sequence[tuple[str, TimestampSource]]] = lambda: ()
+        """Peers that are linked now."""
         self.run = run
         self._sources = sources
         self._folder = folder
@@ -82,6 +92,9 @@ class Trust:
     async def refresh(self) -> None:
         """Ask every source once, all at the same time. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))
+        peers = list(self.peers())
+        for name, peer in self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers))):
+            await self._ask_peer(name, peer)
         fault = self.fault()
         if fault != self._said:
             log.warning("%s", f"{fault}; waiting" if fault else "the newest policy is known again")
@@ -123,6 +136,14 @@ class Trust:
                 log.warning("source %s: %s", name, error)
         self._reasons[name] = reason
 
+    async def _ask_peer(self, name: str, peer: TimestampSource) -> None:
+        try:
+            async with asyncio.timeout(PEER_S_MAX):
+                envelope = await peer.timestamp()
+            await self._take_timestamp(envelope)
+        except (PeerError, Unreachable, TimeoutError) as error:
+            log.debug("peer %s shows no timestamp that counts: %s", name, error)
+
     async def _follow_rings(self, source: StatementSource) -> None:
         """As far as the source knows them. Their number is bounded: KeyRing.version is."""
         keys = self.run.keys
@@ -143,10 +164,33 @@ class Trust:
 
     async def _take_timestamp(self, envelope: Envelope) -> None:
         stamp = open_timestamp(envelope, self.run)
-        if self.newest is None or check_follows(stamp, self.newest):
+        try:
+            is_newer = self.newest is None or check_follows(stamp, self.newest)
+        except PeerError as error:
+            self._keep_evidence(envelope, error)
+            raise
+        if is_newer:
             check_fresh(stamp, self._clock.now_ms())
             self._write("timestamp.json", envelope)
             self.newest = stamp
+
+    def _keep_evidence(self, envelope: Envelope, error: PeerError) -> None:
+        """What the coordinator says now and what it said before, both signed by its key."""
+        folder = self._folder / "evidence"
+        said = [envelope.to_bytes()]
+        with contextlib.suppress(OSError):
+            said.append((self._folder / "timestamp.json").read_bytes())
+        try:
+            folder.mkdir(exist_ok=True)
+            for data in said:
+                path = folder / f"timestamp-{digest_of(data)[:16]}.json"
+                if not path.exists() and len(list(folder.iterdir())) < EVIDENCE_FILES_MAX:
+                    write_durably(path, data)
+                    log.error("the coordinator contradicts itself (%s); evidence in %s", error.detail, path)
+        except OSError as failed:
+            log.error(
+                "the coordinator contradicts itself (%s), and the evidence cannot be kept: %s", error.detail, failed
+            )
 
     def _restore(self) -> None:
         """What was known when this machine stopped, verified again. A damaged file is no reason to stop."""

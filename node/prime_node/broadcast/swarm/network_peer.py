@@ -115,6 +115,9 @@ class NetworkPeer:
     async def manifest(self, policy_version: int) -> Envelope:
         return open_envelope(await self._ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
 
+    async def timestamp(self) -> Envelope:
+        return open_envelope(await self._ask("/v1/timestamp", limits.ENVELOPE_BYTES_MAX))
+
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
             return b""
