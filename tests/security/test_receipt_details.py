@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.node.coordinator_world import ANNA, VALIDATOR, make_parcel, make_run, memory_parts, running
 
+from prime_protocol.messages import CheckResultRequest
 from prime_protocol.run_spec import CheckPolicy
-from prime_protocol.verdict import RejectReason
+from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import Measured, judge
 
 HONEST = Measured(
@@ -65,3 +67,22 @@ def test_a_broken_machine_is_told_apart_from_a_wrong_precision() -> None:
     assert "memory" in far
     _, all_flipped = refusal("seed_flips_share", 0.9)
     assert "does not use the assigned seeds" in all_flipped
+
+
+async def test_the_public_metrics_do_not_tell_how_one_bundle_measured() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for error in (0.01234, 0.01444):
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            task = await world.take_task(VALIDATOR)
+            result = CheckResultRequest(
+                bundle=task.bundle,
+                verdict=Verdict.accept(),
+                rewards=(1.0,) * task.lease.num_rollouts,
+                measured={"logprob_error_mean": error},
+            )
+            await world.client(VALIDATOR).check_result(result)
+        lines = (await world.get("/metrics"))[1].decode().splitlines()
+        sums = [float(line.split()[1]) for line in lines if line.startswith("prime_check_measured_sum")]
+        assert sums == pytest.approx([0.02])

@@ -159,7 +159,7 @@ async def _decide(core: Core, opinion: Opinion) -> None:
     elif reason in (RejectReason.INCOMPLETE, RejectReason.UNVERIFIABLE):
         note_failed(core, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
     for name, value in request.measured.items():
-        core.metrics.observe("prime_check_measured", value, number=name)
+        core.metrics.observe("prime_check_measured", coarse(value), number=name)
     is_drawn = core.assigner.look_draw(request.bundle) < core.config.second_look_share
     is_looked_at = verdict.accepted and pending.audited and is_drawn
     if is_looked_at and core.agreement.look_again(pending, opinion, core.clock.monotonic_s()):
@@ -213,6 +213,11 @@ async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckRe
         bundle=request.bundle,
         num_tokens=request.num_tokens,
     )
+
+
+def coarse(value: float) -> float:
+    """One significant digit. Anybody may read the metrics: the sum must not tell a worker how its last bundle measured."""
+    return float(f"{value:.0e}")
 
 
 async def _copies_replaced(core: Core, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
