@@ -7,6 +7,7 @@ import base64
 import numpy as np
 from fuzz_parser import (
     BOUNDS,
+    NOW_MS,
     RUN,
     VALIDATOR,
     WORKER,
@@ -15,8 +16,8 @@ from fuzz_parser import (
 from tests.builder import build_header, build_lease, build_manifest
 from valid_messages import VECTORS, examples
 
+from prime_protocol import body_claim, parcel, peer_frames, proof, rollout, tensor_file, turns, verify
 from prime_protocol import envelope as dsse
-from prime_protocol import parcel, peer_frames, proof, rollout, tensor_file, turns, verify
 from prime_protocol.addresses import parse_ip
 from prime_protocol.assignment import GroupAssignment, Problem
 from prime_protocol.checkpoint import CheckpointDecoder, encode_checkpoint
@@ -54,7 +55,20 @@ def _framing() -> list[Parser]:
         found = parcel.open_parcel(data, body_bytes_max=1_000)
         found.check_body(header)
 
+    claim = body_claim.claim_of(b"body", WORKER, run=RUN.digest, action="rollouts", nonce="0" * 32, now_ms=NOW_MS)
+
+    def claimed(payload: bytes) -> None:
+        header = seal(payload, PayloadType.BODY_CLAIM, WORKER).to_bytes().decode()
+        body_claim.read_claim(body_claim.open_claim(header), WORKER.key_id, action="rollouts", body_bytes=4)
+
+    def whole_claim(data: bytes) -> None:
+        found = body_claim.open_claim(data.decode("latin-1"))
+        body_claim.read_claim(found, WORKER.key_id, action="rollouts", body_bytes=4)
+
+    drives = ("body_claim.open_claim", "body_claim.read_claim")
     return [
+        Parser("body_claim", claimed, [body_claim.open_claim(claim).payload], drives),
+        Parser("body_claim_header", whole_claim, [claim.encode()], drives),
         Parser(
             "load_json",
             dsse.load_json,

@@ -25,6 +25,7 @@ NOT_PARSERS = {
     "adapters": "works on weights that were verified",
     "assigned": "hashes secrets and numbers",
     "codec.": "scripts/fuzz/chunks.py and frames.py drive each decoder and compare them; decode_chunk is their one caller",
+    "body_claim.claim_of": "writes",
     "checkpoint.EncodedCheckpoint": "what was encoded here",
     "checkpoint.assemble": "the same",
     "chunk_index.ChunkIndex": "rows that open_index has checked",
