@@ -26,7 +26,10 @@ STRATEGIES: dict[str, Strategy] = {
     "after 64 passed audits": once_trusted(64),
     "right after audits": after_audits,
     "with little at stake": with_little_at_stake(2),
+    "best of 4, 1 in 20": at_rate(0.05),
 }
+WORK = {"best of 4, 1 in 20": 4.0}
+"""What a cheated bundle costs beside an honest one, where that is not nothing."""
 CASES = ((0.5, 1.0), (0.9, 1.0), (0.5, 0.5), (0.9, 0.5))
 """Cost of honest work, and how many cheated bundles an audit tells."""
 
@@ -38,7 +41,12 @@ def main() -> None:
     options = parser.parse_args()
     lives = 100 if options.quick else 500
     rows = [
-        (name, cost, detection, play(strategy, POLICY, cost=cost, detection=detection, num_lives=lives))
+        (
+            name,
+            cost,
+            detection,
+            play(strategy, POLICY, cost=cost, detection=detection, work=WORK.get(name, 0.0), num_lives=lives),
+        )
         for cost, detection in CASES
         for name, strategy in STRATEGIES.items()
     ]

@@ -58,7 +58,6 @@ EXPECTED = {
     "shading-0.05-as-vllm": {LOGPROBS},
     "shading-both-ways": {LOGPROBS},
     "spikes-as-unknown": {LOGPROBS},
-    "temperature-0.98-as-unknown": {SEEDS},
     "colluding": {SEEDS},
 }
 """The reasons that a cheat's refused bundles may have, beside those that any may."""
@@ -81,6 +80,7 @@ IN_THE_BENCH = (
     "shading-0.05",
     "shading-0.05-as-unknown",
     "best-of-n-in-20",
+    "temperature-0.98-as-unknown",
 )
 """Found as another one is, or as late: scripts/bench/adversaries.py."""
 

@@ -29,6 +29,14 @@ def test_no_way_of_cheating_gains(strategy: Strategy, cost: float, detection: fl
     assert outcome.gain + 3 * outcome.gain_error < 0
 
 
+@pytest.mark.parametrize("detection", [1.0, 0.5])
+def test_the_best_of_four_in_one_bundle_of_twenty_pays_less_than_honest_work(detection: float) -> None:
+    for work in (0.0, 4.0):  # even if the three other samples cost nothing, and if nothing did
+        outcome = play(at_rate(0.05), DEFAULT, cost=0.5, detection=detection, work=work, num_lives=40, seed=1)
+        assert outcome.gain + 3 * outcome.gain_error < 0
+        assert outcome.poisoned < outcome.cheated
+
+
 def test_honest_work_is_audited_less_and_less() -> None:
     assert play(at_rate(0.0), DEFAULT, cost=0.5, num_bundles=2_000, num_lives=5).audited < 0.3
 

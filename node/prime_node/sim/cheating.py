@@ -1,7 +1,8 @@
 """Does cheating pay? A worker that saves work on some of its bundles, against the coordinator's own audit policy.
 
 A credited bundle is worth 1 and honest work on it costs `cost`, below 1 or nobody would work. A cheated bundle
-costs nothing, the best that any cheat can do, and is told from an honest one with probability `detection` where it is audited.
+costs `work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples. It is told
+from an honest one with probability `detection` where it is audited.
 Which bundles are audited, what is credited and what is lost is decided by coordinator/state/audits.py itself. A banned worker
 begins anew at once, with another key, for nothing; what is still its surety at the end counts as earned. So whatever real cheats
 cost (a smaller model, a new address, waiting) comes on top of what this shows.
@@ -83,6 +84,7 @@ def play(
     *,
     cost: float,
     detection: float = 1.0,
+    work: float = 0.0,
     num_bundles: int = 500,
     num_lives: int = 200,
     seed: int = 0,
@@ -92,8 +94,8 @@ def play(
     lives = []
     for _ in range(num_lives):
         life_seed = rng.getrandbits(64)
-        cheat = _live(strategy, checks, cost, detection, num_bundles, random.Random(life_seed))
-        honest = _live(at_rate(0.0), checks, cost, detection, num_bundles, random.Random(life_seed))
+        cheat = _live(strategy, checks, cost, detection, work, num_bundles, random.Random(life_seed))
+        honest = _live(at_rate(0.0), checks, cost, detection, work, num_bundles, random.Random(life_seed))
         lives.append((cheat, cheat.earned - honest.earned))
     gains = [gain / num_bundles for _, gain in lives]
     mean = math.fsum(gains) / num_lives
@@ -122,7 +124,13 @@ class _Life:
 
 
 def _live(
-    strategy: Strategy, checks: CheckPolicy, cost: float, detection: float, num_bundles: int, rng: random.Random
+    strategy: Strategy,
+    checks: CheckPolicy,
+    cost: float,
+    detection: float,
+    work: float,
+    num_bundles: int,
+    rng: random.Random,
 ) -> _Life:
     state, life = _state(checks), _Life()
     worker, since_audit = _newcomer(), 0
@@ -134,7 +142,7 @@ def _live(
         since_audit = 0 if audited else since_audit + 1
         life.cheated += cheats
         life.audited += audited
-        life.earned -= 0.0 if cheats else cost
+        life.earned -= work * cost if cheats else cost
         if cheats and audited and notices:
             worker.strikes += 1
             standing -= {one.lease.lease_id for one in worker.surety if not one.audited}
