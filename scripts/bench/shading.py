@@ -87,7 +87,8 @@ class Wealths:
         bundle = self.num_bundles
         self.log_wealth = np.logaddexp(self.log_wealth, -math.log(bundle) - math.log(bundle + 1)) + log_e
         each = np.logaddexp(self.log_wealth, -math.log(bundle + 1))
-        return np.logaddexp.reduce(each, axis=1) - math.log(each.shape[1])
+        together: Floats = np.logaddexp.reduce(each, axis=1) - math.log(each.shape[1])
+        return together
 
 
 @dataclass
