@@ -82,7 +82,7 @@ def test_what_doctor_tells_programs_is_what_it_shows() -> None:
     shown = CliRunner().invoke(app, ["doctor"])
     told = CliRunner().invoke(app, ["doctor", "--json"])
     findings = json.loads(told.stdout)["findings"]
-    assert {"Python", "disk", "torch"} <= {finding["what"] for finding in findings}
+    assert {"Python", "disk", "sandbox", "torch"} <= {finding["what"] for finding in findings}
     for finding in findings:
         assert finding["what"] in shown.stdout
 

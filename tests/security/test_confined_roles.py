@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from tests.builder import build_spec, role_keys
 
-from prime_node.adapters.sandbox import landlock
+from prime_node.adapters.sandbox import landlock, namespaces
+from prime_node.cli.wire_sandbox import level_here
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
@@ -140,6 +141,8 @@ def joined(contributor: Contributor, link: str, *settings: str, left_out: str = 
 def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is_missing(
     contributor: Contributor, hostile_run: str, left_out: str
 ) -> None:
+    if left_out == "landlock" and namespaces.WHAT not in level_here().up:
+        pytest.skip("this user may not make namespaces here, so no wall would be left")
     before = contributor.everything()
     report = joined(contributor, hostile_run, left_out=left_out)
     assert contributor.everything() == before

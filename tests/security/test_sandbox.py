@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, syscalls
-from prime_node.adapters.sandbox.rules import Level, Wall
+from prime_node.adapters.sandbox.rules import Level, Rules, Wall
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
@@ -231,6 +231,21 @@ def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
     assert level.sentence() == "enforced: files, system calls; NOT enforced: signals (Linux 6.12 and newer)"
     assert not level.is_full
     assert level.up == {"files", "system calls"}
+
+
+@pytest.mark.parametrize(
+    ("version", "missing"),
+    [
+        (1, ["TCP ports", "signals", "abstract sockets", "Unix sockets by path"]),
+        (4, ["signals", "abstract sockets", "Unix sockets by path"]),
+        (6, ["Unix sockets by path"]),
+        (9, []),
+    ],
+)
+def test_what_a_kernel_cannot_enforce_is_named_with_the_version_that_can(version: int, missing: list[str]) -> None:
+    walls = landlock.walls_of(Rules(connect_ports=()), version)
+    assert [wall.what for wall in walls if not wall.up] == missing
+    assert all("Linux" in wall.why for wall in walls if not wall.up)
 
 
 def test_the_tables_of_system_calls_agree_with_the_headers_of_this_machine() -> None:

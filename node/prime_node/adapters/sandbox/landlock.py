@@ -91,7 +91,7 @@ def restrict(rules: Rules) -> list[Wall]:
         _checked(_libc().syscall(_RESTRICT_SELF, ruleset, _flags(rules, version)))
     finally:
         os.close(ruleset)
-    return _walls(rules, version)
+    return walls_of(rules, version)
 
 
 def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
@@ -148,13 +148,14 @@ def _flags(rules: Rules, version: int) -> int:
 
 
 def _asked(rules: Rules) -> list[str]:
-    """Names of the walls beside files, in the order of `_walls`."""
+    """Names of the walls beside files, in the order of `walls_of`."""
     names = ["TCP ports"] if rules.bind_ports is not None or rules.connect_ports is not None else []
     names += [] if rules.signals_outside else ["signals"]
     return names if rules.abstract_sockets_outside else [*names, "abstract sockets"]
 
 
-def _walls(rules: Rules, version: int) -> list[Wall]:
+def walls_of(rules: Rules, version: int) -> list[Wall]:
+    """What a kernel of that ABI enforces of the rules."""
     found = [Wall("files", True)]
     for name in _asked(rules):
         since, linux = (ABI_NET, "6.7") if name == "TCP ports" else (ABI_SCOPES, "6.12")
