@@ -198,6 +198,8 @@ PEER_RECORDS_MAX = 1_024
 """Peers of the coordinator's lists that one peer remembers; the oldest go first."""
 PEER_HINTS_MAX = 16
 """Peers that hints name (a table, the local network) and that are tried; no coordinator vouches for them."""
+LAN_NAMES_MAX = 4_096
+"""Names that multicast DNS may bring; beyond them a machine no longer looks for peers on its local network."""
 PEER_HINT_ADDRESSES_MAX = 2
 """Addresses of one such peer that are dialled."""
 PEER_HINTS_S_MAX = 300.0

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf import InterfaceChoice, IPVersion, RecordUpdate, RecordUpdateListener, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from prime_node.adapters.peers import faults
@@ -40,6 +40,7 @@ class LocalPeers:
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._asking: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
         self._only_here = False
         """This peer listens on loopback alone, and so do those that it looks for."""
         self._heard_since_s = -limits.PEER_HINTS_S_MAX
@@ -69,6 +70,7 @@ class LocalPeers:
             )
             # A name is a key, so that nobody else has it: no need to ask first.
             await self._zeroconf.async_register_service(service, cooperating_responders=True)
+            self._zeroconf.zeroconf.async_add_listener(_Flood(self._give_up), None)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
         except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; hints are all that is lost
             log.info("no peers are looked for on the local network: %s", error or type(error).__name__)
@@ -91,21 +93,37 @@ class LocalPeers:
         except Exception as error:  # noqa: BLE001 - a goodbye that nobody hears is no fault
             faults.note(log, "local network", error)
 
-    def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        if state_change is ServiceStateChange.Removed or len(self._asking) >= limits.PEER_HINTS_MAX:
-            return
-        task = asyncio.get_running_loop().create_task(self._look_up(zeroconf, name))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+    def _give_up(self, num_names: int) -> None:
+        """The library keeps every name that it hears for as long as its sender wants."""
+        log.warning("the local network tells of %d names: a flood; no peers are looked for there any more", num_names)
+        self._closing = asyncio.get_running_loop().create_task(self.close())
 
-    async def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
+    def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        """What says where it is at once, as honest peers do, is taken at once: names that lead nowhere hold up only each
+        other."""
+        if state_change is ServiceStateChange.Removed:
+            return
         try:
             service = AsyncServiceInfo(self._type, name)
-            if not await service.async_request(zeroconf, ANSWER_MS_MAX):
+            if service.load_from_cache(zeroconf):
+                self._take(service)
                 return
-        except Exception as error:  # noqa: BLE001 - the edge of the task; the name is a stranger's, and the library raises many kinds
-            faults.note(log, "looking a peer of the local network up", error)
+        except Exception as error:  # noqa: BLE001 - the name is a stranger's, and the library raises many kinds
+            faults.note(log, "a name on the local network", error)
             return
+        if len(self._asking) < limits.PEER_HINTS_MAX:
+            task = asyncio.get_running_loop().create_task(self._look_up(zeroconf, service))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _look_up(self, zeroconf: Zeroconf, service: AsyncServiceInfo) -> None:
+        try:
+            if await service.async_request(zeroconf, ANSWER_MS_MAX):
+                self._take(service)
+        except Exception as error:  # noqa: BLE001 - the edge of the task, and the library raises many kinds
+            faults.note(log, "looking a peer of the local network up", error)
+
+    def _take(self, service: AsyncServiceInfo) -> None:
         for told in read_records(service.properties):
             near = tuple(one for one in told.addresses if self._is_near(one))
             if near and told.peer != self._me and self._has_room(told.peer):
@@ -130,6 +148,24 @@ class LocalPeers:
             return False
         self._heard_of.add(peer)
         return True
+
+
+class _Flood(RecordUpdateListener):
+    """Notices once that too many names are remembered."""
+
+    def __init__(self, give_up: Callable[[int], None]) -> None:
+        self._give_up = give_up
+        self._num_heard = 0
+        self._is_over = False
+
+    def async_update_records(self, zc: Zeroconf, now: float, records: list[RecordUpdate]) -> None:
+        self._num_heard += len(records)
+        if self._is_over or self._num_heard < limits.LAN_NAMES_MAX // 4:
+            return
+        self._num_heard = 0  # to count the names takes a while
+        if (num_names := len(zc.cache.names())) > limits.LAN_NAMES_MAX:
+            self._is_over = True
+            self._give_up(num_names)
 
 
 def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:
