@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +227,45 @@ def test_a_model_file_is_read_only_if_it_is_a_file_of_the_run(tmp_path: Path) ->
     write_inside(tmp_path, "config.json", CONFIG)
     assert model_files_in(tmp_path, run) == {"config.json": CONFIG}
     assert read_inside(tmp_path, "config.json", bytes_max=1) is None
+
+
+class HostileCoordinator(BaseHTTPRequestHandler):
+    run = b""
+
+    def do_GET(self) -> None:
+        body = self.run if self.path.startswith("/v1/run") else DATA
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: this is the attacker's."""
+
+
+@pytest.mark.timeout(240)  # a home without compiled kernels: they are compiled first
+@pytest.mark.parametrize("name", ["../../x.json", "/x.json"])
+def test_join_writes_nothing_for_a_hostile_run(name: str, tmp_path: Path) -> None:
+    """The attack as it was found, by a real server and a real process."""
+    if name.startswith("/"):
+        name = f"{tmp_path}{name}"
+    envelope = seal(json.dumps(with_file(name)).encode(), PayloadType.RUN_SPEC, ROOT)
+    handler = type("Handler", (HostileCoordinator,), {"run": envelope.to_bytes()})
+    home = tmp_path / "a" / "b" / "home"
+    home.mkdir(parents=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = subprocess.run(
+            [sys.executable, "-m", "prime_node", "join", f"http://127.0.0.1:{server.server_port}/#{envelope.digest}"],
+            capture_output=True, check=False, timeout=200, text=True, stdin=subprocess.DEVNULL, cwd=home,
+            env={**os.environ, "HOME": str(home)},
+        )  # fmt: skip
+        server.shutdown()
+    assert done.returncode == 4, done.stderr
+    assert "RunSpec.model_files.1.name" in done.stderr
+    outside = {place for place in all_below(tmp_path) if not place.startswith("a/b/home/.")}
+    assert outside == {"a", "a/b", "a/b/home"}
+    assert not [place for place in all_below(home) if place.endswith((".py", "x.json", ".bashrc"))]
 
 
 def test_the_spec_states_the_patterns_of_the_code() -> None:
