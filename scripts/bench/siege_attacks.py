@@ -1,5 +1,7 @@
 """What siege.py sends to a coordinator: one attack a process, over so many sockets, until it is ended.
 
+    python scripts/bench/siege_attacks.py ATTACK PORT BLOB MEMBER TAG
+
 Each attack is a coroutine for one socket. It is started again, on a new socket, whenever the server ends the connection.
 """
 
@@ -11,6 +13,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -151,11 +154,13 @@ CONNECTS = "10,000 connects a second"
 NAMES = (*ATTACKS, CONNECTS)
 
 
-def run(name: str, target: Target, core: int | None, niceness: int) -> None:
-    """Attack until the process is ended."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    os.nice(niceness)
+def main() -> None:
+    """Attack until the process is ended; a line on stdout says that it begins."""
+    if len(sys.argv) != 6 or sys.argv[1] not in NAMES:
+        sys.exit(__doc__)
+    name, port, blob, member, tag = sys.argv[1:]
+    target = Target(int(port), blob, member, tag)
+    print("begins", flush=True)
     if name == CONNECTS:
         _connect_all(target)
     asyncio.run(_attack_all(ATTACKS[name], target))
@@ -191,3 +196,7 @@ def _connect_all(target: Target) -> None:
         ahead_s = count / CONNECTS_PER_S - (time.monotonic() - began)
         if ahead_s > 0.01:
             time.sleep(ahead_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from prime_protocol import limits
 from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode
+from prime_protocol.rollout import body_bytes_max
 
 BODY = b"x" * 300_000
 
@@ -169,3 +170,16 @@ async def test_a_signed_request_needs_no_body_and_has_only_one_place(world: Worl
     long = f"{REQUEST_HEADER}: " + "x" * limits.HEADER_ENVELOPE_BYTES_MAX
     assert (await ask(world.url, post("/v1/heartbeat", 0, long + "x"))).code == ErrorCode.TOO_LARGE
     assert (await ask(world.url, get("/healthz"))).status == 200
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_the_bound_of_an_upload_is_the_one_that_spec_states(turns: int) -> None:
+    """Proofs and turns included. The formula of SPEC.md, section 14, beside the code that refuses."""
+    rollouts, tokens, context = 7, 100, 900
+    proofs = -(-tokens // 32)
+    per_turn = 12 + 4 * context if turns > 1 else 0
+    told = 65_536 + rollouts * turns * (21 + 258 * proofs + 20 * tokens + per_turn)
+    found = body_bytes_max(
+        num_rollouts=rollouts, completion_tokens_max=tokens, turns_max=turns, context_tokens_max=context
+    )
+    assert found == told

@@ -12,7 +12,7 @@ from tests.security.raw_http import Raw, ask, barrier, get, post
 
 from prime_node.adapters.web import guarded_handler
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
-from prime_node.adapters.web.doors import Doors
+from prime_node.adapters.web.doors import BURST_S, Doors
 from prime_node.adapters.web.shares import Turns
 from prime_node.coordinator.api.walls import walls_of
 from prime_node.coordinator.config import CoordinatorConfig
@@ -237,22 +237,34 @@ def walls(**settings: object) -> Walls:
 
 
 def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not() -> None:
-    doors = Doors(walls(public_requests_per_second=4.0), lambda: 0.0)
+    now_s = 1_000.0
+    doors = Doors(walls(public_requests_per_second=4.0), lambda: now_s)
     one, same, other = (doors.enter(address) for address in ("8.8.8.8", "8.8.8.9", "9.9.9.9"))
     assert one is not None
     assert same is not None
     assert other is not None
     assert [doors.delay_s(one, ""), doors.delay_s(same, "")] == [0.0, 0.25]
     assert doors.delay_s(other, "") == 0.0
-    assert doors.delay_s(other, "") > 0.0
     one.vouch(True)
     assert [doors.delay_s(one, "") for _ in range(100)] == [0.0] * 100
     one.vouch(False)
-    assert doors.delay_s(one, "") > 0.0
+    assert doors.delay_s(one, "") > 0.25
+
+
+def test_all_strangers_together_get_a_share_of_the_servers_time_however_slow_it_is() -> None:
+    for cost_s, per_second in ((0.0005, 500), (0.001, 250), (30.0, 125)):
+        now_s = 1_000.0
+        doors = Doors(walls(public_requests_per_second=1e9), lambda: now_s)  # noqa: B023 - it is read at once
+        entry = doors.enter("9.9.9.9")
+        assert entry is not None
+        for _ in range(1_000):
+            doors.spent(entry, cost_s)
+        waits_s = [doors.delay_s(entry, "") for _ in range(per_second)]
+        assert waits_s[-1] == pytest.approx(1.0 - BURST_S, abs=0.02)
 
 
 def test_a_proxy_is_not_one_stranger() -> None:
-    doors = Doors(walls(public_requests_per_second=4.0, proxies=["10.0.0.1"], connects_per_second=1.0), lambda: 0.0)
+    doors = Doors(walls(public_requests_per_second=4.0, proxies=["10.0.0.1"], connects_per_second=1.0), lambda: 1_000.0)
     entries = [doors.enter("10.0.0.1") for _ in range(limits.HTTP_STRANGERS_EACH_MAX + 1)]
     entry = entries[-1]
     assert entry is not None

@@ -121,8 +121,8 @@ class CoordinatorConfig(Settings):
     connects_per_second: float = Field(default=100.0, gt=0.0)
     """New connections from one network, sustained; a burst of five times as many is taken. Others are reset."""
     public_requests_per_second: float = Field(default=500.0, gt=0.0)
-    """Requests from one network on connections where nobody has shown a member's signature; twice as many from all such together.
-    Others wait. What members sign is bounded by `requests_per_second`."""
+    """Requests from one network on connections where nobody has shown a member's signature; others wait. All of them together get
+    a quarter of the coordinator's time. What members sign is bounded by `requests_per_second`."""
     workers_per_network_max: int = Field(default=64, ge=1)
     """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, but for trusted ones."""
     allowed_workers: tuple[KeyId, ...] = ()

@@ -28,6 +28,14 @@ WORK_AT_ONCE, WORK_OF_ACCEPTING = 256, 16
 """One wake-up resets 256 connections at most, or accepts 16: those who wait for their answers come in between."""
 PAUSE_S = 1.0
 """The listener rests so long where the system has no descriptor left."""
+STRANGERS_SHARE = 0.25
+"""Of the server's time, for what strangers ask."""
+BURST_S = 0.05
+"""Of time that strangers left unused, what they may use later."""
+COST_S_MAX = 0.002
+"""A stranger's request counts as no dearer: 125 begin in each second, whatever they cost."""
+COSTS_REMEMBERED = 32
+"""Requests that the average of their costs goes back."""
 UNSENT_BYTES_MAX = 2**17
 """Of an answer in the system's buffers before its first packet is sent. What lies there is lost when the asker withdraws, and its
 slot would be given back with the piece unsent."""
@@ -69,7 +77,7 @@ class Doors:
         self._by_network: dict[str, int] = {}
         self._connects = _turns(walls.connects_per_second, burst_s=5.0)
         self._requests = _turns(walls.requests_per_second, burst_s=0.25)
-        self._all_requests = _turns(2 * walls.requests_per_second, burst_s=0.25)
+        self._cost_s, self._lane_s = COST_S_MAX, 0.0
 
     def enter(self, address: str) -> Entry | None:
         """A new connection; None where it is not taken."""
@@ -97,13 +105,25 @@ class Doors:
             del self._by_network[entry.network]
 
     def delay_s(self, entry: Entry, forwarded: str) -> float:
-        """How long a request waits before it is read. A member's does not."""
-        if entry.is_member or self._requests is None or self._all_requests is None:
+        """How long a request waits before it is read. A member's does not.
+
+        Strangers wait for the turn of their network, and then for each other: however slow this machine is, or busy with members,
+        they begin only as often as fits into their share of its time.
+        """
+        if entry.is_member or self._requests is None:
             return 0.0
         network = self.walls.network_of(entry.address, forwarded) if entry.is_proxy else entry.network
         now_s = self._now()
-        mine_s = self._requests.take(network, now_s)
-        return mine_s or self._all_requests.take("all", now_s)
+        turn_s = now_s + self._requests.take(network, now_s)
+        lane_s = max(self._lane_s, now_s - BURST_S)
+        self._lane_s = lane_s + self._cost_s / STRANGERS_SHARE
+        return max(turn_s, lane_s) - now_s
+
+    def spent(self, entry: Entry, seconds: float) -> None:
+        """Note how long a request took from its beginning to its answer. What waited for something else counts no more than a
+        dear one."""
+        if not entry.is_member:
+            self._cost_s += (min(seconds, COST_S_MAX) - self._cost_s) / COSTS_REMEMBERED
 
 
 class Listener:

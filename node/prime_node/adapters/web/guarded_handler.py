@@ -29,8 +29,8 @@ HELD_BYTES_MAX = 2**20
 """Of what comes while an answer is under way. Reading is paused then; one reading more may be on its way."""
 REFUSED_S = 2.0
 """How long a refused connection stays, so that its sender reads why. An unread byte would reset it."""
-DROPPED_BYTES_MAX = 2**20
-"""Read and thrown away in that time."""
+DROPPED_BYTES_MAX = 2**16
+"""Read and thrown away in that time; what comes beyond stays in the network."""
 READER_S = 20.0
 """A reader that takes less than BODY_BYTES_PER_S_MIN for so long is cut off."""
 
@@ -39,6 +39,7 @@ class GuardedHandler(web.RequestHandler):
     """One connection, which is cut when the header of its next request does not come in time."""
 
     __slots__ = (
+        "_begun_s",
         "_body_left",
         "_doors",
         "_dropped",
@@ -89,6 +90,7 @@ class GuardedHandler(web.RequestHandler):
         self._readings = self._request_bytes = self._dropped = 0
         self._is_busy = self._is_held_back = self._has_begun = False
         self._unsent = 0
+        self._begun_s = 0.0
 
     # What the loop calls
 
@@ -240,12 +242,14 @@ class GuardedHandler(web.RequestHandler):
     def _begin(self, end: int, head: Head) -> None:
         self._stop_header_timer()
         self._is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
+        self._begun_s = self._loop.time()
         header = bytes(self._held[:end])
         del self._held[:end]
         super().data_received(header)
 
     def _answered(self) -> None:
         self._is_busy = False
+        self._doors.spent(self.entry, self._loop.time() - self._begun_s)
         self._readings, self._request_bytes = 0, len(self._held)
         if self.is_given_up or self.transport is None:
             return
