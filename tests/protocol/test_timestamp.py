@@ -105,3 +105,14 @@ def test_a_later_one_that_takes_something_back_is_a_rollback_or_a_fork(sample: A
     raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=0, **later), known)
     other = ChainPoint(policy_version=3, manifest=digest_of(b"other"))
     raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **later), known)
+
+
+def test_what_was_said_before_and_comes_later_contradicts_as_well(sample: Any, raises: Raises) -> None:
+    """Another source may have kept the word that the coordinator has taken back since."""
+    known = stamp(sample, key_ring=1)
+    earlier: dict[str, Any] = {"issued_at_ms": NOW_MS - 1}
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=1, **earlier), known)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=2, **earlier), known)
+    other = ChainPoint(policy_version=3, manifest="e" * 64)
+    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **earlier), known)
+    assert not check_follows(stamp(sample, 2, key_ring=0, **earlier), known)
