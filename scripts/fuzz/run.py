@@ -45,8 +45,8 @@ KEPT_BYTES_MAX = 1_024
 """An input of the corpus."""
 EACH_MAX = 16
 """Inputs of the corpus for one parser."""
-DEEP = {"chunks.py": 3.0, "frames.py": 2.0}
-"""Fuzzers of their own, which compare several decoders: each gets so many parsers' time."""
+DEEP = {"chunks.py": 3.0, "frames.py": 2.0, "http_api.py": 12.0}
+"""Fuzzers of their own, which compare several decoders or drive a daemon: each gets so many parsers' time."""
 
 
 class Slow(Exception):

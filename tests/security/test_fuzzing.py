@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,3 +169,32 @@ def test_five_minutes_of_fuzzing_find_nothing() -> None:
     """Of processor time, on two processors. The seed is in the output."""
     done = subprocess.run([FUZZ / "all", "--minutes", "5", "--jobs", "2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]
+
+
+def test_the_driver_of_the_http_interface_knows_every_route() -> None:
+    """By the table of routes as it is written: a route that is added there must be driven."""
+    driver = _driver()
+    text = (ROOT / "node/prime_node/coordinator/api/routes.py").read_text(encoding="utf-8")
+    gets = {re.sub(r"\{\w+\}", "{}", path) for path in re.findall(r'\("(/[a-z0-9_/{}]+)", \w+\)', text)}
+    posts = set(re.findall(r'\("([a-z_]+)", Caller\.', text))
+    assert len(gets) > 10
+    assert len(posts) > 12
+    assert gets == set(driver.GETS)
+    assert posts == {*driver.REQUESTS, *driver.PAYLOADS}
+
+
+def _driver() -> Any:
+    sys.path[:0] = [str(FUZZ), str(ROOT)]
+    try:
+        return importlib.import_module("http_api")
+    finally:
+        del sys.path[:2]
+
+
+@pytest.mark.timeout(300)
+def test_broken_requests_of_every_role_get_error_bodies_and_leave_the_coordinator_well() -> None:
+    """A real daemon: no 5xx but a declared 503, no traceback, and it starts again from what it kept. The five minutes do more."""
+    done = subprocess.run(
+        [sys.executable, FUZZ / "http_api.py", "--seconds", "10", "--seed", "1"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-2_000:]
