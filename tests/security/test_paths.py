@@ -51,6 +51,7 @@ ALLOWED = {
     "cli/supervisor.py": OWN_FOLDER,
     "cli/timeline.py": OWN_FOLDER,
     "cli/wire_new.py": OWN_CONSTANTS,
+    "cli/wire_sandbox.py": OWN_CONSTANTS,
     "files.py": OWN_FOLDER,
     "keyfile.py": OWN_FOLDER,
     "observe.py": OWN_FOLDER,

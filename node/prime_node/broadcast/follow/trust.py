@@ -183,7 +183,7 @@ class Trust:
         try:
             folder.mkdir(exist_ok=True)
             for data in said:
-                path = folder / f"timestamp-{digest_of(data)[:16]}.json"
+                path = place(folder, f"timestamp-{digest_of(data)[:16]}.json")
                 if not path.exists() and len(list(folder.iterdir())) < EVIDENCE_FILES_MAX:
                     write_durably(path, data)
                     log.error("the coordinator contradicts itself (%s); evidence in %s", error.detail, path)
