@@ -25,9 +25,12 @@ from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import EnvironmentSpec
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
+    ),
+    pytest.mark.timeout(300),
+]
 SHARED = f"prime-test-{os.getpid()}"
 ABSOLUTE = ("/tmp/prime-test-evil.sh", "/dev/shm/prime-test-evil", "/etc/prime-test-evil")
 OURS = "written by the run"
@@ -159,6 +162,31 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
     )
     done = {name for name, said in report["attacks"].items() if said.startswith("done")}
     assert done <= allowed, report["attacks"]
+
+
+def test_libp2p_and_multicast_dns_work_in_a_confined_process(tmp_path: Path) -> None:
+    """By their own tests, run inside."""
+    pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+    tests = Path(__file__).resolve().parents[2]
+    program = """
+import sys
+from pathlib import Path
+from prime_node.cli.wire_sandbox import Needs, confine_role
+from prime_node.config import SandboxSettings
+confine_role(SandboxSettings(also_read=(Path(sys.argv[1]),)), Path(sys.argv[2]), Needs())
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]]))
+"""
+    announced = "tests/node/test_swarm_libp2p.py::test_a_head_comes_by_announcement_when_nobody_else_shows_it"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tests), str(tmp_path), "tests/node/test_mdns.py", announced],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        cwd=tests,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_a_confined_root_can_still_give_environments_to_another_user_and_end_them(tmp_path: Path) -> None:
