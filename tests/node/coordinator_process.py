@@ -42,7 +42,7 @@ async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    line = await asyncio.wait_for(process.stdout.readline(), 120)
     return process, int(line)
 
 

@@ -115,9 +115,18 @@ async def test_uploads_count_against_the_workers_rate() -> None:
     async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
         await world.publish()
         await world.join(ANNA)
-        parcel = make_parcel(await world.lease(ANNA), ANNA)
-        codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(2)]
+        lease = await world.lease(ANNA)
+        codes = [(await world.post("/v1/rollouts", make_parcel(lease, ANNA, created_at_ms=n)))[0] for n in range(2)]
         assert codes == [200, 429]
+
+
+async def test_bundles_sent_again_have_a_rate_of_their_own() -> None:
+    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(5)]
+        assert codes == [200, 200, 200, 200, 429]
 
 
 async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict() -> None:

@@ -35,6 +35,8 @@ from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import run
 from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Ending, Worker
+from prime_protocol.assignment import Lease
+from prime_protocol.envelope import Envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import (
     JoinRequest,
@@ -213,3 +215,32 @@ async def test_the_session_that_takes_part_outlives_a_restart_of_the_coordinator
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_a_bundle_that_others_send_again_keeps_no_session_alive_and_uses_up_no_rate() -> None:
+    run_ = make_plain_run(heartbeat_seconds=HEARTBEAT_S)
+    async with running(memory_parts(run_, requests_per_second=2.0)) as world:
+        await world.publish()
+        client = world.client(ANNA)
+        await client.join(join(ONE))
+        manifest = world.head
+        assert manifest is not None
+        asked = LeaseRequest(policy_version=0, policy_digest=manifest.digest, rollouts_max=2, session=ONE)
+        lease = parse_json(sealed(await client.lease(asked)).payload, Lease)
+        parcel = make_parcel(lease, ANNA)
+        await client.upload(parcel)  # and then its machine crashes
+
+        async def is_let_in() -> bool:
+            status, _ = await world.post("/v1/rollouts", parcel)
+            assert status in (200, 403, 429)
+            with contextlib.suppress(PeerError):
+                await client.join(join(TWO))
+                return True
+            return False
+
+        await world.until(is_let_in)
+
+
+def sealed(answer: object) -> Envelope:
+    assert isinstance(answer, Envelope)
+    return answer

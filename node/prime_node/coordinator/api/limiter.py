@@ -38,6 +38,11 @@ class Buckets:
             retry_after_s = round((1.0 - level) / self._per_second, 3)
             raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
 
+    def spend(self, name: str, now_s: float) -> None:
+        """Take a token. Raises PeerError(TOO_MANY_REQUESTS) where none is left."""
+        self.require(name, now_s)
+        self.charge(name, now_s)
+
     def _level(self, name: str, now_s: float) -> float:
         tokens, at_s = self._levels.get(name, (self._burst, now_s))
         return min(self._burst, tokens + (now_s - at_s) * self._per_second)

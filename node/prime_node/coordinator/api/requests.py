@@ -98,8 +98,7 @@ class Gate:
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now_ms=now_ms, now_s=now_s)  # (7)
         self.nonces.require_new(signer, stamped.nonce)  # (8)
         if caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
-            self.limiter.by_key.require(signer, now_s)  # (9)
-            self.limiter.by_key.charge(signer, now_s)
+            self.limiter.by_key.spend(signer, now_s)  # (9)
         self.nonces.spend(signer, stamped.nonce, now_s)
         return signer, stamped.request
 
