@@ -118,11 +118,11 @@ class CoordinatorConfig(Settings):
     hosts: tuple[str, ...] = ()
     """Names under which it is asked for besides the join link's, for example ["rl.example.org"]. A caller at a private address
     that names another one is refused: a web page can lead the browser on this machine here under a name of its own."""
-    connects_per_second: float = Field(default=100.0, gt=0.0)
+    connects_per_second: float = Field(default=50.0, gt=0.0)
     """New connections from one network, sustained; a burst of five times as many is taken. Others are reset."""
     public_requests_per_second: float = Field(default=500.0, gt=0.0)
     """Requests from one network on connections where nobody has shown a member's signature; others wait. All of them together get
-    a quarter of the coordinator's time. What members sign is bounded by `requests_per_second`."""
+    a fifth of the coordinator's time. What members sign is bounded by `requests_per_second`."""
     workers_per_network_max: int = Field(default=64, ge=1)
     """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, but for trusted ones."""
     allowed_workers: tuple[KeyId, ...] = ()

@@ -76,7 +76,7 @@ class Walls:
     connects_per_second: float = math.inf
     """New connections from one network, sustained; a burst of five times as many is taken."""
     requests_per_second: float = math.inf
-    """Requests from one network; those beyond wait. Where it is finite, all strangers together get a quarter of the server's
+    """Requests from one network; those beyond wait. Where it is finite, all strangers together get a fifth of the server's
     time."""
 
 

@@ -28,12 +28,12 @@ WORK_AT_ONCE, WORK_OF_ACCEPTING = 256, 16
 """One wake-up resets 256 connections at most, or accepts 16: those who wait for their answers come in between."""
 PAUSE_S = 1.0
 """The listener rests so long where the system has no descriptor left."""
-STRANGERS_SHARE = 0.25
+STRANGERS_SHARE = 0.2
 """Of the server's time, for what strangers ask."""
 BURST_S = 0.05
 """Of time that strangers left unused, what they may use later."""
 COST_S_MAX = 0.002
-"""A stranger's request counts as no dearer: 125 begin in each second, whatever they cost."""
+"""A stranger's request counts as no dearer: 100 begin in each second, whatever they cost."""
 COSTS_REMEMBERED = 32
 """Requests that the average of their costs goes back."""
 UNSENT_BYTES_MAX = 2**17
