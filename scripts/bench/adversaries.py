@@ -77,13 +77,8 @@ AT_THE_FLOOR = (
 """They change the text, or the logprobs that stand where nothing is audited."""
 SLOW = ("int8", "temperature-0.95", "temperature-0.98-as-unknown", "best-of-n", "best-of-n-in-20", "ties")
 """One audited bundle of these may not be enough."""
-BY_DESIGN = (
-    "escalation-3",
-    "int8-as-vllm",
-    "int8-as-unknown",
-    "older-1-as-vllm",
-    "temperature-0.99-as-unknown",
-)
+NO_CALIBRATION = ("temperature-0.99-as-unknown", "spikes-as-unknown")
+BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown", "older-1-as-vllm", *NO_CALIBRATION)
 """They get through, or may: SECURITY.md says so."""
 ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n", "temperature-0.98-as-unknown", "best-of-n-in-20")
 """Nothing in one bundle shows them; what they do adds up more slowly than what other tokens say."""
@@ -346,6 +341,8 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
         found.append(Check(name, worst, f"<= {bar}", worst <= bar))
     if at_the_floor:
         took = [run["caught"] or math.inf for run in text if run["name"] not in SLOW]
+        if not took:
+            return found
         beyond = statistics.fmean(each > LEASE_ROLLOUTS * BUNDLES_95 for each in took)
         name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
         return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]

@@ -57,7 +57,6 @@ EXPECTED = {
     "shading-0.1-as-vllm": {LOGPROBS},
     "shading-0.05-as-vllm": {LOGPROBS},
     "shading-both-ways": {LOGPROBS},
-    "spikes-as-unknown": {LOGPROBS},
     "colluding": {SEEDS},
 }
 """The reasons that a cheat's refused bundles may have, beside those that any may."""
@@ -69,6 +68,7 @@ BY_DESIGN = (
     "int8-as-unknown",
     "older-1-as-vllm",
     "temperature-0.99-as-unknown",
+    "spikes-as-unknown",
 )
 """These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
 IN_THE_BENCH = (
