@@ -8,6 +8,7 @@ are more threads than episodes, and a process that has lost many of them says so
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -152,6 +153,14 @@ class Service:
             self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
 
 
+def kept_model(files: Mapping[str, str], folder: Path) -> Path:
+    """The run's tokenizer and configuration, in a folder of this process's own."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(base64.b64decode(data))
+    return folder
+
+
 async def serve(out: BinaryIO, hello: Mapping[str, Any], *, missing: Sequence[str]) -> None:
     """Until the host closes the pipe. `missing`: what is not enforced of the walls around this process."""
     host = Host(out)
@@ -162,7 +171,7 @@ async def serve(out: BinaryIO, hello: Mapping[str, Any], *, missing: Sequence[st
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
         async with contextlib.AsyncExitStack() as stack:
-            environments = build_environments(specs, Path(hello["model"]))
+            environments = build_environments(specs, kept_model(hello["model"], Path(hello["folder"]) / "model"))
             for environment in environments.values():
                 if isinstance(environment, contextlib.AbstractAsyncContextManager):
                     await stack.enter_async_context(environment)

@@ -17,6 +17,7 @@ from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
+    from prime_node.adapters.environments.launcher import Launcher
     from prime_node.broadcast.follow.follower import Progress
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import Engine
@@ -64,6 +65,7 @@ def join(
     """
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire import environment_launcher
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, worker_needs
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.folder_lock import FolderLock
@@ -86,11 +88,12 @@ def join(
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
     FolderLock(place).release()  # another worker there is told at once; this one locks it for good when it is set up
     ready_kernels()
+    launcher = environment_launcher(grants, folder=place)
     key = load_or_create(key_file)
     confine_role(settings.sandbox, place, worker_needs(settings, grants))
     raise typer.Exit(
         run_role(
-            lambda stop: _join(parsed, settings, grants, place, key, cheat, stop),
+            lambda stop: _join(parsed, settings, grants, launcher, place, key, cheat, stop),
             stop_with_parent=stop_with_parent,
             grace_s=settings.grace_seconds + 5.0,
         )
@@ -101,6 +104,7 @@ async def _join(
     link: JoinLink,
     settings: WorkerConfig,
     grants: EnvironmentSettings,
+    launcher: Launcher | None,
     folder: Path,
     key: SigningKey,
     cheat: tuple[str, int] | None,
@@ -122,7 +126,7 @@ async def _join(
                 # The environments' process starts while this one imports what the engine needs: seconds each.
                 made, worlds = await asyncio.gather(
                     asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat),
-                    asyncio.to_thread(wire.turn_environments, run.spec, model, grants, folder=folder),
+                    asyncio.to_thread(wire.turn_environments, run.spec, model, grants, launcher, folder=folder),
                 )
                 return run, made, worlds
 

@@ -21,6 +21,7 @@ from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
 if TYPE_CHECKING:
     from prime_node.adapters.engines.transformers_engine import TransformersEngine
     from prime_node.adapters.engines.vllm_engine import VllmEngine
+    from prime_node.adapters.environments.launcher import Launcher
     from prime_node.adapters.storage.folder_source import FolderSource
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.web.http_client import HttpClient
@@ -128,7 +129,9 @@ def scoring_lanes(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, 
     from prime_node.cli.wire_environments import end_environments, start_environments
     from prime_node.validator.lanes import Lanes
 
-    start = partial(start_environments, spec.environments, model, hidden=_secrets(folder), settings=settings)
+    start = partial(
+        start_environments, spec.environments, model, hidden=_secrets(folder), settings=settings, launcher=launcher
+    )
     return Lanes(start, lanes_max=lanes_max, end=end_environments)
 
 
@@ -140,15 +143,27 @@ def check_environments(spec: RunSpec, model: Path, settings: EnvironmentSettings
 
 
 def turn_environments(
-    spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path
+    spec: RunSpec, model: Path, settings: EnvironmentSettings, launcher: Launcher | None, *, folder: Path
 ) -> dict[str, TurnEnvironment]:
-    """Those that a worker must run: they answer what the model says. In a process of their own too. Raises LocalError."""
+    """Those that a worker must run: they answer what the model says. In a process of their own too. Raises LocalError.
+
+    `launcher`: what starts it where this process has confined itself.
+    """
     from prime_node.cli.wire_environments import start_environments
     from prime_node.ports.environment import TurnEnvironment
 
     answering = [each for each in spec.environments if each.turns_max > 1]
-    made = start_environments(answering, model, hidden=_secrets(folder), settings=settings) if answering else {}
+    if not answering:
+        return {}
+    made = start_environments(answering, model, hidden=_secrets(folder), settings=settings, launcher=launcher)
     return {name: each for name, each in made.items() if isinstance(each, TurnEnvironment)}
+
+
+def environment_launcher(settings: EnvironmentSettings, *, folder: Path) -> Launcher | None:
+    """For a role that is about to confine itself: starts its environments' processes later. None where that gains nothing."""
+    from prime_node.cli.wire_environments import open_launcher
+
+    return open_launcher(settings, hidden=_secrets(folder))
 
 
 def _secrets(folder: Path) -> tuple[Path, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +21,15 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
 if TYPE_CHECKING:
+    from prime_node.adapters.environments.launcher import Launcher
     from prime_node.adapters.environments.process import ProcessEnvironment
+    from prime_node.adapters.environments.walls import Walls
 
 log = logging.getLogger(__name__)
 
+MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".md")
+"""Kinds of files beside a run's weights."""
+MODEL_FILE_BYTES_MAX = 2**26
 READERS = ("jsonl", "parquet")
 """Implementations that read one local file, `options.path`."""
 Renderers = Callable[[str], Renderer]
@@ -42,18 +49,24 @@ def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[st
 
 
 def start_environments(
-    specs: Sequence[EnvironmentSpec], model: Path, *, hidden: Sequence[Path], settings: EnvironmentSettings
+    specs: Sequence[EnvironmentSpec],
+    model: Path,
+    *,
+    hidden: Sequence[Path],
+    settings: EnvironmentSettings,
+    launcher: Launcher | None = None,
 ) -> dict[str, ProcessEnvironment]:
     """By name, in processes of their own, which cannot open what is in `hidden`. Raises LocalError.
 
-    Those that the settings give the network to have a process apart from the others. Blocks until all are ready.
+    `launcher`: of a role that has confined itself. Environments that the settings give the network to have a process apart from
+    the others. Blocks until all are ready.
     """
     made: dict[str, ProcessEnvironment] = {}
     try:
         for network in (False, True):
             group = [spec for spec in specs if (spec.name in settings.unsafe_network) is network]
             if group:
-                made |= _start_process(group, model, hidden, settings, network=network)
+                made |= _start_process(group, model, hidden, settings, network=network, launcher=launcher)
     except LocalError:
         end_environments(made)
         raise
@@ -67,6 +80,7 @@ def _start_process(
     settings: EnvironmentSettings,
     *,
     network: bool,
+    launcher: Launcher | None,
 ) -> dict[str, ProcessEnvironment]:
     from prime_node.adapters.environments.child import Start
     from prime_node.adapters.environments.process import (
@@ -76,39 +90,32 @@ def _start_process(
         module_folders,
         passed_on,
     )
-    from prime_node.adapters.environments.walls import Walls, around_command, described, why_not_isolated
+    from prime_node.adapters.environments.walls import TMP, around_command, described, why_not_isolated
 
     found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
     alone = [spec.name for spec in specs if spec.id == "verifiers"]
-    if alone and not network and (why := why_not_isolated()):
+    if alone and not network and launcher is None and (why := why_not_isolated()):
         raise LocalError(
             f"environment {alone[0]} talks to itself over 127.0.0.1, which needs a network namespace: {why}; install "
             f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{alone[0]}"]'
         )
-    walls = Walls(
-        read=(
-            str(model.resolve()),
-            *(str(spec.options["path"]) for spec in found if spec.id in READERS),
-            *map(str, settings.readable),
-        ),
-        hidden=tuple(str(path.resolve()) for path in hidden),
+    walls = _walls(
+        [*(str(spec.options["path"]) for spec in found if spec.id in READERS), *map(str, settings.readable)],
+        hidden,
+        settings,
         network=network,
         loopback=bool(alone),
-        memory_bytes_max=settings.memory_bytes_max,
-        processes_max=settings.processes_max,
-        file_bytes_max=settings.file_bytes_max,
-        open_files_max=settings.open_files_max,
-        tmp_bytes_max=settings.tmp_bytes_max,
     )
-    # The role's folder stands in the command for whoever looks at the list of processes.
-    command = [sys.executable, "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
 
     def start(folder: Path) -> Start:
-        line, place, inside = around_command(command, folder, walls, imports=module_folders())
+        if launcher is not None:
+            inside = replace(walls, isolated=True, user=launcher.plans[network].user)
+            return Start([], {}, {"folder": str(TMP), "walls": described(inside)}, launcher, network)
+        line, place, inside = around_command(_command(hidden), folder, walls, imports=module_folders())
         return Start(line, passed_on(place, network=network), {"folder": str(place), "walls": described(inside)})
 
     process = EnvironmentProcess(
-        start, {"environments": [spec.model_dump() for spec in found], "model": str(model.resolve())}
+        start, {"environments": [spec.model_dump() for spec in found], "model": _model_files(model)}
     )
     log.info("environments run in process %d", process.pid)
     if missing := process.ready["missing"]:
@@ -122,6 +129,62 @@ def _start_process(
         )
         for spec in specs
     }
+
+
+def open_launcher(settings: EnvironmentSettings, *, hidden: Sequence[Path]) -> Launcher | None:
+    """For a role that is about to confine itself: afterwards it can give no process namespaces of its own. None where they are
+    not to be had anyway."""
+    from prime_node.adapters.environments.hub_files import cache_folder
+    from prime_node.adapters.environments.launcher import Launcher, Plan
+    from prime_node.adapters.environments.process import module_folders, passed_on
+    from prime_node.adapters.environments.walls import TMP, around_command, why_not_isolated
+
+    if why_not_isolated():
+        return None
+    data = [] if settings.data_folder is None else [settings.data_folder]
+    named = [str(path) for path in (*data, *settings.readable, cache_folder()) if path.exists()]
+    plans = {}
+    for network in {False, bool(settings.unsafe_network)}:
+        walls = _walls(named, hidden, settings, network=network, loopback=True)
+        line, place, inside = around_command(_command(hidden), TMP, walls, imports=module_folders())
+        plans[network] = Plan(line, passed_on(place, network=network), inside.user)
+    return Launcher(plans)
+
+
+def _command(hidden: Sequence[Path]) -> list[str]:
+    """The role's folder stands in it for whoever looks at the list of processes."""
+    return [sys.executable, "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
+
+
+def _walls(
+    read: Sequence[str], hidden: Sequence[Path], settings: EnvironmentSettings, *, network: bool, loopback: bool
+) -> Walls:
+    from prime_node.adapters.environments.walls import Walls
+
+    return Walls(
+        read=tuple(read),
+        hidden=tuple(str(path.resolve()) for path in hidden),
+        network=network,
+        loopback=loopback,
+        memory_bytes_max=settings.memory_bytes_max,
+        processes_max=settings.processes_max,
+        file_bytes_max=settings.file_bytes_max,
+        open_files_max=settings.open_files_max,
+        tmp_bytes_max=settings.tmp_bytes_max,
+    )
+
+
+def _model_files(model: Path) -> dict[str, str]:
+    """By name, in base64: the process gets the tokenizer's files themselves, and no folder of the role's. Raises LocalError."""
+    if not model.is_dir():
+        return {}
+    found: dict[str, str] = {}
+    for path in sorted(model.iterdir()):
+        if path.suffix in MODEL_FILES and path.is_file():
+            if path.stat().st_size > MODEL_FILE_BYTES_MAX:
+                raise LocalError(f"{path} has more than {MODEL_FILE_BYTES_MAX} bytes, which is no tokenizer's file")
+            found[path.name] = base64.b64encode(path.read_bytes()).decode()
+    return found
 
 
 def end_environments(made: Mapping[str, Environment]) -> None:

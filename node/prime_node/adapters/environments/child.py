@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from prime_node.adapters.environments.frames import Answered, Asked, read_frame
+from prime_node.adapters.environments.launcher import Launched, Launcher
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_node.scratch import Scratch
 from prime_protocol import limits
@@ -54,8 +55,12 @@ class Start:
     """Its environment variables, and no others."""
     said: dict[str, Any]
     """What it is told first, beside the environments."""
+    launcher: Launcher | None = None
+    """What starts it instead, by a command line of its own, for a role that is confined itself."""
+    network: bool = False
 
 
+Process = subprocess.Popen[bytes] | Launched
 Command = Callable[[Path], Start]
 """Given a folder of the process's own."""
 
@@ -85,13 +90,13 @@ class Child:
         self._ending = threading.Lock()
         self._scratch = Scratch("environments")
         start = command(self._scratch.path)
-        started: Future[subprocess.Popen[bytes]] = Future()
+        started: Future[Process] = Future()
         # The thread that starts the process lives as long as it does: the system ends the process with that thread.
         self._threads = [threading.Thread(target=self._read, args=(started, start), name="environments", daemon=True)]
         self._threads[0].start()
         try:
             self._process = started.result()
-        except OSError as error:
+        except (OSError, LocalError) as error:
             self._scratch.close()
             raise LocalError(f"the environments' process does not start: {error}") from None
         self.pid = self._process.pid
@@ -125,9 +130,7 @@ class Child:
         self.is_gone = True
         with self._ending:
             atexit.unregister(self.end)
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a group of its own
-            self._process.kill()
+            _kill(self._process)
             self._process.wait()
             self._outbox.put(None)
             for thread in self._threads:
@@ -148,18 +151,22 @@ class Child:
         self.is_gone = True
         self._fail()
 
-    def _read(self, started: Future[subprocess.Popen[bytes]], start: Start) -> None:
+    def _read(self, started: Future[Process], start: Start) -> None:
+        process: Process
         try:
-            process = subprocess.Popen(
-                start.line,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=self._scratch.path,
-                env=start.variables,
-                start_new_session=True,
-            )
-        except OSError as error:
+            if start.launcher is not None:
+                process = start.launcher.start(network=start.network)
+            else:
+                process = subprocess.Popen(
+                    start.line,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=self._scratch.path,
+                    env=start.variables,
+                    start_new_session=True,
+                )
+        except (OSError, LocalError) as error:
             started.set_exception(error)
             return
         started.set_result(process)
@@ -171,9 +178,7 @@ class Child:
                 self._take(read_frame(line))
         except ValueError as error:
             log.warning("the environments' process is ended: it wrote what is no answer (%s)", error)
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
+            _kill(process)
         finally:
             self.is_gone = True
             process.stdout.close()
@@ -240,6 +245,13 @@ class Child:
             answer = self._waiting.pop(number, None)  # the other thread may be faster
             if answer is not None and not answer.done():
                 answer.set_exception(Ended("the environments' process ended"))
+
+
+def _kill(process: Process) -> None:
+    if isinstance(process, subprocess.Popen):
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+    process.kill()
 
 
 def new_number() -> int:

@@ -16,6 +16,13 @@ _PATH = re.compile(
 )
 
 
+def cache_folder() -> Path:
+    """Where files of the hub lie once they are fetched. Tokens lie beside it, not in it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def hub_file(path: str, *, bytes_max: int) -> Path:
     """A file such as "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet", from the cache or else from the hub.
 
@@ -44,4 +51,7 @@ def hub_file(path: str, *, bytes_max: int) -> Path:
             )
         return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, token=False))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OSError(f"{path}: the hub does not give it: {(str(error).splitlines() or [''])[0]}") from error
+        why = (str(error).splitlines() or [""])[0]
+        raise OSError(
+            f"{path}: the hub does not give it: {why}; fetch it yourself: hf download --repo-type dataset {repo} {name}"
+        ) from error

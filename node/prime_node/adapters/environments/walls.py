@@ -64,7 +64,7 @@ def around_command(
     program, _ = bubblewrap.find()
     needed = [*_interpreter(), *map(Path, walls.read)]
     if not program:
-        user = NOBODY if os.geteuid() == 0 and all(_is_public(path, above=True) for path in needed) else None
+        user = NOBODY if _may_switch_user() and all(_is_public(path, above=True) for path in needed) else None
         if user is not None:
             os.chown(folder, user, user)
         return list(command), folder, replace(walls, user=user)
@@ -110,7 +110,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
             log_denials=False,
             limits=Limits(
                 data_bytes=walls.memory_bytes_max,
-                processes=walls.processes_max if walls.isolated else None,
+                processes=walls.processes_max + (0 if walls.isolated else _num_threads()),
                 file_bytes=walls.file_bytes_max,
                 open_files=walls.open_files_max,
             ),
@@ -120,6 +120,15 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
         *missing,
         *(f"{wall.what} ({wall.why})" for wall in level.walls if not wall.up and wall.what != "Unix sockets by path"),
     ]
+
+
+def _num_threads() -> int:
+    """Of all this user's processes that it may see: outside a namespace the limit counts them too."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += process.stat().st_uid == os.geteuid() and len(list((process / "task").iterdir()))
+    return found
 
 
 def _die_first() -> None:
@@ -144,6 +153,12 @@ def _around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
         below = [one for one in kept_out if path.resolve() in one.parents]
         found += around([path.resolve()], below) if below else [path]
     return found
+
+
+def _may_switch_user() -> bool:
+    """Whether this is root with the capabilities to chown (0), setgid (6) and setuid (7), which a confined role gave up."""
+    held = Path("/proc/self/status").read_text(encoding="ascii").partition("CapEff:")[2].split()
+    return os.geteuid() == 0 and bool(held) and int(held[0], 16) & 0b1100_0001 == 0b1100_0001
 
 
 def _is_public(path: Path, *, above: bool = False) -> bool:
