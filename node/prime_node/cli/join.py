@@ -17,8 +17,8 @@ from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.adapters.environments.launcher import Launcher
     from prime_node.broadcast.follow.follower import Progress
+    from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import TurnEnvironment

@@ -15,6 +15,7 @@ from prime_node.cli.place import Folder, Key, Place, Run, find_place
 if TYPE_CHECKING:
     from prime_node.broadcast.follow.follower import Follower
     from prime_node.broadcast.follow.trust import Trust
+    from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import SamplingScorer
     from prime_node.validator.config import ValidatorConfig
@@ -36,6 +37,7 @@ def validator(
     """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire import environment_launcher
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, validator_needs
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
@@ -48,15 +50,24 @@ def validator(
     settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
     place = replace(place, folder=place.folder.resolve())
     ready_kernels()
+    launcher = environment_launcher(grants, folder=place.folder)
     confine_role(settings.sandbox, place.folder, validator_needs(settings, grants))
     raise typer.Exit(
         run_role(
-            lambda stop: _validate(place, settings, grants, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
+            lambda stop: _validate(place, settings, grants, launcher, stop),
+            stop_with_parent=stop_with_parent,
+            grace_s=GRACE_S,
         )
     )
 
 
-async def _validate(place: Place, settings: ValidatorConfig, grants: EnvironmentSettings, stop: asyncio.Event) -> int:
+async def _validate(
+    place: Place,
+    settings: ValidatorConfig,
+    grants: EnvironmentSettings,
+    launcher: Launcher | None,
+    stop: asyncio.Event,
+) -> int:
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.loop import Validator
@@ -68,7 +79,9 @@ async def _validate(place: Place, settings: ValidatorConfig, grants: Environment
         async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
             """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
             run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
-            lanes = wire.scoring_lanes(run.spec, model, grants, folder=place.folder, lanes_max=settings.scorers)
+            lanes = wire.scoring_lanes(
+                run.spec, model, grants, launcher, folder=place.folder, lanes_max=settings.scorers
+            )
             # The environments' process starts while this one imports what the scorer needs: seconds each.
             scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())
             return run, scorer, lanes

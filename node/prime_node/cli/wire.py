@@ -124,8 +124,19 @@ def environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, f
     return dict(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
 
 
-def scoring_lanes(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path, lanes_max: int) -> Lanes:
-    """For a validator: so many times all environments of a run, each time in a process of its own."""
+def scoring_lanes(
+    spec: RunSpec,
+    model: Path,
+    settings: EnvironmentSettings,
+    launcher: Launcher | None,
+    *,
+    folder: Path,
+    lanes_max: int,
+) -> Lanes:
+    """For a validator: so many times all environments of a run, each time in a process of its own.
+
+    `launcher`: what starts them where this process has confined itself.
+    """
     from prime_node.cli.wire_environments import end_environments, start_environments
     from prime_node.validator.lanes import Lanes
 

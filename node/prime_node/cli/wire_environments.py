@@ -21,7 +21,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec
 
 if TYPE_CHECKING:
-    from prime_node.adapters.environments.launcher import Launcher
+    from prime_node.adapters.environments.launcher import Launcher as Launcher  # cli names it too
     from prime_node.adapters.environments.process import ProcessEnvironment
     from prime_node.adapters.environments.walls import Walls
 
