@@ -46,9 +46,8 @@ CONFINED = """
 import sys
 from pathlib import Path
 from prime_node.adapters.sandbox import bubblewrap
-from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import Rules
-from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
+from prime_node.cli.wire_sandbox import Needs, confine_role
+from prime_node.config import SandboxSettings
 from prime_node.cli.wire_environments import end_environments, open_launcher, start_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.run_spec import EnvironmentSpec
@@ -57,7 +56,7 @@ settings = EnvironmentSettings()
 launcher = open_launcher(settings, hidden=[place])
 if launcher is None:
     sys.exit(77)
-confine(Rules(read=(*system_paths(), Path("/proc"), *python_paths()), write=(place,), devices=devices()))
+confine_role(SandboxSettings(), place, Needs(environments=True))
 bubblewrap.find.cache_clear()
 assert bubblewrap.find()[1], "a confined process starts none itself"
 spec = EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})
