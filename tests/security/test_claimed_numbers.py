@@ -24,6 +24,7 @@ from tests.node.coordinator_world import (
 from prime_node.coordinator.usable import OUTLIER_FACTOR, Usable
 from prime_node.worker.leases import Pace
 from prime_protocol import limits
+from prime_protocol.body_claim import BodyClaim
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import (
@@ -48,6 +49,7 @@ WORKERS_MESSAGES: tuple[type[BaseModel], ...] = (
     ReceiptsRequest,
     PeersRequest,
     RolloutHeader,
+    BodyClaim,
 )
 CLAIMS: dict[str, tuple[float, float, str]] = {
     "JoinRequest.rollouts_max": (1, limits.LEASE_ROLLOUTS_MAX, "how much one lease of its own may hold"),
@@ -71,6 +73,8 @@ CLAIMS: dict[str, tuple[float, float, str]] = {
     "RolloutHeader.policy_version": (0, limits.STEP_MAX, "compared with the lease"),
     "RolloutHeader.num_rollouts": (1, limits.LEASE_ROLLOUTS_MAX, "compared with the lease"),
     "RolloutHeader.decompressed_bytes": (1, limits.COUNT_MAX, "compared with the run's limit and the body"),
+    "BodyClaim.body_bytes": (1, limits.COUNT_MAX, "compared with the bytes that come, and with the run's limit"),
+    "BodyClaim.issued_at_ms": (0, limits.COUNT_MAX, "compared with the coordinator's clock"),
     "RolloutHeader.created_at_ms": (0, limits.COUNT_MAX, "stays in the bundle; nothing reads it"),
 }
 """Lowest and highest value that is read, and where it ends."""
