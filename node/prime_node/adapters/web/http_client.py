@@ -354,8 +354,7 @@ class HttpClient:
         wait_s: float = 0.0,
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """One request and its whole answer: status below 400, body, headers. Raises PeerError or
-        Unreachable."""
+        """One request and its whole answer: status below 400, body, headers. Raises PeerError or Unreachable."""
         session = self._connected()
         try:
             async with Patience(self._stall_s, wait_s=wait_s) as patience:
