@@ -250,7 +250,7 @@ async def test_kill_9_at_any_moment_lets_no_request_be_taken_twice(site: Site) -
         await site.again()
         for body in sent[-20:]:
             assert (await site.world.post("/v1/admin", body))[0] == 409
-    assert len(sent) > 10
+    assert len(sent) >= 3  # one in each process at least, however slow the machine
 
 
 async def outcomes(world: World, endpoint: str) -> dict[str, int]:
