@@ -59,7 +59,10 @@ class OtherFace:
             return web.Response(body=part, status=206, headers=headers)
         body = await request.read()
         url = self.made.world.url + request.path_qs
-        async with self.made.world.session.request(request.method, url, data=body or None) as answer:
+        sent = {
+            name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length")
+        }
+        async with self.made.world.session.request(request.method, url, data=body or None, headers=sent) as answer:
             return web.Response(body=await answer.read(), status=answer.status)
 
     def timestamp(self) -> bytes:
