@@ -1,0 +1,48 @@
+"""Each claim of SECURITY.md has a number and names tests that exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECURITY = (ROOT / "SECURITY.md").read_text()
+CLAIM = re.compile(r"^\*\*S(\d+)\.\*\* (.+?)(?=\n\n|\n\*\*S\d|\Z)", re.MULTILINE | re.DOTALL)
+TEST = re.compile(r"`([\w/]+)\.py::(test_\w+)`")
+
+
+def claims() -> Iterator[tuple[int, str]]:
+    for match in CLAIM.finditer(SECURITY):
+        yield int(match[1]), match[2]
+
+
+@cache
+def functions_in(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, functions))
+
+
+def test_claims_are_numbered_without_gaps() -> None:
+    numbers = [number for number, _ in claims()]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_every_claim_names_a_test() -> None:
+    assert [number for number, text in claims() if not TEST.search(text)] == []
+
+
+def test_every_named_test_exists() -> None:
+    missing = [
+        f"S{number}: {file}.py::{name}"
+        for number, text in claims()
+        for file, name in TEST.findall(text)
+        if not (path := ROOT / "tests" / f"{file}.py").is_file() or name not in functions_in(path)
+    ]
+    assert missing == []
+
+
+def test_every_reference_to_a_claim_names_one_that_exists() -> None:
+    known = {number for number, _ in claims()}
+    assert {int(number) for number in re.findall(r"\bS(\d+)\b", SECURITY)} <= known
