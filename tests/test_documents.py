@@ -84,19 +84,3 @@ def test_settings_and_metrics_of_the_operators_book_exist() -> None:
     assert metrics
     declared = {metric.name for metric in (*status.METRICS, *report.METRICS)}
     assert metrics <= declared, metrics - declared
-
-
-def test_security_names_every_attack_and_only_tests_that_exist() -> None:
-    """The words are those of The Update Framework, and of the checkpoint codec's own dangers."""
-    text = text_of("SECURITY.md")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    attacks = " / ".join(row[0] for row in rows if len(row) == 3 and "`test_" in row[2])
-    for attack in (
-        "arbitrary weights", "rollback", "freeze", "fork or equivocation", "mix and match", "wrong base", "endless data",
-        "slow retrieval", "truncated, extra or reordered chunks", "bombs", "key compromise below the threshold",
-        "another run's checkpoint", "other config or tokenizer",
-    ):  # fmt: skip
-        assert attack in attacks, attack
-    named = set(re.findall(r"`(test_[a-z_]+)`", text))
-    there = {path.stem for path in (ROOT / "tests").rglob("test_*")}
-    assert named <= there, named - there

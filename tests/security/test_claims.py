@@ -46,3 +46,15 @@ def test_every_named_test_exists() -> None:
 def test_every_reference_to_a_claim_names_one_that_exists() -> None:
     known = {number for number, _ in claims()}
     assert {int(number) for number in re.findall(r"\bS(\d+)\b", SECURITY)} <= known
+
+
+def test_every_attack_on_checkpoints_leads_to_a_claim() -> None:
+    """The attacks are those of The Update Framework, and those that a checkpoint codec adds."""
+    rows = dict(re.findall(r"^\| ([^|]+?) \| (S\d+(?:, S\d+)*) \|$", SECURITY, re.MULTILINE))
+    attacks = " / ".join(rows)
+    for attack in (
+        "arbitrary weights", "rollback", "freeze", "fork or equivocation", "mix and match", "wrong base", "endless data",
+        "slow retrieval", "truncated, extra or reordered chunks", "bombs", "key compromise below the threshold",
+        "another run's checkpoint", "other configuration or tokenizer",
+    ):  # fmt: skip
+        assert attack in attacks, attack
