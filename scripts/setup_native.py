@@ -1,6 +1,7 @@
-"""What libp2p needs beside Python: its signatures (fastecdsa) are C source that pip compiles against GMP. Standard library only.
+"""System packages that pip cannot bring: what compiles libp2p, and bubblewrap. Standard library only.
 
-Nothing depends on it: where it cannot be had, the set-up says so and goes on, and peers talk over HTTP alone.
+libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone. bubblewrap gives
+environments a network, processes and a /tmp of their own. The set-up goes on without either and says what is missing.
 """
 
 from __future__ import annotations
@@ -41,17 +42,34 @@ def debian_packages() -> list[str]:
 
 def install_what_is_missing() -> bool:
     """As root on Debian or Ubuntu: fetch the packages. Returns whether libp2p can be built now."""
+    apt_install([name for name in debian_packages() if "python" not in name or _is_debians_python()])
+    return not missing_to_build()
+
+
+def install_bubblewrap() -> str:
+    """Install bubblewrap on Linux where it is missing. Returns what to do by hand, or an empty string."""
+    if not sys.platform.startswith("linux") or shutil.which("bwrap"):
+        return ""
+    apt_install(["bubblewrap"])
+    if shutil.which("bwrap"):
+        return ""
+    return (
+        "bubblewrap is not installed: environments share this machine's network, processes and /tmp. "
+        "To separate them: sudo apt install bubblewrap (or your system's)."
+    )
+
+
+def apt_install(packages: list[str]) -> None:
+    """Install packages as root on Debian or Ubuntu; do nothing elsewhere. The caller checks what it needed."""
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
-        return False
-    packages = [name for name in debian_packages() if "python" not in name or _is_debians_python()]
+        return
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in ([apt, "-qq", "update"], [apt, "-qq", "install", "--yes", "--no-install-recommends", *packages]):
         try:
             subprocess.run(command, env=env, capture_output=True, timeout=APT_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError):
             continue  # an index may be out of reach while the packages are in the cache
-    return not missing_to_build()
 
 
 def _is_debians_python() -> bool:
