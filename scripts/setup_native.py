@@ -1,7 +1,8 @@
 """System packages that pip cannot bring: what compiles libp2p, and bubblewrap. Standard library only.
 
-libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone. bubblewrap gives
-environments a network, processes and a /tmp of their own. The set-up goes on without either and says what is missing.
+libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone.
+bubblewrap gives environments a network, processes and a /tmp of their own.
+The set-up goes on without either and says what is missing.
 """
 
 from __future__ import annotations
