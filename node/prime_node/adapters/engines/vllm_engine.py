@@ -244,9 +244,8 @@ class VllmEngine:
     async def _start(self) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault(
-            "VLLM_RPC_BASE_PATH", str(process_folder("vllm"))
-        )  # sockets, which a killed vLLM leaves behind
+        # vLLM's sockets, which a killed vLLM leaves behind. An inherited value may name a folder that the sandbox hides.
+        os.environ["VLLM_RPC_BASE_PATH"] = str(process_folder("vllm"))
         if current_platform.is_cpu():
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
         arguments = AsyncEngineArgs(
