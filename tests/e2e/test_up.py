@@ -112,6 +112,7 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
     """vLLM on this machine's CPU, beside a transformers worker; its rollouts pass the same checks."""
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
@@ -126,7 +127,7 @@ def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
     try:
         status = up.until(
             lambda status: any(w["name"] == "guest" and w["accepted"] > 0 for w in status["workers"]),
-            timeout_s=240,
+            timeout_s=600,  # vLLM compiles its kernels anew in the worker's own folder
             what=f"an accepted bundle of the vLLM worker; its log: {log}",
         )
         guest = next(worker for worker in status["workers"] if worker["name"] == "guest")
