@@ -199,7 +199,7 @@ class BatchRequest(WireModel):
     wait_s: WaitSeconds = 0.0
     part: Count = Field(default=0, exclude_if=_is_default)
     """Which batch of the step, below schedule.trigger_parameter_sync_step; they are asked for in order."""
-    train_ms: Count | None = Field(default=None, exclude_if=_is_default)
+    train_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
     """What training took in the newest step that the trainer has finished, waiting left out. For the metrics alone."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.node.coordinator_world import (
     ANNA,
@@ -173,6 +173,7 @@ def histories(draw: st.DrawFn) -> list[tuple[Route, ...]]:
     return history
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(history=histories(), kept=st.integers(1, 6), async_level=st.integers(0, 3))
 def test_whatever_is_forgotten_a_way_to_the_head_stays(
     history: list[tuple[Route, ...]], kept: int, async_level: int

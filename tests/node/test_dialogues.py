@@ -315,7 +315,8 @@ async def test_a_held_out_problem_whose_environment_fails_is_not_right(run: Pinn
         TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
     )
     figures = await made.evaluate(initial_weights(model, 0), 0)
-    assert (figures["eval_greedy"], figures["eval_sampled"], figures["eval_reward"]) == (0.0, 0.0, 0.0)
+    assert not {"eval_greedy", "eval_sampled", "eval_reward"} & figures.keys()
+    assert figures["eval_failed"] == 4.0
     await made.close()
 
 
@@ -343,6 +344,6 @@ async def test_a_held_out_episode_that_blocks_costs_the_others_nothing(run: Pinn
     made = Evaluator(
         TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
     )
-    assert await made.sampled_accuracy(initial_weights(model, 0), 0) == pytest.approx(2 / 3)
+    assert await made.sampled_accuracy(initial_weights(model, 0), 0) == 1.0  # the one that fails is no wrong answer
     assert sorted(began) == [0, 0, 1, 1, 2, 2]
     await made.close()

@@ -18,7 +18,7 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.serving import READ_BYTES_MAX, PeerService
+from prime_node.broadcast.swarm.serving import CHECKED_AGAIN_S, READ_BYTES_MAX, PeerService
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request
@@ -29,6 +29,18 @@ from prime_protocol.errors import PeerError
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization
 
 RUN, CLOCK = make_run(), SystemClock()
+
+
+class SetClock(SystemClock):
+    """Shows the time that a test sets."""
+
+    def __init__(self, time_ms: int) -> None:
+        self.time_ms = time_ms
+
+    def now_ms(self) -> int:
+        return self.time_ms
+
+
 BLOB = np.random.default_rng(1).bytes(3 * READ_BYTES_MAX + 5)
 DIGEST = digest_of(BLOB)
 
@@ -133,5 +145,19 @@ async def test_a_ticket_of_replaced_keys_no_longer_counts(tmp_path: Path) -> Non
     request = asked(authorization=authorization(text, ANNA.key_id, run.digest, BEN, now_ms=CLOCK.now_ms()))
     assert service.member(request) == BEN.key_id
     run.keys.add(next_ring(run.keys, ROOT, coordinator=(TRAINER,)))
+    with pytest.raises(PeerError):
+        service.member(request)
+
+
+async def test_an_authorization_ends_soon_after_its_ticket_has_expired(tmp_path: Path) -> None:
+    clock = SetClock(1_800_000_000_000)
+    service = PeerService(
+        RUN, ANNA, Holdings(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), clock, lambda version: None
+    )
+    ticket = PeerTicket(run=RUN.digest, peer=BEN.key_id, expires_at_ms=clock.time_ms + 10_000)
+    text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
+    request = asked(authorization=authorization(text, ANNA.key_id, RUN.digest, BEN, now_ms=clock.time_ms))
+    assert service.member(request) == BEN.key_id
+    clock.time_ms += int(CHECKED_AGAIN_S * 1_000)
     with pytest.raises(PeerError):
         service.member(request)

@@ -22,7 +22,19 @@ SHOWN = "{{ messages[0].content }}"
 DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(64) %}{% set n.x = EXPRESSION %}{% endfor %}{{ n.x }}"
 NESTING = "{% set n = namespace(x=['a']) %}{% for i in range(12) %}{% set n.x = [n.x] * 7 %}{% endfor %}"
 
+SHARED = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+TUPLES = SHARED.replace("[1]", "(1, 1)").replace("[n.x, n.x]", "(n.x, n.x)")
+HUGE = "{% set x = ('f' * 400000) | int(0, 16) %}{% set y = ('f' * 200000) | int(0, 16) %}{% for i in range(999) %}"
+
 EXHAUSTING = {
+    "shared nesting marked safe": SHARED + "{% set y = n.x | safe %}",
+    "shared nesting tested": SHARED + "{{ n.x is lower }}",
+    "shared nesting called": SHARED + "{{ n.x() }}",
+    "shared nesting as an indent": SHARED + "{{ 'x' | indent(n.x) }}",
+    "shared nesting as a key": TUPLES + "{% set y = {n.x: 1} %}",
+    "shared nesting as an index": TUPLES + "{{ {}[n.x] }}",
+    "huge numbers divided": HUGE + "{{ x % y }}{% endfor %}",
+    "huge numbers tested": HUGE + "{{ x is divisibleby y }}{% endfor %}",
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a loop over text": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
     "a long range": "{% for a in range(10**9) %}{% endfor %}",

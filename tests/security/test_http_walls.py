@@ -12,13 +12,13 @@ from tests.security.raw_http import Raw, ask, barrier, get, post
 
 from prime_node.adapters.web import guarded_handler
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
-from prime_node.adapters.web.doors import BURST_S, Doors
+from prime_node.adapters.web.doors import BURST_S, DEBT_S_MAX, Doors
 from prime_node.adapters.web.shares import Turns
 from prime_node.coordinator.api.walls import walls_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import Request, Response, Route, Walls
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode
+from prime_protocol.errors import ErrorCode, PeerError
 
 LARGE = bytes(2**24)
 
@@ -249,6 +249,22 @@ def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not(
     assert [doors.delay_s(one, "") for _ in range(100)] == [0.0] * 100
     one.vouch(False)
     assert doors.delay_s(one, "") > 0.25
+
+
+def test_a_flood_of_strangers_is_over_soon_after_its_end() -> None:
+    now_s = 1_000.0
+    doors = Doors(walls(public_requests_per_second=1e9), lambda: now_s)
+    entry = doors.enter("9.9.9.9")
+    assert entry is not None
+    refused = 0
+    for _ in range(10_000):
+        try:
+            assert doors.delay_s(entry, "") <= DEBT_S_MAX
+        except PeerError:
+            refused += 1
+    assert refused > 9_000
+    now_s += DEBT_S_MAX + 1.0
+    assert doors.delay_s(entry, "") == 0.0
 
 
 def test_all_strangers_together_get_a_share_of_the_servers_time_however_slow_it_is() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prime_node.cli.wire_environments import build_environments
+from prime_node.inside import write_inside
 from prime_node.ports.environment import Environment, HeldOutProblem, TurnEnvironment, TurnProblem
 from prime_protocol.errors import PrimeError
 from prime_protocol.rollout import Completion, FinishReason
@@ -157,7 +158,7 @@ def kept_model(files: Mapping[str, str], folder: Path) -> Path:
     """The run's tokenizer and configuration, in a folder of this process's own."""
     folder.mkdir()
     for name, data in files.items():
-        (folder / name).write_bytes(base64.b64decode(data))
+        write_inside(folder, name, base64.b64decode(data))
     return folder
 
 

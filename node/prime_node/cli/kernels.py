@@ -97,7 +97,7 @@ def compile_once(say: Say) -> bool:
 def _compiling(half: Callable[[], None]) -> subprocess.Popen[bytes]:
     """Leaving its context ends it."""
     program = _CHILD.format(module=half.__module__, name=half.__name__)
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen([sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _code(process: subprocess.Popen[bytes], began_s: float) -> int:

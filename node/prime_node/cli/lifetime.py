@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -27,6 +28,11 @@ SETTLED_S = 60.0
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
     """Run `main(stop)` to its end and return its exit code."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # 1,024 descriptors, the usual soft limit, are two networks' connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_live(main, stop_with_parent=stop_with_parent, grace_s=grace_s))
 

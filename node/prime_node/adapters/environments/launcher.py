@@ -66,7 +66,8 @@ class Launcher:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "prime_node.adapters.environments.launcher"],
+                # -P and -s: nothing that lies in the current folder or in HOME is imported in place of a module.
+                [sys.executable, "-P", "-s", "-m", "prime_node.adapters.environments.launcher"],
                 stdin=theirs.fileno(),
                 env=plans[False].variables,
                 start_new_session=True,

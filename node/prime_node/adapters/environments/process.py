@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as Late
@@ -44,6 +45,7 @@ CACHED_CHARS_MAX = 2**16
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """Of our own environment variables; whatever else is there may be a secret."""
 FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
+SECRET = re.compile(r"TOKEN|KEY|AUTH|SECRET")
 """A variable PRIME_ENVIRONMENT_X of ours is X there: for judges that need a key of their own."""
 
 
@@ -161,7 +163,7 @@ class EnvironmentProcess:
 def passed_on(folder: Path, *, network: bool = False) -> dict[str, str]:
     """What a child learns of our environment variables. Keys of judges go only where the network does."""
     kept = {name: value for name, value in os.environ.items() if name in PASSED_ON}
-    kept |= {name: value for name, value in os.environ.items() if name.startswith("HF_") and "TOKEN" not in name}
+    kept |= {name: value for name, value in os.environ.items() if name.startswith("HF_") and not SECRET.search(name)}
     kept |= {
         name.removeprefix(FOR_ENVIRONMENTS): value
         for name, value in os.environ.items()

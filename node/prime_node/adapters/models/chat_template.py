@@ -27,6 +27,7 @@ from jinja2.visitor import NodeTransformer
 from prime_protocol import limits
 
 _METER, _EACH, _COMPARED, _SHOWN, _JOINED = "the meter", "each item", "a compared value", "shown text", "joined text"
+_KEY = "a key"
 """Names with spaces: no template can use or replace them."""
 _REFUSED_NODES = (
     nodes.Block,
@@ -37,14 +38,32 @@ _REFUSED_NODES = (
     nodes.EvalContextModifier,
     nodes.ScopedEvalContextModifier,
 )
-_FREE_FILTERS = frozenset({"count", "d", "default", "first", "last", "length", "safe"})
+_FREE_FILTERS = frozenset({"count", "d", "default", "first", "last", "length"})
 """Filters whose work does not grow with the value."""
 _FILTERS = _FREE_FILTERS.union(
     ("abs", "capitalize", "dictsort", "e", "escape", "float", "int", "items", "list", "lower", "map", "max", "min"),
-    ("reject", "rejectattr", "reverse", "select", "selectattr", "sort", "string", "title", "trim", "unique", "upper"),
+    (
+        "reject",
+        "rejectattr",
+        "reverse",
+        "safe",
+        "select",
+        "selectattr",
+        "sort",
+        "string",
+        "title",
+        "trim",
+        "unique",
+        "upper",
+    ),
 )
 """Filters whose result is about as large as the value. `indent`, `join`, `replace` and `tojson` are below."""
 _TESTS = frozenset(TESTS) - {"filter", "test", "escaped"}
+_FREE_TESTS = frozenset().union(
+    ("boolean", "callable", "defined", "false", "float", "integer", "iterable", "mapping", "none", "number"),
+    ("sequence", "string", "true", "undefined"),
+)
+"""Tests of a value's type, whose work does not grow with the value."""
 _STR_METHODS = frozenset().union(
     ("capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower"),
     ("isnumeric", "isspace", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix"),
@@ -103,6 +122,9 @@ class _Meter:
             self.charge(1)
             for item in value:
                 self.weigh(item, depth + 1)
+        elif isinstance(value, int):
+            self.charge(1)
+            _require_small(value)
         elif isinstance(value, (Namespace, LoopContext, Macro)):
             raise TemplateRefused(f"the chat template uses a {type(value).__name__.lower()} as a value")
         else:
@@ -133,7 +155,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], optimized=False)
         own = {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
-        internal = {_EACH: _each, _COMPARED: _compared, _SHOWN: _shown, _JOINED: _joined}
+        internal = {_KEY: _key, _EACH: _each, _COMPARED: _compared, _SHOWN: _shown, _JOINED: _joined}
         self.filters = {name: _metered(name) for name in _FILTERS} | own | internal
         self.tests = {name: _metered_test(name) for name in _TESTS}
         self.globals.clear()
@@ -161,18 +183,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         ):
             meter.weigh((args, kwargs))
         elif not isinstance(called, (Macro, Undefined)):
-            raise SecurityError(f"the chat template calls {called!r:.100}, which no chat template needs")
+            raise SecurityError(f"the chat template calls a {type(called).__name__}, which no chat template needs")
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter_of(context)
         meter.charge(1)
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            _require_small(left)
+            _require_small(right)
             if operator == "**" and not (abs(left) <= 2**31 and 0 <= right <= _INTEGER_BITS_MAX):
                 raise TemplateRefused(f"the chat template raises a number to the power {right}")
             result = super().call_binop(context, operator, left, right)
-            if isinstance(result, int) and result.bit_length() > _INTEGER_BITS_MAX:
-                raise TemplateRefused("the chat template computes with numbers of more than 64 bits")
+            _require_small(result)
             return result
         if operator == "+" and any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple)):
             meter.charge(len(left) + len(right))
@@ -205,6 +228,10 @@ class _Metering(NodeTransformer):
             return self._through(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             node.node = self._through(node.node, _COMPARED)
+        elif isinstance(node, nodes.Getitem):
+            node.arg = self._through(node.arg, _KEY)
+        elif isinstance(node, nodes.Pair):
+            node.key = self._through(node.key, _KEY)
         return node
 
     def _through(self, node: Any, name: str) -> nodes.Filter:
@@ -231,6 +258,7 @@ def _metered(name: str) -> Callable[..., Any]:
             meter.weigh((value, args, kwargs))
         before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         result = function(*before.get(first or "", ()), value, *args, **kwargs)
+        _require_small(result)
         return list(_each(context, result)) if isinstance(result, types.GeneratorType) else result
 
     return run
@@ -241,11 +269,30 @@ def _metered_test(name: str) -> Callable[..., bool]:
 
     @pass_context
     def run(context: Context, value: Any, *args: Any) -> bool:
-        for one in (value, *args) if args else ():
+        for one in (value, *args) if args or name not in _FREE_TESTS else ():
             _compared(context, one)
         return bool(function(value, *args))
 
     return run
+
+
+def _require_small(value: object) -> None:
+    """Raises TemplateRefused for an integer whose arithmetic costs more than one step."""
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS_MAX:
+        raise TemplateRefused("the chat template computes with numbers of more than 64 bits")
+
+
+def _named(value: object) -> str:
+    """A value in an error text. Containers are named by their type: shared nesting makes their text exponentially long."""
+    return str(value) if isinstance(value, float) else f"a {type(value).__name__} out of range"
+
+
+def _key(value: object) -> object:
+    """A key of a mapping, or an index. Hashing a nested tuple is exponential work that nothing can interrupt."""
+    if not isinstance(value, (str, int, float, types.NoneType, Undefined)):
+        raise TemplateRefused(f"the chat template uses a {type(value).__name__} as a key")
+    _require_small(value)
+    return value
 
 
 @pass_context
@@ -301,7 +348,7 @@ def _replace(context: Context, text: Any, old: str, new: str, count: int = -1) -
 @pass_context
 def _indent(context: Context, text: Any, width: int = 4, first: bool = False, blank: bool = False) -> str:
     if not isinstance(width, int) or not 0 <= width <= _INDENT_MAX:
-        raise TemplateRefused(f"the chat template indents by {width!r:.20}; at most {_INDENT_MAX} are supported")
+        raise TemplateRefused(f"the chat template indents by {_named(width)}; at most {_INDENT_MAX} are supported")
     text = str(_shown(context, text))
     _meter_of(context).charge((text.count("\n") + 1) * width)
     return str(FILTERS["indent"](text, width, first, blank))
@@ -310,7 +357,9 @@ def _indent(context: Context, text: Any, width: int = 4, first: bool = False, bl
 @pass_context
 def _tojson(context: Context, value: Any, *, indent: int | None = None, **options: Any) -> str:
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _INDENT_MAX):
-        raise TemplateRefused(f"the chat template indents JSON by {indent!r:.20}; at most {_INDENT_MAX} are supported")
+        raise TemplateRefused(
+            f"the chat template indents JSON by {_named(indent)}; at most {_INDENT_MAX} are supported"
+        )
     _meter_of(context).weigh((value, options))
     text: str = json.dumps(value, **{"ensure_ascii": False, **options}, indent=indent)
     return text

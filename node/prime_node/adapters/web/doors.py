@@ -19,6 +19,7 @@ from collections.abc import Callable
 from prime_node.adapters.web.shares import Turns
 from prime_node.ports.web import Walls
 from prime_protocol import limits
+from prime_protocol.errors import ErrorCode, PeerError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ BURST_S = 0.05
 """Of time that strangers left unused, what they may use later."""
 COST_S_MAX = 0.002
 """A stranger's request counts as no dearer: 100 begin in each second, whatever they cost."""
+DEBT_S_MAX = 2.0
+"""Of strangers' requests that wait for their turn. More are refused at once, so that a flood is over soon after its end."""
 COSTS_REMEMBERED = 32
 """Requests that the average of their costs goes back."""
 UNSENT_BYTES_MAX = 2**17
@@ -108,7 +111,7 @@ class Doors:
         """How long a request waits before it is read. A member's does not.
 
         Strangers wait for the turn of their network, and then for each other: however slow this machine is, or busy with members,
-        they begin only as often as fits into their share of its time.
+        they begin only as often as fits into their share of its time. Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
         """
         if entry.is_member or self._requests is None:
             return 0.0
@@ -116,6 +119,8 @@ class Doors:
         now_s = self._now()
         turn_s = now_s + self._requests.take(network, now_s)
         lane_s = max(self._lane_s, now_s - BURST_S)
+        if lane_s - now_s > DEBT_S_MAX:
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests of strangers at once", retry_after_s=DEBT_S_MAX)
         self._lane_s = lane_s + self._cost_s / STRANGERS_SHARE
         return max(turn_s, lane_s) - now_s
 

@@ -36,6 +36,8 @@ from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
+CHECKED_AGAIN_S = 60.0
+"""An authorization is verified again after this many seconds, so that it ends soon after it has expired."""
 """All who show no ticket are one peer to the uplink."""
 READ_BYTES_MAX = PACE_BYTES
 """Held of one answer at a time; pieces are no longer."""
@@ -61,7 +63,7 @@ class PeerService:
     """What a member has told us that he has, by encoding: news of the same can wait."""
     folder: Path | None = None
     """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
-    _members: dict[tuple[int, str], str] = field(default_factory=dict)
+    _members: dict[tuple[int, str], tuple[str, int]] = field(default_factory=dict)
     """Authorizations that were checked, and the key ring that held then."""
     _listeners: dict[str, int] = field(default_factory=dict)
     _is_closing: bool = False
@@ -97,12 +99,13 @@ class PeerService:
         if len(header) > 2 * limits.PEER_TICKET_BYTES_MAX:
             raise LimitExceeded("authorization chars", len(header), 2 * limits.PEER_TICKET_BYTES_MAX)
         held = (self.run.keys.version, header)
-        known = self._members.get(held)
-        if known is None:
-            known = check_authorization(header, self.key.key_id, self.run, now_ms=self.clock.now_ms())
+        now_ms = self.clock.now_ms()
+        known, checked_at_ms = self._members.get(held, ("", 0))
+        if not 0 <= now_ms - checked_at_ms < CHECKED_AGAIN_S * 1_000:
+            known = check_authorization(header, self.key.key_id, self.run, now_ms=now_ms)
             if len(self._members) >= limits.PEER_TOKENS_MAX:
                 self._members.clear()
-            self._members[held] = known
+            self._members[held] = known, now_ms
         return known
 
     # For everybody

@@ -49,6 +49,8 @@ def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Cal
         if claim.run != core.run.digest:  # (6)
             raise wrong_run(claim.run, core.run)
         gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=core.clock.now_ms(), now_s=now_s)
+        if signer in core.state.workers:
+            gate.limiter.by_key.spend(signer, now_s)  # or one key could fill the memory of nonces for all
         gate.nonces.spend(signer, claim.nonce, now_s)
         request.vouch(True)
         return Admission(_of_known(core, signer, network, callers), claim.body_digest)
