@@ -2,7 +2,8 @@
 
 A role starts it before that. An order says no more than whether a process is to have the network, and brings its three pipes;
 command lines and environment variables were told once, before the role heard a stranger. So a role that is taken over gets from
-here what the machine's own settings allow, and nothing else. It ends with its role, and ends what it has started.
+here the view of files and the network that the machine's own settings allow. Limits and the user travel in the role's first line
+to the process: a role that is taken over can leave them out. The launcher ends with its role, and ends what it has started.
 """
 
 from __future__ import annotations
