@@ -65,6 +65,9 @@ GETS = (
     *("/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/healthz", "/metrics"),
 )
 ANSWER_S_MAX = 20.0
+WALLS = ("connects_per_second=1e9", "public_requests_per_second=1e9")
+"""Settings of the daemon. An answer to a broken request ends its connection, so that the callers, who have one address,
+connect faster than one network may. With these settings no connection is reset by design, and every reset is a finding."""
 Sent = tuple[str, str, dict[str, str], bytes]
 
 
@@ -267,7 +270,7 @@ async def daemon(folder: Path, log: Path) -> AsyncIterator[int]:
     """A coordinator in a process of its own; killed in the end. Gives its port."""
     with _appended(log) as out:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.node.coordinator_process", str(folder), "0", "0.0"),
+            *(sys.executable, "-m", "tests.node.coordinator_process", str(folder), "0", "0.0", *WALLS),
             cwd=ROOT_FOLDER,
             stdout=asyncio.subprocess.PIPE,
             stderr=out,

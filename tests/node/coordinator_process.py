@@ -1,4 +1,7 @@
-"""The daemon as a process of its own, to be killed: python -m tests.node.coordinator_process FOLDER PORT [CLOCK_AHEAD_S]"""
+"""The daemon as a process of its own, to be killed.
+
+python -m tests.node.coordinator_process FOLDER PORT CLOCK_AHEAD_S [SETTING=NUMBER ...]
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,14 @@ async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple
     return process, int(line)
 
 
-async def main(folder: Path, port: int, clock_ahead_s: float) -> None:
-    parts = await folder_parts(
-        make_run(**crash_run()), folder, port=port, snapshot_events=20, requests_per_second=10_000
-    )
+async def main(folder: Path, port: int, clock_ahead_s: float, **settings: float) -> None:
+    given = {"snapshot_events": 20, "requests_per_second": 10_000, **settings}
+    parts = await folder_parts(make_run(**crash_run()), folder, port=port, **given)
     parts = replace(parts, clock=WrongClock(clock_ahead_s))
     await serve(parts, asyncio.Event(), ready=lambda port: print(port, flush=True))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    named = (setting.partition("=") for setting in sys.argv[4:])
+    numbers = {name: float(number) for name, _, number in named}
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), **numbers))

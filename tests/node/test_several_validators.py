@@ -92,7 +92,7 @@ async def upload(world: World, count: int) -> None:
 
 
 async def test_what_a_dead_validator_held_is_judged_by_another_one() -> None:
-    async with running(memory_parts(RUN, check_seconds=0.5)) as world:
+    async with running(memory_parts(RUN, check_seconds=0.5, second_look_share=0.0)) as world:
         await upload(world, 6)
         first, second, stop = Scorer(), Scorer(), asyncio.Event()
         dying = asyncio.create_task(run_validator(validator_of(world, VALIDATOR, first), asyncio.Event()))
@@ -110,7 +110,7 @@ async def test_what_a_dead_validator_held_is_judged_by_another_one() -> None:
 
 
 async def test_two_validators_at_once_judge_each_bundle_once() -> None:
-    async with running(memory_parts(RUN)) as world:
+    async with running(memory_parts(RUN, second_look_share=0.0)) as world:
         await upload(world, 8)
         stop = asyncio.Event()
         scorers = [Scorer(), Scorer()]
@@ -133,7 +133,7 @@ async def test_two_validators_at_once_judge_each_bundle_once() -> None:
 
 
 async def test_a_verdict_that_comes_after_another_validator_s_changes_nothing() -> None:
-    async with running(memory_parts(RUN, check_seconds=0.1)) as world:
+    async with running(memory_parts(RUN, check_seconds=0.1, second_look_share=0.0)) as world:
         await upload(world, 1)
         late = await world.take_task(VALIDATOR)
         soon = await world.take_task(SECOND)  # once the first one's time was up
