@@ -201,3 +201,28 @@ async def test_names_that_lead_nowhere_hold_up_no_peer_that_says_where_it_is(sen
             await asyncio.sleep(0)
         async with network(BEN, run):
             await until(lambda: BEN.key_id in {one.peer for one in anna.known()})
+
+
+async def test_names_that_come_while_the_search_ends_leave_no_task_behind(sender: socket.socket) -> None:
+    """Each name that leads nowhere starts a look-up, also in the middle of the goodbye."""
+    run = os.urandom(32).hex()
+    before = asyncio.all_tasks()
+    local = LocalPeers(ANNA.key_id, run, found=lambda told: None)
+    await local.start(["/ip4/127.0.0.1/tcp/4001"])
+
+    async def keep_telling() -> None:
+        number, end_s = 0, asyncio.get_running_loop().time() + 30.0
+        while asyncio.get_running_loop().time() < end_s:
+            owner = name(f"nobody{number}", *service(run))
+            sender.sendto(response(record(name(*service(run)), PTR, owner)), GROUP)
+            number += 1
+            await asyncio.sleep(0)
+
+    telling = asyncio.create_task(keep_telling())
+    await until(lambda: len(local._asking) == limits.PEER_HINTS_MAX)
+    await asyncio.gather(local.close(), local.close())
+    assert not telling.done(), "names came all the while"
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+    assert not local._asking
+    assert asyncio.all_tasks() == before

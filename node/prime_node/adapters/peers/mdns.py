@@ -40,6 +40,8 @@ class LocalPeers:
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._asking: set[asyncio.Task[None]] = set()
+        self._telling: asyncio.Future[None] | None = None
+        """The library repeats our own announcement for a while, in a task of its own."""
         self._closing: asyncio.Task[None] | None = None
         self._only_here = False
         """This peer listens on loopback alone, and so do those that it looks for."""
@@ -52,6 +54,7 @@ class LocalPeers:
         addresses = local_addresses(listening)
         if not addresses:
             return
+        self._closing = None
         inner = [address.split("/")[2] for address in addresses]
         self._only_here = all(host.startswith("127.") for host in inner)
         try:
@@ -69,7 +72,9 @@ class LocalPeers:
                 parsed_addresses=inner,
             )
             # A name is a key, so that nobody else has it: no need to ask first.
-            await self._zeroconf.async_register_service(service, cooperating_responders=True)
+            self._telling = asyncio.ensure_future(
+                await self._zeroconf.async_register_service(service, cooperating_responders=True)
+            )
             self._zeroconf.zeroconf.async_add_listener(_Flood(self._give_up), None)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
         except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; hints are all that is lost
@@ -78,16 +83,24 @@ class LocalPeers:
             await self.close()
 
     async def close(self) -> None:
-        """Says goodbye. Idempotent."""
-        for task in list(self._asking):
-            task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        """Says goodbye. No task is left when it returns. Idempotent: a second caller waits for the same end."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        """Ends the browser first: each name that it hears starts a look-up."""
         browser, self._browser = self._browser, None
         zeroconf, self._zeroconf = self._zeroconf, None
+        telling, self._telling = self._telling, None
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if browser is not None:
                     await browser.async_cancel()
+                under_way = [*self._asking, *([] if telling is None else [telling])]
+                for task in under_way:
+                    task.cancel()
+                await asyncio.gather(*under_way, return_exceptions=True)
                 if zeroconf is not None:
                     await zeroconf.async_close()
         except Exception as error:  # noqa: BLE001 - a goodbye that nobody hears is no fault
@@ -96,12 +109,13 @@ class LocalPeers:
     def _give_up(self, num_names: int) -> None:
         """The library keeps every name that it hears for as long as its sender wants."""
         log.warning("the local network tells of %d names: a flood; no peers are looked for there any more", num_names)
-        self._closing = asyncio.get_running_loop().create_task(self.close())
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
 
     def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         """What says where it is at once, as honest peers do, is taken at once: names that lead nowhere hold up only each
         other."""
-        if state_change is ServiceStateChange.Removed:
+        if self._closing is not None or state_change is ServiceStateChange.Removed:
             return
         try:
             service = AsyncServiceInfo(self._type, name)
