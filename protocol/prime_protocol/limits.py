@@ -234,6 +234,12 @@ HTTP_STRANGERS_MAX = 10_000
 """Of these, connections on which no member of the run has shown itself yet."""
 HTTP_STRANGERS_EACH_MAX = 512
 """Such connections from one network: a /24 of IPv4, a /48 of IPv6."""
+HTTP_MEMBERS_MAX = 9_000
+"""Of these, connections of members; what neither they nor strangers may use is left to the run's own keys."""
+HTTP_MEMBERS_NETWORK_MAX = 2_048
+"""Such connections from one network (/24, /48) that the operator does not trust. Those beyond count as strangers'."""
+HTTP_MEMBERS_EACH_MAX = 32
+"""Such connections of one key. Those beyond count as strangers'."""
 HTTP_HEADER_BYTES_MAX = 16 * 2**10
 """The header of one HTTP request: its request line and all its fields."""
 HTTP_HEADER_LINES_MAX = 64
@@ -254,6 +260,10 @@ STRANGERS_ANSWER_BYTES_MAX = 256 * 2**20
 """Large answers on their way to connections of strangers, altogether."""
 STRANGERS_ANSWER_BYTES_EACH_MAX = 64 * 2**20
 """The same to one network."""
+MEMBERS_ANSWER_BYTES_MAX = 2**30
+"""Large answers on their way to connections of members, altogether."""
+MEMBERS_ANSWER_BYTES_EACH_MAX = 256 * 2**20
+"""The same to one key."""
 MEMBERS_BODY_BYTES_MAX = 2**30
 """Bodies of members on their way into one coordinator, altogether."""
 ROLES_BODY_BYTES_MAX = 2**30

@@ -16,11 +16,12 @@ from prime_node.adapters.web.doors import BURST_S, DEBT_S_MAX, Doors
 from prime_node.adapters.web.shares import Turns
 from prime_node.coordinator.api.walls import walls_of
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.ports.web import Request, Response, Route, Walls
+from prime_node.ports.web import Request, Response, Route, Sender, Walls
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
 LARGE = bytes(2**24)
+MEMBER = Sender(ANNA.key_id, is_role=False)
 
 
 @pytest.fixture
@@ -245,9 +246,9 @@ def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not(
     assert other is not None
     assert [doors.delay_s(one, ""), doors.delay_s(same, "")] == [0.0, 0.25]
     assert doors.delay_s(other, "") == 0.0
-    one.vouch(True)
+    one.vouch(MEMBER)
     assert [doors.delay_s(one, "") for _ in range(100)] == [0.0] * 100
-    one.vouch(False)
+    one.vouch(None)
     assert doors.delay_s(one, "") > 0.25
 
 
@@ -284,7 +285,7 @@ def test_a_proxy_is_not_one_stranger() -> None:
     entries = [doors.enter("10.0.0.1") for _ in range(limits.HTTP_STRANGERS_EACH_MAX + 1)]
     entry = entries[-1]
     assert entry is not None
-    entry.vouch(True)  # of one of the many that it speaks for
+    entry.vouch(MEMBER)  # of one of the many that it speaks for
     assert [doors.delay_s(entry, "8.8.8.8"), doors.delay_s(entry, "8.8.8.9")] == [0.0, 0.25]
     assert doors.delay_s(entry, "9.9.9.9") == 0.0
     assert doors.num_strangers == 0
@@ -303,10 +304,10 @@ def test_what_is_counted_is_given_back_once() -> None:
     assert doors.enter("8.8.8.8") is None
     for entry in entries[:2]:
         assert entry is not None
-        entry.vouch(True)
+        entry.vouch(MEMBER)
         entry.leave()
         entry.leave()
-        entry.vouch(False)
+        entry.vouch(None)
     assert (doors.num_connections, doors.num_strangers) == (len(entries) - 2,) * 2
     assert doors.enter("8.8.8.8") is not None
 

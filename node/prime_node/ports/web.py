@@ -9,6 +9,15 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Sender:
+    """A key that has proved itself on a connection."""
+
+    key: str
+    is_role: bool
+    """The run trusts the key (trainer, validator, coordinator, root). Otherwise it is a member: a key that joined."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a handler sees."""
 
@@ -19,9 +28,8 @@ class Request:
     """Names in lower case."""
     remote: str
     """The peer's address, for quotas and logs."""
-    vouch: Callable[[bool], None] = lambda is_known: None
-    """Tells the server whether the request proved its sender a member of the run: what follows on its connection is then not
-    held back as strangers' requests are."""
+    vouch: Callable[[Sender | None], None] = lambda sender: None
+    """Tells the server whose request it was, None for a stranger's. The server then bounds the connection by the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ Admit = Callable[[Request, int], Admission]
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """How a server treats callers that have not shown themselves to be members of the run."""
+    """How a server bounds its callers."""
 
     network_of: Callable[[str, str], str] = lambda address, forwarded: address
     """The name of a caller's network, from the address of its connection and the header X-Forwarded-For."""
@@ -76,8 +84,10 @@ class Walls:
     connects_per_second: float = math.inf
     """New connections from one network, sustained; a burst of five times as many is taken."""
     requests_per_second: float = math.inf
-    """Requests from one network; those beyond wait. Where it is finite, all strangers together get a fifth of the server's
-    time."""
+    """Requests from one network of strangers; those beyond wait. Where it is finite, all strangers together get a fifth of the
+    server's time."""
+    member_requests_per_second: float = math.inf
+    """Requests of one member's key over all its connections; those beyond wait. A burst of ten seconds is taken."""
 
 
 @dataclass(frozen=True, slots=True)

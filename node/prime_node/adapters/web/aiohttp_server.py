@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import ClientConnectionError, web
 
-from prime_node.adapters.web.doors import Doors, Entry, Listener
+from prime_node.adapters.web.doors import Doors, Entry, Listener, connections_max
 from prime_node.adapters.web.guarded_handler import GuardedHandler, error_answer
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, BODY_GRACE_S, send_s_max
 from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
@@ -25,6 +26,8 @@ from prime_node.ports.web import Admission, Request, Response, Route, Share, Wal
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+
+log = logging.getLogger(__name__)
 
 HEADER_S_MAX = 75.0
 """From the start of a connection, or its last answer, to the start of the next header. An idle connection is kept as long."""
@@ -67,7 +70,12 @@ class AiohttpServer:
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         self._manager = self._runner.server
-        self._doors = Doors(walls or Walls(), asyncio.get_running_loop().time)
+        most = connections_max()
+        if most < limits.HTTP_CONNECTIONS_MAX:
+            log.warning(
+                "at most %d connections: the limit of open files is low; raise it (ulimit -n, LimitNOFILE)", most
+            )
+        self._doors = Doors(walls or Walls(), asyncio.get_running_loop().time, connections_max=most)
         if any(route.is_bulk for route in routes):
             self._bulk = BulkRoutes(
                 routes,
@@ -184,7 +192,7 @@ class AiohttpServer:
             return web.Response(body=response.body, status=response.status, headers=headers)
         entry, held = _guard_of(request).entry, None
         try:
-            if is_large and not (entry.is_member or entry.is_proxy):
+            if is_large and not (entry.is_proxy or (entry.sender is not None and entry.sender.is_role)):
                 held = self._answers.open(_answers_to(entry))
                 held.add(len(response.body) if isinstance(response.body, bytes) else LARGE_BYTES)
             return await _stream(request, response, headers)
@@ -208,6 +216,13 @@ class _Body:
 
 
 def _answers_to(entry: Entry) -> tuple[Share, Share]:
+    """What a large answer counts against, to anybody but a key of the run."""
+    if entry.sender is not None:
+        each_max, all_max = limits.MEMBERS_ANSWER_BYTES_EACH_MAX, limits.MEMBERS_ANSWER_BYTES_MAX
+        return (
+            Share(f"answers to {entry.sender.key}", each_max, limits.HTTP_MEMBERS_EACH_MAX),
+            Share("answers to members", all_max, limits.HTTP_MEMBERS_MAX),
+        )
     each_max, all_max = limits.STRANGERS_ANSWER_BYTES_EACH_MAX, limits.STRANGERS_ANSWER_BYTES_MAX
     return (
         Share(f"answers to {entry.network}", each_max, limits.HTTP_STRANGERS_EACH_MAX),

@@ -1,9 +1,9 @@
-"""Who is let in: connections are accepted here, before anything is made for them.
+"""Accepts connections and bounds them by their sender, before anything is made for them.
 
 A flood of connections costs its receiver most where each becomes a transport, a parser and a task. So the listening socket is
 read here, and a connection beyond its network's share is reset at once, which takes some ten microseconds. A connection begins
-as a stranger's. It becomes a member's when a request on it has been verified (`Entry.vouch`), and then counts against no share
-of strangers.
+as a stranger's. When a request on it has been verified (`Entry.vouch`), it counts as its key's: a member's within the bounds of
+its key and its network, a key of the run without a bound.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import socket
 import struct
 from collections.abc import Callable
 
 from prime_node.adapters.web.shares import Turns
-from prime_node.ports.web import Walls
+from prime_node.ports.web import Sender, Walls
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
@@ -39,28 +40,32 @@ DEBT_S_MAX = 2.0
 """Of strangers' requests that wait for their turn. More are refused at once, so that a flood is over soon after its end."""
 COSTS_REMEMBERED = 32
 """Requests that the average of their costs goes back."""
+MEMBER_BURST_S = 10.0
+"""Of its rate, what a member's key may use at once."""
+DESCRIPTORS_KEPT = 512
+"""For the rest of the process: the journal, blobs, links to peers. Half of all where fewer than 1,024 may be open."""
 UNSENT_BYTES_MAX = 2**17
 """Of an answer in the system's buffers before its first packet is sent. What lies there is lost when the asker withdraws, and its
 slot would be given back with the piece unsent."""
 
 
 class Entry:
-    """One connection, as its network's share sees it."""
+    """One connection, and whose share it counts against."""
 
-    __slots__ = ("_doors", "address", "is_inside", "is_member", "is_proxy", "network")
+    __slots__ = ("_doors", "address", "is_inside", "is_proxy", "network", "sender")
 
     def __init__(self, doors: Doors, address: str, *, network: str, is_proxy: bool) -> None:
         self._doors = doors
         self.address, self.network, self.is_proxy = address, network, is_proxy
         self.is_inside = True
-        self.is_member = False
-        """The last request that proved anything was a member's."""
+        self.sender: Sender | None = None
+        """The key of the last request, where that was verified and its bounds have room; None for a stranger."""
 
-    def vouch(self, is_member: bool) -> None:
+    def vouch(self, sender: Sender | None) -> None:
         """Note what a request has shown of its sender. A proxy's connections carry many senders, and stay as they are."""
-        if self.is_inside and not self.is_proxy and self.is_member != is_member:
+        if self.is_inside and not self.is_proxy and self.sender != sender:
             self._doors.count(self, -1)
-            self.is_member = is_member
+            self.sender = sender if sender is not None and self._doors.has_room(self, sender) else None
             self._doors.count(self, +1)
 
     def leave(self) -> None:
@@ -71,25 +76,36 @@ class Entry:
 
 
 class Doors:
-    """Counts connections and requests of one server by their networks."""
+    """Counts connections and requests of one server by their networks and keys.
 
-    def __init__(self, walls: Walls, now: Callable[[], float]) -> None:
+    `connections_max`: what the process can hold; below HTTP_CONNECTIONS_MAX the shares of strangers and members shrink with it.
+    """
+
+    def __init__(
+        self, walls: Walls, now: Callable[[], float], *, connections_max: int = limits.HTTP_CONNECTIONS_MAX
+    ) -> None:
         self.walls = walls
-        self.num_connections = self.num_strangers = 0
+        self.num_connections = self.num_strangers = self.num_members = 0
         self._now = now
-        self._by_network: dict[str, int] = {}
+        self._scale = min(1.0, connections_max / limits.HTTP_CONNECTIONS_MAX)
+        self._strangers_of: dict[str, int] = {}
+        """Network -> connections."""
+        self._members_of: dict[str, int] = {}
+        """Network or key -> connections."""
         self._connects = _turns(walls.connects_per_second, burst_s=5.0)
         self._requests = _turns(walls.requests_per_second, burst_s=0.25)
+        self._member_requests = _turns(walls.member_requests_per_second, burst_s=MEMBER_BURST_S)
         self._cost_s, self._lane_s = COST_S_MAX, 0.0
 
     def enter(self, address: str) -> Entry | None:
         """A new connection; None where it is not taken."""
-        if self.num_connections >= limits.HTTP_CONNECTIONS_MAX:
+        if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
         network, is_proxy = self.walls.network_of(address, ""), self.walls.is_proxy(address)
         if not is_proxy:
-            strangers = self._by_network.get(network, 0)
-            if self.num_strangers >= limits.HTTP_STRANGERS_MAX or strangers >= limits.HTTP_STRANGERS_EACH_MAX:
+            if self.num_strangers >= self._scaled(limits.HTTP_STRANGERS_MAX):
+                return None
+            if self._strangers_of.get(network, 0) >= limits.HTTP_STRANGERS_EACH_MAX:
                 return None
             if self._connects is not None and not self._connects.try_take(network, self._now()):
                 return None
@@ -97,23 +113,38 @@ class Doors:
         self.count(entry, +1)
         return entry
 
+    def has_room(self, entry: Entry, sender: Sender) -> bool:
+        """Whether a connection may count as this key's."""
+        return sender.is_role or (
+            self.num_members < self._scaled(limits.HTTP_MEMBERS_MAX)
+            and self._members_of.get(entry.network, 0) < limits.HTTP_MEMBERS_NETWORK_MAX
+            and self._members_of.get(sender.key, 0) < limits.HTTP_MEMBERS_EACH_MAX
+        )
+
     def count(self, entry: Entry, change: int) -> None:
         """Add a connection or take it away."""
         self.num_connections += change
-        if entry.is_member or entry.is_proxy:
+        if entry.is_proxy:
             return
-        self.num_strangers += change
-        self._by_network[entry.network] = self._by_network.get(entry.network, 0) + change
-        if not self._by_network[entry.network]:
-            del self._by_network[entry.network]
+        if entry.sender is None:
+            self.num_strangers += change
+            _add(self._strangers_of, entry.network, change)
+        elif not entry.sender.is_role:
+            self.num_members += change
+            _add(self._members_of, entry.network, change)
+            _add(self._members_of, entry.sender.key, change)
 
     def delay_s(self, entry: Entry, forwarded: str) -> float:
-        """How long a request waits before it is read. A member's does not.
+        """How long a request waits before it is read. One of the run's own keys does not; a member waits for its own rate.
 
         Strangers wait for the turn of their network, and then for each other: however slow this machine is, or busy with members,
         they begin only as often as fits into their share of its time. Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
         """
-        if entry.is_member or self._requests is None:
+        if entry.sender is not None:
+            if entry.sender.is_role or self._member_requests is None:
+                return 0.0
+            return self._member_requests.take(entry.sender.key, self._now())
+        if self._requests is None:
             return 0.0
         network = self.walls.network_of(entry.address, forwarded) if entry.is_proxy else entry.network
         now_s = self._now()
@@ -127,8 +158,11 @@ class Doors:
     def spent(self, entry: Entry, seconds: float) -> None:
         """Note how long a request took from its beginning to its answer. What waited for something else counts no more than a
         dear one."""
-        if not entry.is_member:
+        if entry.sender is None:
             self._cost_s += (min(seconds, COST_S_MAX) - self._cost_s) / COSTS_REMEMBERED
+
+    def _scaled(self, bound: int) -> int:
+        return max(1, int(self._scale * bound))
 
 
 class Listener:
@@ -222,6 +256,20 @@ def _reset(accepted: socket.socket) -> None:
     with contextlib.suppress(OSError):
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     accepted.close()
+
+
+def connections_max() -> int:
+    """How many connections this process can hold, by its limit of open files."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return limits.HTTP_CONNECTIONS_MAX
+    return min(limits.HTTP_CONNECTIONS_MAX, allowed - min(DESCRIPTORS_KEPT, allowed // 2))
+
+
+def _add(counts: dict[str, int], name: str, change: int) -> None:
+    counts[name] = counts.get(name, 0) + change
+    if not counts[name]:
+        del counts[name]
 
 
 def _turns(per_second: float, *, burst_s: float) -> Turns | None:

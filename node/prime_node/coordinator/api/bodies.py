@@ -14,7 +14,7 @@ fills the room of another class, and no key and no network fills its own class's
 from __future__ import annotations
 
 from prime_node.coordinator.api.callers import Callers
-from prime_node.coordinator.api.requests import Caller, Gate, is_stranger, require_role, wrong_run
+from prime_node.coordinator.api.requests import Caller, Gate, require_role, sender_of, wrong_run
 from prime_node.coordinator.core import Core
 from prime_node.ports.web import Admission, Admit, Request, Share
 from prime_protocol import limits
@@ -38,7 +38,8 @@ def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Cal
         with gate.blame(address, now_s):
             envelope = open_claim(header)  # (1)
             signer = envelope.sole_signer()  # (2)
-            if is_stranger(signer, run=core.run, state=core.state):
+            sender = sender_of(signer, run=core.run, state=core.state)
+            if sender is None:
                 gate.limiter.by_address.require(address, now_s)
                 require_role(signer, caller, run=core.run, state=core.state)  # (3)
                 return _of_stranger(num_bytes, network)  # its signature would gain it nothing
@@ -52,7 +53,7 @@ def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Cal
         if signer in core.state.workers:
             gate.limiter.by_key.spend(signer, now_s)  # or one key could fill the memory of nonces for all
         gate.nonces.spend(signer, claim.nonce, now_s)
-        request.vouch(True)
+        request.vouch(sender)
         return Admission(_of_known(core, signer, network, callers), claim.body_digest)
 
     return admit

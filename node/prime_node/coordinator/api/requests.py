@@ -29,6 +29,7 @@ from prime_node.coordinator.api.epochs import Epochs
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.state.records import State
+from prime_node.ports.web import Sender
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
@@ -84,7 +85,7 @@ class Gate:
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
-            if is_stranger(signer, run=self.run, state=state):
+            if sender_of(signer, run=self.run, state=state) is None:
                 self.limiter.by_address.require(address, now_s)
             require_role(signer, caller, run=self.run, state=state)  # (3)
             if signer not in state.workers and caller is Caller.ANYONE:
@@ -137,12 +138,12 @@ class _Blame:
             self._charge()
 
 
-def is_stranger(signer: str, *, run: PinnedRun, state: State) -> bool:
-    """Neither a key of the run nor taking part."""
+def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
+    """A key of the run, or of a worker that takes part; None for a stranger's key."""
     keys, worker = run.keys.current, state.workers.get(signer)
-    if worker is not None and worker.active:
-        return False
-    return signer not in keys.root + keys.coordinator + keys.trainer + keys.validator
+    if signer in keys.root + keys.coordinator + keys.trainer + keys.validator:
+        return Sender(signer, is_role=True)
+    return Sender(signer, is_role=False) if worker is not None and worker.active else None
 
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:

@@ -32,7 +32,7 @@ from prime_node.coordinator.api import (
 from prime_node.coordinator.api.bodies import admits
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.publishing import Publisher
-from prime_node.coordinator.api.requests import Caller, Gate, is_stranger
+from prime_node.coordinator.api.requests import Caller, Gate, sender_of
 from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
@@ -143,9 +143,9 @@ def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller:
             now_s=core.clock.monotonic_s(),
         )
     except PeerError:
-        request.vouch(False)
+        request.vouch(None)
         raise
-    request.vouch(not is_stranger(signer, run=core.run, state=core.state))
+    request.vouch(sender_of(signer, run=core.run, state=core.state))
     return signer, asked
 
 

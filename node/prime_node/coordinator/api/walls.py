@@ -16,6 +16,8 @@ from prime_node.coordinator.api.callers import Callers, parsed
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import Walls
 
+MEMBER_REQUESTS_TIMES = 4
+"""A member's requests, the unsigned ones included, by its rate of signed ones."""
 PRIVATE_DOMAINS = ("localhost", "local", "internal")
 """Names under these, and names without a dot, belong to nobody in the public DNS (RFC 6761, RFC 6762, ICANN's reservation)."""
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}(?:%25[0-9a-z._-]{1,32})?\]|[0-9a-z._-]{1,253})(?::[0-9]{1,5})?")
@@ -35,6 +37,7 @@ def walls_of(config: CoordinatorConfig) -> Walls:
         is_host=is_host,
         connects_per_second=config.connects_per_second,
         requests_per_second=config.public_requests_per_second,
+        member_requests_per_second=MEMBER_REQUESTS_TIMES * config.requests_per_second,
     )
 
 
