@@ -193,6 +193,26 @@ def limit_other(pid: str) -> str:
     return call(302, int(pid), 7, ctypes.c_void_p(), ctypes.create_string_buffer(16))
 
 
+def set_affinity(pid: str) -> str:
+    os.sched_setaffinity(int(pid), {min(os.sched_getaffinity(0))})
+    return "changed"
+
+
+def set_scheduler(pid: str) -> str:
+    os.sched_setscheduler(int(pid), os.SCHED_BATCH, os.sched_param(0))
+    return "changed"
+
+
+def set_scheduling_parameters(pid: str) -> str:
+    os.sched_setparam(int(pid), os.sched_param(0))
+    return "changed"
+
+
+def set_priority(pid: str) -> str:
+    os.setpriority(os.PRIO_PROCESS, int(pid), 5)
+    return "changed"
+
+
 def mount_tmpfs(_: str) -> str:
     if LIBC.mount(b"x", b"/tmp", b"tmpfs", 0, None):
         raise OSError(ctypes.get_errno(), "mount")

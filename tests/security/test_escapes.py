@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.security.hostile_world import Outside, outside, running, tried
+from tests.security.test_scheduling import scheduling
 
 from prime_node.adapters.environments.process import ProcessEnvironment
 
@@ -109,6 +110,14 @@ def test_no_other_process_is_touched(inside: ProcessEnvironment, there: Outside,
         assert tried(inside, probe, str(pid)).startswith("refused")
 
 
+def test_no_other_process_is_rescheduled(inside: ProcessEnvironment, there: Outside) -> None:
+    before = scheduling(there.pid)
+    assert tried(inside, "set_priority", str(there.pid)).startswith("refused")
+    for probe in ("set_affinity", "set_scheduler", "set_scheduling_parameters"):
+        tried(inside, probe, str(there.pid))  # C libraries need an answer of success; the call has no effect
+    assert scheduling(there.pid) == before
+
+
 def test_no_other_process_is_seen(inside: ProcessEnvironment) -> None:
     assert tried(inside, "others").startswith(("did: sees []", "refused"))
 
@@ -176,6 +185,12 @@ SYSTEM_CALLS = {
     "swapon": "167,-99,0",
     "setuid": "105,0",
     "sethostname": "170,-99,1",
+    "setpriority of the host": "141,0,1,19",
+    "setpriority of a group": "141,1,0,0",
+    "setpriority of a user": "141,2,0,0",
+    "ioprio_set of the host": "251,1,1,0x6000",
+    "ioprio_set of a user": "251,3,0,0x6000",
+    "sched_setattr of the host": "314,1,-99,0",
 }
 
 

@@ -1,7 +1,7 @@
 """A seccomp filter (docs.kernel.org/userspace-api/seccomp_filter.html): refuses system calls that no role of ours makes.
 
 A filter binds all threads of the process and all that they start, and cannot be lifted. It sees numbers and register values,
-never what a pointer leads to: so clone3, whose flags lie in memory, is answered as if the kernel had none, and C libraries fall
+never what a pointer leads to. So clone3, whose flags lie in memory, is answered as if the kernel had none, and C libraries fall
 back to clone. What it refuses gets an error number; a call by a foreign convention (32-bit, x32) ends the process.
 """
 
@@ -46,6 +46,11 @@ CHANGES_MODES = (
     *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat"),
 )
 """By a path. What is open may be changed: Landlock has looked at it."""
+SCHEDULING_OF_THREADS = ("sched_setaffinity", "sched_setscheduler", "sched_setparam")
+"""Calls that glibc makes with a thread's own id, which a filter cannot tell from a foreign one. For an id other than zero they
+are skipped and return success: libzmq aborts, and libgomp with OMP_PROC_BIND cannot start a thread, where they return an error.
+So threads that name themselves are not pinned."""
+_PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 
 _FAMILIES = {
     Family.UNIX: socket.AF_UNIX,
@@ -128,15 +133,20 @@ def program(rules: Rules, machine: Architecture) -> bytes:
     if Family.UNIX not in rules.families:
         code.judge("socketpair", _pairs())
     code.judge("ioctl", _unless_equal(1, _TIOCSTI, _TIOCLINUX))
-    code.judge(
-        "prlimit64", _only_equal(0, 0)
-    )  # of itself: those of the user's other processes are none of its business
+    code.judge("prlimit64", _only_zero(0))  # zero is the caller
+    for name in SCHEDULING_OF_THREADS:
+        code.judge(name, _only_zero(0, otherwise=_PRETENDED))
+    code.judge("sched_setattr", _only_zero(0))
+    code.judge("setpriority", _only_of_the_caller(_PRIO_PROCESS))
+    code.judge("ioprio_set", _only_of_the_caller(_IOPRIO_WHO_PROCESS))
     code.add(_RET, _ALLOW)
     return code.bytes()
 
 
 Instructions = list[tuple[int, int, int, int]]
 _REFUSED, _ALLOWED = (_RET, 0, 0, _ERRNO | errno.EPERM), (_RET, 0, 0, _ALLOW)
+_PRETENDED = (_RET, 0, 0, _ERRNO)
+"""Skips the call and returns success."""
 
 
 def _load(argument: int) -> tuple[int, int, int, int]:
@@ -153,8 +163,13 @@ def _unless_equal(argument: int, *values: int) -> Instructions:
     return [_load(argument), *refusals, _ALLOWED]
 
 
-def _only_equal(argument: int, value: int) -> Instructions:
-    return [_load(argument), (_JEQ, 0, 1, value), _ALLOWED, _REFUSED]
+def _only_zero(argument: int, *, otherwise: tuple[int, int, int, int] = _REFUSED) -> Instructions:
+    return [_load(argument), (_JEQ, 0, 1, 0), _ALLOWED, otherwise]
+
+
+def _only_of_the_caller(kind: int) -> Instructions:
+    """Allow `kind`, one process or thread, with the id zero. Groups and users hold foreign processes."""
+    return [_load(0), (_JEQ, 0, 3, kind), _load(1), (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
 
 
 def _without_path() -> Instructions:

@@ -41,7 +41,8 @@ _X86_64 = (
     name_to_handle_at=303 open_by_handle_at=304 fanotify_init=300 modify_ldt=154 uselib=134 mknod=133 mknodat=259
     chmod=90 fchmod=91 fchmodat=268 chown=92 fchown=93 lchown=94 fchownat=260 setxattr=188 lsetxattr=189
     fsetxattr=190 removexattr=197 lremovexattr=198 fremovexattr=199 utime=132 utimes=235 futimesat=261
-    utimensat=280 socket=41 socketpair=53 ioctl=16 prlimit64=302
+    utimensat=280 socket=41 socketpair=53 ioctl=16 prlimit64=302 setpriority=141 sched_setparam=142
+    sched_setscheduler=144 sched_setaffinity=203 sched_setattr=314 ioprio_set=251
     """
     )
     | _SINCE_5_1
@@ -56,7 +57,8 @@ _AARCH64 = (
     adjtimex=171 quotactl=60 nfsservctl=42 syslog=116 vhangup=58 lookup_dcookie=18 name_to_handle_at=264
     open_by_handle_at=265 fanotify_init=262 mknodat=33 fchmod=52 fchmodat=53 fchownat=54 fchown=55 setxattr=5
     lsetxattr=6 fsetxattr=7 removexattr=14 lremovexattr=15 fremovexattr=16 utimensat=88 socket=198 socketpair=199
-    ioctl=29 prlimit64=261
+    ioctl=29 prlimit64=261 setpriority=140 sched_setparam=118 sched_setscheduler=119 sched_setaffinity=122
+    sched_setattr=274 ioprio_set=30
     """
     )
     | _SINCE_5_1
