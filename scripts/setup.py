@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from setup_machine import NEEDS_TORCH, SIZES_MB, Machine, choose_parts, detect_machine, parts_to_add
-from setup_native import install_bubblewrap, install_what_is_missing, missing_to_build, what_to_do
+from setup_native import install_bubblewrap, install_nftables, install_what_is_missing, missing_to_build, what_to_do
 from setup_pip import (
     LEFT_OUT,
     LOG,
@@ -209,8 +209,9 @@ def install(machine: Machine, extras: list[str]) -> None:
         remove_torn_packages()
     asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
     extras = buildable(asked)
-    if remark := install_bubblewrap():
-        say(remark)
+    for remark in (install_bubblewrap(), install_nftables() if "dev" in extras else ""):
+        if remark:
+            say(remark)
     table = read_pyproject()
     optional = table["project"]["optional-dependencies"]
 

@@ -1,8 +1,9 @@
-"""System packages that pip cannot bring: what compiles libp2p, and bubblewrap. Standard library only.
+"""System packages that pip cannot bring: what compiles libp2p, bubblewrap, and nftables for tests. Standard library only.
 
 libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone.
 bubblewrap gives environments a network, processes and a /tmp of their own.
-The set-up goes on without either and says what is missing.
+nftables makes the NATs of tests, for the part `dev`.
+The set-up goes on without them and says what is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 APT_TIMEOUT_S = 300
+SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
+"""Folders of programs that a user's PATH leaves out on some systems."""
 
 
 def missing_to_build() -> list[str]:
@@ -49,15 +52,26 @@ def install_what_is_missing() -> bool:
 
 def install_bubblewrap() -> str:
     """Install bubblewrap on Linux where it is missing. Returns what to do by hand, or an empty string."""
-    if not sys.platform.startswith("linux") or shutil.which("bwrap"):
-        return ""
-    apt_install(["bubblewrap"])
-    if shutil.which("bwrap"):
-        return ""
-    return (
-        "bubblewrap is not installed: environments share this machine's network, processes and /tmp. "
-        "To separate them: sudo apt install bubblewrap (or your system's)."
+    return _install_program(
+        "bwrap",
+        "bubblewrap",
+        "environments share this machine's network, processes and /tmp. To separate them",
     )
+
+
+def install_nftables() -> str:
+    """Install nftables on Linux where it is missing. Returns what to do by hand, or an empty string."""
+    return _install_program("nft", "nftables", "tests of peers behind a NAT are skipped. To run them")
+
+
+def _install_program(program: str, package: str, consequence: str) -> str:
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS))
+    if not sys.platform.startswith("linux") or shutil.which(program, path=path):
+        return ""
+    apt_install([package])
+    if shutil.which(program, path=path):
+        return ""
+    return f"{package} is not installed: {consequence}: sudo apt install {package} (or your system's)."
 
 
 def apt_install(packages: list[str]) -> None:
