@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -160,6 +161,9 @@ def main() -> None:
         sys.exit(__doc__)
     name, port, blob, member, tag = sys.argv[1:]
     target = Target(int(port), blob, member, tag)
+    logging.getLogger("asyncio").setLevel(
+        logging.ERROR
+    )  # it warns at each write to a connection that the server has cut
     print("begins", flush=True)
     if name == CONNECTS:
         _connect_all(target)
