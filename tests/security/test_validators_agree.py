@@ -22,7 +22,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.cli.run_status import RunStatus
-from prime_node.coordinator.agreement import Agreement, Opinion
+from prime_node.coordinator.agreement import RETRY_CHECKS, UNANSWERED_MAX, Agreement, Opinion
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Sums
@@ -137,16 +137,43 @@ async def test_a_third_validator_decides(third_accepts: bool) -> None:
         await told(world, 1)
 
 
-async def test_where_nobody_else_answers_a_verdict_stands() -> None:
-    async with running(memory_parts(RUN, check_seconds=0.1)) as world:
+@pytest.mark.parametrize("second_is_silent", [True, False])
+async def test_a_conviction_that_a_second_validator_gives_no_word_on_is_no_strike(second_is_silent: bool) -> None:
+    async with running(memory_parts(RUN, check_seconds=0.3 if second_is_silent else 30.0)) as world:
+        await upload(world)
+        first = await world.take_task(VALIDATOR)
         await at_work(world, SECOND)
+        await say(world, VALIDATOR, first, FORGED)
+        if not second_is_silent:
+            await say(world, SECOND, await world.take_task(SECOND), RejectReason.UNVERIFIABLE)
+
+        async def is_refused() -> bool:
+            return await outcome_of(world) == (RejectReason.UNVERIFIABLE, False)
+
+        await world.until(is_refused)
+        (silent,) = (await told(world, 0))["unanswered"]
+        assert silent == {"validator": SECOND.key_id, "total": 1, "in_a_row": 1, "waited_for": True}
+        (line,) = RunStatus.model_validate(await world.status()).validators.lines()
+        metrics = (await world.get("/metrics"))[1].decode()
+    assert SECOND.key_id in line
+    assert "prime_validator_unanswered 1.0" in metrics
+
+
+async def test_a_second_validator_that_never_says_anything_shields_few_cheats() -> None:
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, SECOND)
+        for _ in range(UNANSWERED_MAX):
+            await upload(world)
+            await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+            await say(world, SECOND, await world.take_task(SECOND), RejectReason.UNVERIFIABLE)
+            await world.client(ANNA).heartbeat(HEARTBEAT)  # which a banned worker may not
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
-
-        async def is_banned() -> bool:
-            return await outcome_of(world) == (FORGED, True)
-
-        await world.until(is_banned)
+        with pytest.raises(PeerError) as caught:
+            await world.client(ANNA).heartbeat(HEARTBEAT)
+        assert caught.value.code is ErrorCode.BANNED
+        (silent,) = (await told(world, 0))["unanswered"]
+    assert silent == {"validator": SECOND.key_id, "total": 3, "in_a_row": 3, "waited_for": False}
 
 
 async def test_alone_a_validator_is_believed_at_once() -> None:
@@ -178,15 +205,20 @@ async def test_a_second_look_that_agrees_is_silent() -> None:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR))
         await say(world, SECOND, await world.take_task(SECOND))
-        assert await told(world, 0) == {"num_contradictions": 0, "contradictions": [], "differing": []}
+        assert await told(world, 0) == {
+            "num_contradictions": 0,
+            "contradictions": [],
+            "differing": [],
+            "unanswered": [],
+        }
         assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), NotYet)
 
 
-def opinion(validator: str, *, convicts: bool, nats: float = -1.0) -> Opinion:
+def opinion(validator: str, *, convicts: bool, nats: float = -1.0, bundle: int = 0) -> Opinion:
     evidence = BundleEvidence(worker="a", validator="b", sums={"flip": Sums(num_tokens=8, log_e=(nats,))})
     verdict = Verdict.refuse(FORGED) if convicts else Verdict.accept()
     rewards = () if convicts else (1.0,)
-    result = CheckResultRequest(bundle="ab" * 32, verdict=verdict, rewards=rewards, evidence=evidence)
+    result = CheckResultRequest(bundle=f"{bundle:064x}", verdict=verdict, rewards=rewards, evidence=evidence)
     return Opinion(validator, result, convicts)
 
 
@@ -240,3 +272,59 @@ async def test_status_names_both_on_the_operator_s_screen() -> None:
         (line,) = RunStatus.model_validate(await world.status()).validators.lines()
     assert "1 contradictions" in line
     assert f"{VALIDATOR.key_id} says logprob_mismatch; {SECOND.key_id} says accepted" in line
+
+
+def left_unanswered(agreement: Agreement, bundle: int, now_s: float) -> bool:
+    """The first validator convicts, and the second is at work and says nothing. Whether the conviction stands."""
+    mine = opinion("first", convicts=True, bundle=bundle)
+    agreement.heard("first", now_s)
+    agreement.heard("second", now_s)
+    found = agreement.conclude(mine, "anna", now_s, 0)
+    if found is None:
+        later_s = now_s + 2 * agreement.check_s + 0.1
+        assert agreement.overdue(later_s) == [mine.result.bundle]
+        found = agreement.settle(mine.result.bundle, later_s)
+    return found.convicts
+
+
+def test_a_silent_validator_is_tried_again_now_and_then_and_waited_for_once_it_gives_its_word() -> None:
+    agreement, pause_s = Agreement(check_s=1.0), 1.0 * RETRY_CHECKS
+    stood = [left_unanswered(agreement, number, now_s=10.0 * number) for number in range(UNANSWERED_MAX)]
+    assert not any(stood)
+    end_s = 10.0 * UNANSWERED_MAX
+    stood = [left_unanswered(agreement, 100 + number, end_s + 0.5 * number) for number in range(200)]
+    assert stood.count(False) <= 100 / pause_s, "one try in each pause of 20 check times"
+    now_s = end_s + 200.0
+    agreement.heard("second", now_s)
+    held = opinion("first", convicts=True, bundle=500)
+    assert agreement.conclude(held, "anna", now_s, 0) is None, "the next try"
+    assert agreement.conclude(opinion("first", convicts=True, bundle=501), "anna", now_s, 0) is not None, "only one"
+    assert agreement.may_judge(held.result.bundle, "second")
+    assert agreement.conclude(opinion("second", convicts=True, bundle=500), "anna", now_s, 0) is held
+    assert agreement.conclude(opinion("first", convicts=True, bundle=502), "anna", now_s, 0) is None, "trusted again"
+
+
+def test_only_a_validator_that_was_given_the_bundle_is_counted_as_silent() -> None:
+    agreement = Agreement(check_s=1.0)
+    for name in ("first", "second", "third"):
+        agreement.heard(name, 0.0)
+    held = opinion("first", convicts=True)
+    assert agreement.conclude(held, "anna", 0.0, 0) is None
+    agreement.handed(held.result.bundle, "second")
+    assert not agreement.may_judge(held.result.bundle, "second"), "it is not given the bundle twice"
+    assert agreement.may_judge(held.result.bundle, "third")
+    agreement.settle(held.result.bundle, 3.0)
+    assert [one["validator"] for one in agreement.as_row()["unanswered"]] == ["second"]
+
+
+def test_where_one_gives_no_word_a_third_one_is_asked() -> None:
+    agreement = Agreement(check_s=1.0)
+    for name in ("first", "second", "third"):
+        agreement.heard(name, 0.0)
+    held = opinion("first", convicts=True)
+    assert agreement.conclude(held, "anna", 0.0, 0) is None
+    unsure = opinion("second", convicts=False)
+    verdict = Verdict.refuse(RejectReason.UNVERIFIABLE)
+    unsure = Opinion("second", unsure.result.model_copy(update={"verdict": verdict, "rewards": ()}), False)
+    assert agreement.conclude(unsure, "anna", 0.0, 0) is None
+    assert agreement.conclude(opinion("third", convicts=True), "anna", 0.0, 0) is held

@@ -103,14 +103,26 @@ class Differing(Told):
     how: str = ""
 
 
+class Unanswered(Told):
+    """A validator that gave no word on bundles that it was to confirm."""
+
+    validator: str = ""
+    total: int = 0
+    waited_for: bool = True
+
+
 class Validators(Told):
     num_contradictions: int = 0
     contradictions: tuple[Contradiction, ...] = ()
     differing: tuple[Differing, ...] = ()
+    unanswered: tuple[Unanswered, ...] = ()
 
     def lines(self) -> list[str]:
         """What an operator must look at. Empty where all agree."""
         found = [f"{' and '.join(one.validators)} differ: {one.how}" for one in self.differing]
+        for silent in self.unanswered:
+            ended = "" if silent.waited_for else "; strikes no longer wait for it"
+            found.append(f"{silent.validator} gave no word on {silent.total} bundles that it was to confirm{ended}")
         if self.contradictions:
             last = self.contradictions[-1]
             said = "; ".join(f"{validator} says {what}" for validator, what in last.said.items())

@@ -45,6 +45,7 @@ async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | N
     pending = None if bundle is None else _pending(core, bundle)
     if bundle is None or pending is None:
         return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
+    core.agreement.handed(bundle, signer)
     check_ms = round(core.checks.check_s * 1_000)
     lease = core.assigner.lease(pending.lease)
     newest = core.state.head if core.run.spec.schedule.swap.spans_policies else None
@@ -240,9 +241,9 @@ async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
 
 
 async def settle_held(core: Core) -> None:
-    """Decide what a second validator was to judge, and did not."""
+    """Refuse what a second validator was to judge, and did not."""
     for bundle in core.agreement.overdue(core.clock.monotonic_s()):
-        opinion = core.agreement.settle(bundle)
+        opinion = core.agreement.settle(bundle, core.clock.monotonic_s())
         if bundle in core.state.bundles:
             await _decide(core, opinion)
 

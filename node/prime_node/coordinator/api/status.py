@@ -44,6 +44,9 @@ METRICS = (
         MetricKind.GAUGE, "prime_validator_contradictions", "Bundles on which two validators contradict each other."
     ),
     Metric(MetricKind.GAUGE, "prime_validators_differing", "Pairs of validators whose findings differ beyond chance."),
+    Metric(
+        MetricKind.GAUGE, "prime_validator_unanswered", "Bundles that a validator was to confirm, and gave no word on."
+    ),
     Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
 )
 
@@ -103,6 +106,7 @@ def set_gauges(core: Core) -> None:
     agreement = core.agreement.as_row()
     metrics.set("prime_validator_contradictions", agreement["num_contradictions"])
     metrics.set("prime_validators_differing", len(agreement["differing"]))
+    metrics.set("prime_validator_unanswered", sum(one["total"] for one in agreement["unanswered"]))
     curation.report(core)
 
 
