@@ -31,7 +31,9 @@ def uploaded(run: Run, worker: str, *, audited: bool = True, seeded: bool = True
 def accept(run: Run, bundle: str, *marks: str) -> list[Effect]:
     num_rollouts, lease = run.state.bundles[bundle].num_rollouts, run.state.bundles[bundle].lease
     fingerprints = tuple((lease.slots[0], mark) for mark in marks)
-    return run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * num_rollouts, 10, "v", fingerprints=fingerprints))
+    known = tuple(ev.Replaced(one.bundle, None) for one in run.state.originals.values())
+    rewards = (0.5,) * num_rollouts
+    return run.do(ev.VerdictGiven(bundle, None, "", rewards, 10, "v", fingerprints=fingerprints, replaced=known))
 
 
 def receipts(effects: list[Effect]) -> dict[str, RejectReason | None]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -230,25 +228,6 @@ async def test_what_convicts_the_coordinator_is_kept_in_a_folder(tmp_path: Path)
     assert result.exit_code == 1
     assert "does NOT hold" in result.stdout
     assert len(list((tmp_path / "proof").iterdir())) == 2
-
-
-async def test_receipts_of_a_release_without_a_ledger_are_its_first_lines(tmp_path: Path) -> None:
-    """Their worker looks for them, and would hold evidence against a coordinator that kept its word."""
-    run = make_run()
-    async with running(await folder_parts(run, tmp_path)) as world:
-        await world.publish()
-        await work(world)
-        mine, head = await receipts_of(world), world.head
-    with contextlib.closing(sqlite3.connect(tmp_path / "state.db")) as database:
-        database.execute("DELETE FROM ledger")
-        database.commit()
-    async with running(await folder_parts(run, tmp_path)) as world:
-        world.head = head
-        report = await audit_ledger(world.client(ANNA), run, receipts=mine)
-        assert (report.faults, report.num_entries) == ([], 2)
-        await world.judge()
-        report = await audit_ledger(world.client(ANNA), run, receipts=[*mine, *await receipts_of(world)])
-    assert (report.faults, report.num_entries, report.accounts[ANNA.key_id].rollouts) == ([], 3, 4)
 
 
 class SetClock(SystemClock):

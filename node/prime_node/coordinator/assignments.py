@@ -11,7 +11,7 @@ the coordinator's own is by a secret that is never told:
     name of a network      blake3(key, "network", run, prefix)
     audit of a bundle      blake3(key, "audit", run, bundle digest)
 
-A run without a chain (older ones) has problems and seeds by that secret too, with the manifest's digest for the policy's number.
+A run without a chain has problems and seeds by that secret too, with the manifest's digest for the policy's number.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
-from prime_node.coordinator.ledger import begin_ledger, load_chain, settled_last_ms
+from prime_node.coordinator.ledger import load_chain, settled_last_ms
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
@@ -193,7 +193,6 @@ async def open_journal(
     number, state = restored
     invariants.check(state)
     chain = await load_chain(store, state.rules.run)
-    await begin_ledger(store, chain)
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
     return Journal(
         store,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.ledger import LedgerChain, LedgerEntry
 from prime_protocol.seed_chain import OpenSecret
-from prime_protocol.verdict import BundleStatus
 
 
 async def load_chain(store: Store, run: str) -> LedgerChain:
@@ -31,25 +30,6 @@ async def settled_last_ms(store: Store) -> int:
 async def _last(store: Store) -> bytes:
     length = await store.ledger_length()
     return (await store.ledger(start=length - 1, limit=1))[0].encode() if length else b""
-
-
-async def begin_ledger(store: Store, chain: LedgerChain) -> None:
-    """Where a release without a ledger has settled bundles, their receipts become its first lines, in the order of their last
-    change: a worker that looks for them would otherwise hold evidence against a coordinator that kept its word.
-
-    A ledger that has begun is left as it is. Where an earlier release left out first lines, its operator answers for them: what
-    is appended to a ledger cannot say that it came before.
-    """
-    if chain.num_entries:
-        return
-    lines: list[str] = []
-    stored, cursor = await store.receipts_of(None, after=0, limit=limits.RECEIPTS_MAX)
-    while stored:
-        settled = (one for one in stored if one.status != BundleStatus.PENDING)
-        lines += [chain.add(open_envelope(one.envelope.encode()).payload).decode() for one in settled]
-        stored, cursor = await store.receipts_of(None, after=cursor, limit=limits.RECEIPTS_MAX)
-    if lines:
-        await store.append((), (), lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ BODY_STALL_S_MAX = 20.0
 """A body of which no byte comes for so long is given up, however fast it came before."""
 BODY_S_MAX = 300.0
 """A body of any length is whole within the grace and this time: so the least speed rises with its length."""
+FEW_CONNECTIONS = 4_096
+"""The operator is warned where the process can hold no more."""
 LARGE_BYTES = 2**16
 """An answer beyond this is written in pieces of this length, and counted while it is on its way to a stranger."""
 HASHED_APART_BYTES = 2**20
@@ -71,7 +73,7 @@ class AiohttpServer:
         await self._runner.setup()
         self._manager = self._runner.server
         most = connections_max()
-        if most < limits.HTTP_CONNECTIONS_MAX:
+        if most < FEW_CONNECTIONS:
             log.warning(
                 "at most %d connections: the limit of open files is low; raise it (ulimit -n, LimitNOFILE)", most
             )

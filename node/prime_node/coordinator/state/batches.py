@@ -36,11 +36,10 @@ def measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int,
 
 
 def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:
-    chosen = event.slots or tuple(sorted(state.steps[event.step].accepted))
-    assert len(chosen) == state.rules.batch_groups
+    assert len(event.slots) == state.rules.batch_groups
     assert not state.is_given(event.step)
-    slots.take(state, chosen, event.step)
-    state.batches.setdefault(event.step, []).append(chosen)
+    slots.take(state, event.slots, event.step)
+    state.batches.setdefault(event.step, []).append(event.slots)
     return []
 
 

@@ -10,7 +10,7 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
-"""Ended leases kept for each worker. Never fewer: an older log may speak of any of them."""
+"""Ended leases kept for each worker."""
 LEASES_REMEMBERED_MIN = 16
 """Twice what a worker may have in hand by default: all that lapsed at once, and all that replaced it."""
 LEASES_REMEMBERED_TOTAL = 2**14
@@ -91,7 +91,7 @@ def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
 
 
 def leases_remembered(state: State) -> int:
-    """How many ended leases a worker is to keep when it is granted one more. The event says it: older logs kept 64.
+    """How many ended leases a worker keeps when it is granted one more.
 
     Of a lease that is forgotten a late bundle is not taken, and neither a second bundle nor a copy that is found out costs its
     worker anything. So this is also how many leases a cheat has to waste, with ever longer pauses, to get away with either.

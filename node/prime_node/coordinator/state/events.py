@@ -1,7 +1,7 @@
 """Events: the facts that the coordinator's state is folded from.
 
-An event says what has been decided, not what was asked: a lease event names its slots. So a later release with another
-scheduler replays an older log to the same state. Time is logged beside each event and is an argument of `tick`.
+An event says what has been decided, not what was asked: a lease event names its slots. So a release with another
+scheduler replays the log to the same state. Time is logged beside each event and is an argument of `tick`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LeaseGranted:
     draws: tuple[int, ...] = ()
     """Which problem each slot is (curriculum.py); empty: those it was before, the first at first."""
     remembered: int = 64
-    """Of its worker's ended leases so many are kept (endings.py). Older logs kept 64, and do not say so."""
+    """How many of its worker's ended leases are kept (endings.py)."""
     type: Literal["lease_granted"] = "lease_granted"
 
 
@@ -168,7 +168,7 @@ class BundleContradicted:
     other: str
     """The second one. Its bytes are not kept, its signed header is."""
     replaced: tuple[Replaced, ...] = ()
-    """The first one's receipt, where it was accepted. Empty in older logs, which forgot the evidence instead."""
+    """The first one's receipt, where it was accepted."""
     type: Literal["bundle_contradicted"] = "bundle_contradicted"
 
 
@@ -192,7 +192,7 @@ class VerdictGiven:
     fingerprints: tuple[tuple[int, str], ...] = ()
     """Of an accepted bundle: slots, and what was said in them (copies.py)."""
     replaced: tuple[Replaced, ...] = ()
-    """The receipts of accepted bundles that turn out to be copies by it. Empty in older logs likewise."""
+    """The receipts of accepted bundles that turn out to be copies by it."""
     logprobs: str = ""
     """Parcel of the validator's own logprobs of an accepted bundle; empty where it made none."""
     type: Literal["verdict_given"] = "verdict_given"
@@ -211,8 +211,7 @@ class BatchFixed:
     """The trainer was given a batch of a step, its next one. It never changes from now on."""
 
     step: int
-    slots: tuple[int, ...] = ()
-    """What is in it. Empty in older logs: all slots of the step."""
+    slots: tuple[int, ...]
     type: Literal["batch_fixed"] = "batch_fixed"
 
 

@@ -11,7 +11,7 @@ What a stranger gains: whoever holds that many networks, is leased the same slot
 problem, and lets as many leases end for nothing, exchanges one problem for another that he cannot foresee. With a share f of the
 leases that is a chance of f^3. An accepted group ends the count, and each lease handed back costs what it always costs.
 
-A slot of which this was said is leased alone: what is said next is of it and of no neighbour. An older log holds no such event.
+A slot of which this was said is leased alone: what is said next is of it and of no neighbour.
 """
 
 from __future__ import annotations

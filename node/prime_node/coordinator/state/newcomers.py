@@ -158,17 +158,6 @@ def is_forgettable(worker: Worker) -> bool:
     return not (worker.active or worker.pending or worker.invite or by_operator)
 
 
-def rebuild(state: State) -> None:
-    """All of it from the workers, for a snapshot of a release that kept lists."""
-    state.networks, state.by_away, state.crowd, state.invites = {}, {}, 0, {}
-    for worker in state.workers.values():
-        enter(state, worker, worker.network)
-        if worker.banned is not None:
-            banned(state, worker, max(worker.banned.at_ms, state.networks[worker.network].banned_at_ms))
-        if worker.invite:
-            state.invites[worker.invite] = state.invites.get(worker.invite, 0) + 1
-
-
 def _add(state: State, known: Network, worker: Worker, now: Part) -> None:
     before, crowd = worker.counted, known.crowd
     known.keys += now.keys - before.keys

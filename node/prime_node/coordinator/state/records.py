@@ -11,9 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
-
-from pydantic import BeforeValidator
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state.curriculum import Curriculum
@@ -115,11 +112,6 @@ class Ban:
     kind: BanKind = BanKind.HARD
 
 
-def _values_of(found: object) -> object:
-    """Older snapshots name the lease beside each."""
-    return tuple(found.values()) if isinstance(found, dict) else found
-
-
 @dataclass(slots=True)
 class Worker:
     """What is known of one key."""
@@ -176,9 +168,9 @@ class Worker:
     """Rollouts by reason."""
     leases: tuple[str, ...] = ()
     """Ids of its open leases."""
-    pending: Annotated[tuple[str, ...], BeforeValidator(_values_of)] = ()
+    pending: tuple[str, ...] = ()
     """Its bundles that wait for a verdict."""
-    ended: Annotated[tuple[LeaseRecord, ...], BeforeValidator(_values_of)] = ()
+    ended: tuple[LeaseRecord, ...] = ()
     """Its last leases that ended and wait for nothing, oldest first."""
 
     def ended_lease(self, lease_id: str) -> LeaseRecord | None:

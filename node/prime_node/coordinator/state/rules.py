@@ -12,7 +12,7 @@ from prime_protocol.step import Admission
 
 @dataclass(frozen=True)
 class Rules:
-    """The run's numbers and choices. Those with defaults came later: an older snapshot lacks them."""
+    """The run's numbers and choices."""
 
     run: str
     async_level: int

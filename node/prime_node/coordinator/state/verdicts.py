@@ -111,11 +111,9 @@ def _refuse_after_all(
     if worker.banned is not None or lease.reason is not None:
         return []
     assert lease.bundle is not None
-    before = next((one for one in replaced if one.bundle == lease.bundle), None)
-    if before is None:  # an older log
-        suspicion.forgive(worker, at_ms)
+    before = next(one for one in replaced if one.bundle == lease.bundle)
     settled, reopened = audits.take_back(state, worker, lease, reason, detail)
-    if before is not None and suspicion.still_counts(worker, lease):
+    if suspicion.still_counts(worker, lease):
         settled.weighed = before.weighed
     effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
     effects += _found_out(state, worker, lease.bundle, reason, None, at_ms)
