@@ -276,7 +276,7 @@ def test_a_nonce_is_remembered_for_twice_the_window() -> None:
 def test_a_full_memory_of_nonces_refuses_rather_than_forgets() -> None:
     nonces = Nonces(nonces_max=2)
     nonces.spend("anna", "1", 0.0)
-    nonces.spend("anna", "2", 0.0)
+    nonces.spend("ben", "2", 0.0)
     with pytest.raises(PeerError) as caught:
         nonces.spend("anna", "3", 0.0)
     assert caught.value.code is ErrorCode.UNAVAILABLE

@@ -85,6 +85,47 @@ async def test_an_announcement_counts_once(world: World) -> None:
     assert (await ask(world.url, head)).code == ErrorCode.REPLAYED
 
 
+@pytest.mark.parametrize("num_announced", [1, 2])
+async def test_an_announced_body_is_charged_to_its_sender_once(num_announced: int) -> None:
+    """A rate of so few requests that each counts: join, lease, and one upload, which is sent once or twice."""
+    tokens = 2 + num_announced
+    async with running(memory_parts(make_run(), requests_per_second=tokens / 10)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        for _ in range(num_announced):
+            line = await claim(world, ANNA, parcel)
+            assert (await ask(world.url, post("/v1/rollouts", len(parcel), line) + parcel)).status == 200
+        line = await claim(world, ANNA, parcel)
+        assert (
+            await ask(world.url, post("/v1/rollouts", len(parcel), line) + parcel)
+        ).code == ErrorCode.TOO_MANY_REQUESTS
+
+
+async def test_a_request_in_an_announced_body_is_charged_once() -> None:
+    async with running(memory_parts(make_run(), requests_per_second=0.2)) as world:
+        await world.join(ANNA)
+        codes = []
+        for _ in range(2):
+            await world.learn_epoch()
+            body = world.signed(HEARTBEAT, ANNA)
+            line = await claim(world, ANNA, body, action="heartbeat")
+            codes.append((await ask(world.url, post("/v1/heartbeat", len(body), line) + body)).status)
+    assert codes == [200, 429]
+
+
+async def test_a_header_that_nobody_has_looked_at_pays_for_nothing() -> None:
+    """Without a body the announcement is not checked, so the request itself is charged."""
+    async with running(memory_parts(make_run(), requests_per_second=0.2)) as world:
+        await world.join(ANNA)
+        statuses = []
+        for _ in range(2):
+            signed = f"{REQUEST_HEADER}: {world.signed(HEARTBEAT, ANNA).decode()}"
+            line = await claim(world, ANNA, BODY, action="heartbeat")
+            statuses.append((await ask(world.url, post("/v1/heartbeat", 0, signed, line))).status)
+    assert statuses == [200, 429]
+
+
 async def test_a_body_is_the_one_that_was_announced(world: World) -> None:
     parcel = make_parcel(await world.lease(ANNA), ANNA)
     line = await claim(world, ANNA, parcel)

@@ -137,7 +137,8 @@ class CoordinatorConfig(Settings):
     """Faulty requests and new keys from one network address, sustained; a burst of fifty times as many is allowed.
     Beyond that, keys that neither take part nor belong to the run are turned away there."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
-    """Nonces remembered against replays, about 200 bytes each. When they are used up, requests are turned away for a while."""
+    """Nonces remembered against replays, about 200 bytes each: half of them members', a quarter the run's own keys', a quarter
+    strangers'. When a part is used up, requests of its kind are refused for a while."""
     timestamp_seconds: float = Field(default=30.0, gt=0.0)
     """How often the statement of which policy and keys are newest is signed anew."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)

@@ -3,7 +3,7 @@
     (1) the header Prime-Body, its framing and size; without it the body is a stranger's, and short
     (2) one signer; a stranger's address has not sent too much rubbish         BAD_SIGNATURE, TOO_MANY_REQUESTS
     (3) the signer has the endpoint's role                                     WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
-    (4) the signer's own rate                                                  TOO_MANY_REQUESTS
+    (4) the signer's own rate, charged in the end                              TOO_MANY_REQUESTS
     (5) signature, schema, this endpoint and this length                       BAD_SIGNATURE, WRONG_TYPE, MALFORMED
     (6) this run, this epoch, time stamp within the window, a new nonce        WRONG_RUN, WRONG_EPOCH, EXPIRED, REPLAYED
 
@@ -51,12 +51,22 @@ def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Cal
             raise wrong_run(claim.run, core.run)
         gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=core.clock.now_ms(), now_s=now_s)
         if signer in core.state.workers:
-            gate.limiter.by_key.spend(signer, now_s)  # or one key could fill the memory of nonces for all
-        gate.nonces.spend(signer, claim.nonce, now_s)
+            gate.limiter.by_key.spend(signer, now_s)
+        gate.spend_nonce(signer, claim.nonce, state=core.state, address=address, now_s=now_s)
         request.vouch(sender)
         return Admission(_of_known(core, signer, network, callers), claim.body_digest)
 
     return admit
+
+
+def paid_by(core: Core, request: Request) -> str:
+    """The key whose rate was charged before this body was read; empty where none was. Raises PeerError."""
+    header = request.headers.get(CLAIM_HEADER.lower())
+    if header is None or not request.body:  # without a body nobody has looked at the header
+        return ""
+    signer = open_claim(header).sole_signer()
+    is_known = sender_of(signer, run=core.run, state=core.state) is not None
+    return signer if is_known and signer in core.state.workers else ""
 
 
 def _of_stranger(num_bytes: int, network: str) -> Admission:

@@ -11,7 +11,7 @@
     (8) the body is the one that was signed               DIGEST_MISMATCH
 
 What is new is counted against its worker's rate, and is a sign of life: TOO_MANY_REQUESTS. What was sent before has a rate of its
-own, because anybody who has recorded it can send it again.
+own, because anybody who has recorded it can send it again. Neither is counted where the worker's announcement was (bodies.py).
 
 Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle,
 and one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged
@@ -41,23 +41,28 @@ AGAIN = "again "
 """Begins the name of the bucket for what a worker, or anybody who has recorded it, sends again."""
 
 
-async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str) -> UploadReply:
-    """One bundle. Raises PeerError."""
+async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
+    """One bundle. `paid_by`: the key whose rate is charged already. Raises PeerError."""
+
+    def charge(bucket: str) -> None:
+        if paid_by != header.worker:
+            gate.limiter.by_key.spend(bucket, now_s)
+
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)  # (1)
         header = read_header(opened, run=core.run, state=core.state)  # (2) to (4)
     bundle, now_s = digest_of(parcel), core.clock.monotonic_s()
     lease = core.state.lease_of(header.lease_id, header.worker)
     if lease is None:
-        gate.limiter.by_key.spend(AGAIN + header.worker, now_s)
+        charge(AGAIN + header.worker)
         return await _answer_of_old(core, header, bundle)
     decision = decide(core.state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
     if isinstance(decision, UploadReply):
-        gate.limiter.by_key.spend(AGAIN + header.worker, now_s)
+        charge(AGAIN + header.worker)
         return decision
     check_sizes(header, lease, core.run)  # (7)
     opened.check_body(header)  # (8); before anybody is convicted: who has seen a header can put another body behind it
-    gate.limiter.by_key.spend(header.worker, now_s)
+    charge(header.worker)
     core.presence.heard(header.worker, now_s)
     if isinstance(decision, ev.BundleArrived):
         decision = await _store(core, header, decision, parcel)

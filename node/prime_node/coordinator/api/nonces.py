@@ -2,40 +2,82 @@
 
 A request is accepted up to REQUEST_AGE_S_MAX before and after its time stamp, so a copy of it could be accepted for twice as long
 after its arrival, and longer by what the wall clock may fall behind within an epoch (epochs.py). Its nonce is remembered for at
-least that. Two generations: when the newer one is old enough, the older one is forgotten as a whole. Nonces are remembered by
-signer, so nobody can use up another's.
+least that. Two generations: when the newer one is old enough, the older one is forgotten as a whole.
+
+The run's keys, members and strangers have a room each. Within a room a key (of strangers: a network) that has used
+EACH_MIN gets more only as a share of what is left (FREE_PARTS), and a part of the room is not for such keys at all.
+So those who use the most are refused first. With the default settings it takes some two thousand keys of members to fill theirs.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
 MEMORY_S = 2 * limits.REQUEST_AGE_S_MAX + limits.CLOCK_BACK_S_MAX
+RETRY_S = 10.0
+APART_PARTS = 4
+"""The run's keys have one of so many parts of the memory, strangers another one, and members the rest. Of each of the three, one
+of so many parts is for keys and networks that have used less than EACH_MIN."""
+EACH_MIN = 64
+"""A key of a member, or a network of strangers, may use so many while its kind has any room."""
+FREE_PARTS = 8
+"""Beyond these, it gets more while it has used at most one of so many parts of what is left."""
+
+
+class Room(StrEnum):
+    """Whose nonces are counted together."""
+
+    ROLES = "roles"
+    """The run's own keys. FREE_PARTS is not for them: one may use as much as it leaves."""
+    MEMBERS = "members"
+    STRANGERS = "strangers"
+
+
+@dataclass(slots=True)
+class _Generation:
+    seen: set[str] = field(default_factory=set)
+    in_room: Counter[Room] = field(default_factory=Counter)
+    by_name: Counter[tuple[Room, str]] = field(default_factory=Counter)
 
 
 class Nonces:
     """Bounded: when it is full, requests are refused rather than nonces forgotten."""
 
     def __init__(self, *, nonces_max: int) -> None:
-        self._nonces_max = nonces_max
-        self._newer: set[str] = set()
-        self._older: set[str] = set()
+        apart = nonces_max // APART_PARTS
+        self._room_max = {Room.ROLES: apart, Room.STRANGERS: apart, Room.MEMBERS: nonces_max - 2 * apart}
+        self._newer, self._older = _Generation(), _Generation()
         self._since_s = 0.0
 
     def require_new(self, signer: str, nonce: str) -> None:
         """Raises PeerError(REPLAYED)."""
-        if signer + nonce in self._newer or signer + nonce in self._older:
+        if signer + nonce in self._newer.seen or signer + nonce in self._older.seen:
             raise PeerError(ErrorCode.REPLAYED, "this request was sent before; sign a new one")
 
-    def spend(self, signer: str, nonce: str, now_s: float) -> None:
-        """Remember a nonce. Raises PeerError: REPLAYED, or UNAVAILABLE where the memory is full."""
+    def spend(self, signer: str, nonce: str, now_s: float, *, room: Room = Room.MEMBERS, network: str = "") -> None:
+        """Remember a nonce. `network`: whose share it takes, where that is not the signer's own.
+
+        Raises PeerError: REPLAYED, TOO_MANY_REQUESTS where the share is used up, or UNAVAILABLE where the room is full.
+        """
         if now_s - self._since_s > MEMORY_S:
-            self._newer, self._older = set(), self._newer
+            self._newer, self._older = _Generation(), self._newer
             if now_s - self._since_s > 2 * MEMORY_S:
-                self._older = set()
+                self._older = _Generation()
             self._since_s = now_s
         self.require_new(signer, nonce)
-        if len(self._newer) + len(self._older) >= self._nonces_max:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests at once", retry_after_s=10.0)
-        self._newer.add(signer + nonce)
+        newer, older, name = self._newer, self._older, (room, network or signer)
+        left = self._room_max[room] - newer.in_room[room] - older.in_room[room]
+        if left <= 0:
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests at once", retry_after_s=RETRY_S)
+        used, parts = newer.by_name[name] + older.by_name[name], 1 if room is Room.ROLES else FREE_PARTS
+        kept = self._room_max[room] // APART_PARTS
+        if used >= EACH_MIN and parts * used >= left - kept:
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many requests in the last minutes", retry_after_s=RETRY_S)
+        newer.seen.add(signer + nonce)
+        newer.in_room[room] += 1
+        newer.by_name[name] += 1

@@ -9,9 +9,11 @@
     (6) this run                                       WRONG_RUN
     (7) this epoch, time stamp within the window       WRONG_EPOCH, VERSION_UNSUPPORTED, EXPIRED
     (8) nonce not seen before                          REPLAYED
-    (9) the signer's own rate                          TOO_MANY_REQUESTS
+    (9) the signer's own rate, and its share of the
+        memory of nonces                               TOO_MANY_REQUESTS, UNAVAILABLE
 
-The rate comes last: a recorded request that somebody else sends again uses up nothing of its signer's.
+The rate comes last: a recorded request that somebody else sends again uses up nothing of its signer's. What a signer announced
+before its body was read is charged there, and not again (bodies.py).
 
 Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that are none
 of the run's and that do not take part. They are refused before any signature is checked.
@@ -25,9 +27,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prime_node.coordinator.api.callers import prefix_of
 from prime_node.coordinator.api.epochs import Epochs
 from prime_node.coordinator.api.limiter import Limiter
-from prime_node.coordinator.api.nonces import Nonces
+from prime_node.coordinator.api.nonces import Nonces, Room
 from prime_node.coordinator.state.records import State
 from prime_node.ports.web import Sender
 from prime_protocol import limits
@@ -80,8 +83,9 @@ class Gate:
         address: str,
         now_ms: int,
         now_s: float,
+        paid_by: str = "",
     ) -> tuple[str, Request]:
-        """The verified signer and his request. Raises PeerError."""
+        """The verified signer and its request. `paid_by`: the key whose rate is charged already. Raises PeerError."""
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
@@ -98,10 +102,18 @@ class Gate:
             raise wrong_run(stamped.run, self.run)
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now_ms=now_ms, now_s=now_s)  # (7)
         self.nonces.require_new(signer, stamped.nonce)  # (8)
-        if caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
+        if signer != paid_by and caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
             self.limiter.by_key.spend(signer, now_s)  # (9)
-        self.nonces.spend(signer, stamped.nonce, now_s)
+        self.spend_nonce(signer, stamped.nonce, state=state, address=address, now_s=now_s)
         return signer, stamped.request
+
+    def spend_nonce(self, signer: str, nonce: str, *, state: State, address: str, now_s: float) -> None:
+        """Remember a nonce in the room of its signer's kind. Raises PeerError."""
+        sender = sender_of(signer, run=self.run, state=state)
+        if sender is None:
+            self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address))
+        else:
+            self.nonces.spend(signer, nonce, now_s, room=Room.ROLES if sender.is_role else Room.MEMBERS)
 
     def blame(self, address: str, now_s: float) -> _Blame:
         """Charge an address for a PeerError inside. For parcels too."""

@@ -29,7 +29,7 @@ from prime_node.coordinator.api import (
     status,
     training,
 )
-from prime_node.coordinator.api.bodies import admits
+from prime_node.coordinator.api.bodies import admits, paid_by
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.publishing import Publisher
 from prime_node.coordinator.api.requests import Caller, Gate, sender_of
@@ -75,7 +75,8 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
 
     async def upload(request: Request) -> Response:
         core.metrics.add("prime_upload_bytes_total", len(request.body))
-        return _respond(await intake.upload(core, gate, request.body, address=request.remote))
+        payer = paid_by(core, request)
+        return _respond(await intake.upload(core, gate, request.body, address=request.remote, paid_by=payer))
 
     async def put_blob(request: Request) -> Response:
         digest = await publishing.put_blob(core, gate, request.body, address=request.remote)
@@ -141,6 +142,7 @@ def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller:
             address=request.remote,
             now_ms=core.clock.now_ms(),
             now_s=core.clock.monotonic_s(),
+            paid_by=paid_by(core, request),
         )
     except PeerError:
         request.vouch(None)
