@@ -9,15 +9,9 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {
-    "prime_protocol": ROOT / "protocol" / "prime_protocol",
-    "prime_node": ROOT / "node" / "prime_node",
-}
+from tests.source_tree import PACKAGES, imports_of, modules, within
 
 # From the top down. What stands on one line are siblings. `prime_node` is the bare package: its version.
 FLOORS = (
@@ -105,31 +99,12 @@ PASSES_ENVIRONMENT = {
 }
 
 
-def within(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")
-
-
 def unit_of(module: str) -> str:
     """`prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`; an entry point stands above all."""
     parts = module.split(".")
     if parts[-1] == "__main__":
         return "__main__"
     return parts[1] if parts[0] == "prime_node" and len(parts) > 1 else parts[0]
-
-
-def imports_of(module: str, tree: ast.AST, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of each import, the imported name included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = module.split(".") if is_package else module.split(".")[:-1]
-                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
@@ -174,13 +149,6 @@ def environment_reads(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
             yield node.lineno
-
-
-def modules() -> Iterator[tuple[str, Path]]:
-    for package, folder in PACKAGES.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            yield ".".join([package, *(part for part in parts if part != "__init__")]), path
 
 
 def test_every_module_keeps_to_its_floor() -> None:
