@@ -7,18 +7,23 @@ Let p' be the probability that the worker claims for a token and p the recompute
 
     E[p / p' - 1 | everything before] = 0
 
-since p is a distribution over the same tokens, whatever it is: another engine, arithmetic or policy. So with y = p / p' - 1,
-e = 1 + stake * (y - SLACK) and e = 1 + stake * (-y - SLACK) are e-values without any calibration, at stake 1 the likelihood ratio
-of "sampled by p, claimed p'". `shading` multiplies them over all tokens of a bundle.
+since p is a distribution over the same tokens, whatever it is: another engine, arithmetic or policy. So with y = p / p' - 1 and a
+sign s, e = 1 + stake * (s y - slack) is an e-value without any calibration, as long as it is above 0. At stake 1 and s = 1 it
+always is, up to the slack: e is then the likelihood ratio of "sampled by p, claimed p'". Larger stakes see small shifts sooner,
+and need a cut: s y counts as CUT_BELOW / stake at least. Errors of a noisy engine beyond the cut would then add up to a gain. So
+s y counts as CUTS_ABOVE / stake at most, which is nearer to 0: errors as likely in both directions lose by the two cuts together,
+however large they are. `shading` multiplies e over all tokens of a bundle.
 
 `shading_by_reward` multiplies over the tokens of the completions whose reward is above their group's mean, and over those below
 it. The class of a completion is known after its tokens only. If f is 1 for a completion in the class and e is its product, then
 E[e^f] = 1 + Q(class) - P'(class), where Q is the distribution whose density over P' is e: at stake 1 the validator's. So
-REWARD_SLACK * stake is taken off for each completion, in the class or not.
+REWARD_SLACK * stake is taken off for each completion of a group whose rewards differ, in the class or not.
 
-Assumed: the claimed logprobs are those that the tokens were sampled by, to SLACK; the chance to be above the mean, or below,
-differs between worker and validator by REWARD_SLACK at most on average; and of what is cut off (y beyond 0.9 / stake against the
-bet) there is too little to matter. Measured in bf16: scripts/bench/shading.py.
+Assumed: the claimed logprobs are those that the tokens were sampled by, to the slack; of what the cuts take off, no more lies
+below than above, on average over contexts, to the slack; the chance to be above the mean, or below, differs between worker and
+validator by at most REWARD_SLACK times the chance to be either, on average. Not assumed: how large errors are. A systematic
+difference of engines that acts like a temperature is within the slack up to 2 %. Measured: scripts/bench/shading.py and
+scripts/bench/honest_lives.py.
 
 Letters: T tokens, N completions.
 """
@@ -35,19 +40,19 @@ from prime_protocol.evidence import Moments, Sums
 
 SHADING = "shading"
 SHADING_BY_REWARD = "shading_by_reward"
-STAKES = (1.0, 4.0)
+STAKES = (1.0, 4.0, 16.0)
 """In the place of lambdas."""
-SLACK = 3e-4
-"""Of a token: what rounding of the claim may shift its probability by, relatively, and what is cut off may hide."""
+SLACKS = (3e-4, 3e-4, 2e-3)
+"""Of a token, by stake: the relative shift of its probability that rounding of the claim and the cuts may explain."""
+CUT_BELOW, CUTS_ABOVE = 0.9, (0.4, 0.6, 0.6)
+"""stake * (s y - slack) counts as -CUT_BELOW at least and as so much at most, by stake: -y is at most 1, so less at stake 1."""
 REWARD_SLACK = 0.02
 """Of a completion: by how much two engines' chances of a reward may differ."""
-RISE_MAX = 1.0
-"""y counts as this at most."""
 Floats = npt.NDArray[np.float64]
 
-MOMENTS = Moments(cap=RISE_MAX, lambdas=2 * STAKES, log_moments=(0.0,) * 2 * len(STAKES), num_tokens=0)
-"""Of `shading`, in the form of a calibration's: log(1 + stake * y) is at most stake * RISE_MAX."""
-MOMENTS_BY_REWARD = Moments(cap=RISE_MAX, lambdas=4 * STAKES, log_moments=(0.0,) * 4 * len(STAKES), num_tokens=0)
+MOMENTS = Moments(cap=max(CUTS_ABOVE), lambdas=2 * STAKES, log_moments=(0.0,) * 2 * len(STAKES), num_tokens=0)
+"""Of `shading`, in the form of a calibration's: log(1 + cut) is at most stake * cap."""
+MOMENTS_BY_REWARD = Moments(cap=max(CUTS_ABOVE), lambdas=4 * STAKES, log_moments=(0.0,) * 4 * len(STAKES), num_tokens=0)
 
 
 def rises(claimed_T: npt.NDArray[np.floating], recomputed_T: npt.NDArray[np.floating]) -> Floats:
@@ -59,7 +64,7 @@ def rises(claimed_T: npt.NDArray[np.floating], recomputed_T: npt.NDArray[np.floa
 
 def shading_sums(rises_T: Floats) -> Sums:
     """Of all tokens of a bundle: claimed too low at each stake, then claimed too high. Rounded down, to 1e-6 nats."""
-    logs = [_logs(sign * rises_T, stake).sum() for sign in (1.0, -1.0) for stake in STAKES]
+    logs = [bets(sign * rises_T, stake).sum() for sign in (1.0, -1.0) for stake in STAKES]
     return Sums(num_tokens=len(rises_T), log_e=_rounded(logs))
 
 
@@ -70,11 +75,12 @@ def by_reward_sums(rises_T: Floats, owners_T: npt.NDArray[np.integer], classes_N
     Completions without a reward are left out of both, with their tokens.
     """
     classes_T = classes_N[owners_T] if len(owners_T) else np.zeros(0, np.int64)
+    num_paid = int(np.count_nonzero(classes_N))
     logs = []
     for each in (1, -1):
         mine_T = rises_T[classes_T == each]
         logs += [
-            _logs(sign * mine_T, stake).sum() - len(classes_N) * math.log1p(stake * REWARD_SLACK)
+            bets(sign * mine_T, stake).sum() - num_paid * math.log1p(stake * REWARD_SLACK)
             for sign in (1.0, -1.0)
             for stake in STAKES
         ]
@@ -92,8 +98,10 @@ def reward_classes(groups: Sequence[Sequence[float]]) -> npt.NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-def _logs(against_T: Floats, stake: float) -> Floats:
-    return np.log1p(stake * np.clip(against_T - SLACK, -0.9 / stake, RISE_MAX))
+def bets(against_T: Floats, stake: float) -> Floats:
+    """Return log e of each token [...] at one of STAKES, of s y [...]."""
+    which = STAKES.index(stake)
+    return np.log1p(np.clip(stake * (against_T - SLACKS[which]), -CUT_BELOW, CUTS_ABOVE[which]))
 
 
 def _rounded(logs: Sequence[float]) -> tuple[float, ...]:

@@ -2,14 +2,15 @@
 
     python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   goes on where it stopped
     python scripts/bench/adversaries.py --out DIR [--audits floor] --report          the table of what there is
-    python scripts/bench/adversaries.py --quick [--json]                             nine cheats, one seed, under two minutes
+    python scripts/bench/adversaries.py --quick [--json]          nine cheats, one seed, no baselines, under two minutes
 
 For each cheat and seed a run with one honest worker beside it (tests/adversaries/arena.py; a Qwen3-shaped model of two layers,
 trained on the spot and kept in DIR): the cheat is banned, and what the trainer got of it is counted. Rollouts are counted from
 the first bundle on that is not what an honest worker would have uploaded, that one included.
 
 Audits in full: every bundle gets a forward pass, and a second run, in which nobody is banned, shows the same cheat's bundles to
-the baselines of cheat_baselines.py. At the floor: the cheat is honest until it is audited as seldom as anybody, one bundle in
+the baselines of cheat_baselines.py (not with --quick or --no-baselines).
+At the floor: the cheat is honest until it is audited as seldom as anybody, one bundle in
 four, and begins then. Of a cheat that shows in every bundle that is audited, the number of bundles until the first refused one
 is geometric: 4 on average, 11 or fewer in 95 of 100.
 """
@@ -140,7 +141,7 @@ class Bench:
         await self._baselines.close()
         await self._arena.close()
 
-    async def try_cheat(self, name: str, seed: int, *, at_the_floor: bool) -> dict[str, Any]:
+    async def try_cheat(self, name: str, seed: int, *, at_the_floor: bool, streams: bool) -> dict[str, Any]:
         began = time.perf_counter()
         audits, times = (FLOOR, AT_THE_FLOOR_TIMES) if at_the_floor else (None, 1)
         rollouts_max = times * ROLLOUTS_MAX.get(name, ROLLOUTS_MAX_OTHERS)
@@ -159,7 +160,7 @@ class Bench:
         found["honest_workers"] = len(outcome.parts) - 1
         found["turned_away"] = dict(cheat.replies)
         found["waits"] = sum("brought nothing" in reason for reason in cheat.waits)
-        if not at_the_floor and name not in SOFT:
+        if streams and not at_the_floor and name not in SOFT:
             await self._add_streams(found, name, seed)
         found["seconds"] = round(time.perf_counter() - began, 1)
         return found
@@ -241,8 +242,10 @@ def _is_hurt(outcome: Outcome, part: Part) -> bool:
     return outcome.worker(part)["banned"] is not None or any(reason.is_dishonest for reason in reasons)
 
 
-async def fill(names: Sequence[str], seeds: Sequence[int], out: Path, *, at_the_floor: bool, seconds: float) -> None:
-    """Every cheat and seed that DIR does not have yet; none is begun after so many seconds."""
+async def fill(
+    names: Sequence[str], seeds: Sequence[int], out: Path, *, at_the_floor: bool, streams: bool, seconds: float
+) -> None:
+    """Every cheat and seed that DIR does not have yet; none is begun after so many seconds. `streams`: for the baselines too."""
     began, runs = time.monotonic(), runs_in(out, at_the_floor=at_the_floor)
     runs.mkdir(parents=True, exist_ok=True)
     missing = [(seed, name) for seed in seeds for name in names if not (runs / f"{name}-{seed}.json").exists()]
@@ -256,7 +259,7 @@ async def fill(names: Sequence[str], seeds: Sequence[int], out: Path, *, at_the_
         for seed, name in missing:
             if time.monotonic() - began > seconds:
                 break
-            found = await bench.try_cheat(name, seed, at_the_floor=at_the_floor)
+            found = await bench.try_cheat(name, seed, at_the_floor=at_the_floor, streams=streams)
             (runs / f"{name}-{seed}.json").write_text(json.dumps(found))
             said = f"{name} {seed}: caught {found['caught']} by {found['check']}, {found['seconds']} s"
             print(said, file=sys.stderr, flush=True)
@@ -366,7 +369,8 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", choices=ADVERSARIES, help="these cheats only")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after this long")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--quick", action="store_true", help="nine cheats, one seed")
+    parser.add_argument("--no-baselines", action="store_true", help="leave out the second run of each cheat")
+    parser.add_argument("--quick", action="store_true", help="nine cheats, one seed, no baselines")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     options = parser.parse_args()
     if options.out is None and not options.quick:
@@ -377,7 +381,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         if not options.report:
-            asyncio.run(fill(names, seeds, out, at_the_floor=at_the_floor, seconds=options.seconds))
+            streams = not (options.quick or options.no_baselines)
+            asyncio.run(fill(names, seeds, out, at_the_floor=at_the_floor, streams=streams, seconds=options.seconds))
         runs = [json.loads(path.read_text()) for path in sorted(runs_in(out, at_the_floor=at_the_floor).glob("*.json"))]
     if not runs:
         sys.exit(f"no runs in {out}")

@@ -26,11 +26,10 @@ from prime_protocol.evidence import Sums, folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.shading import (
     REWARD_SLACK,
-    RISE_MAX,
     SHADING,
     SHADING_BY_REWARD,
-    SLACK,
     STAKES,
+    bets,
     by_reward_sums,
     reward_classes,
     rises,
@@ -40,13 +39,15 @@ from prime_protocol.shading import (
 SIZE = 8
 SILENT = 9
 """Other statistics of a run, which say nothing of these cheats."""
+ENTRIES = 2 * len(STAKES)
+"""Of `shading`; its other statistic has twice as many."""
 LIMIT = math.log(EVIDENCE_MAX)
 Floats = npt.NDArray[np.float64]
-Engine = Callable[[np.random.Generator, Floats], Floats]
+Odds = Callable[[np.random.Generator, Floats], Floats]
 """From the worker's log odds of each token to the validator's."""
 
 
-def normal(sd: float) -> Engine:
+def normal(sd: float) -> Odds:
     return lambda rng, odds: odds + sd * rng.standard_normal(odds.shape)
 
 
@@ -60,14 +61,19 @@ def flatter(rng: np.random.Generator, odds: Floats) -> Floats:
     return 1.02 * odds + 0.005 * rng.standard_normal(odds.shape)
 
 
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, Odds] = {
     "the same engine": normal(1e-6),
     "bf16 beside fp32": heavy,
     "unknown, coarse": normal(0.03),
     "unknown, flatter": flatter,
+    "bf16 of a real model": normal(0.065),
+    "noisy, 0.15 nats": normal(0.15),
 }
-LEAN = 60.0
-"""How strongly rewards follow what the validator finds likelier."""
+LEAN = {"bf16 of a real model": 8.0, "noisy, 0.15 nats": 1.5}
+"""How strongly rewards follow what the validator finds likelier: so strongly that chances of a reward differ by over half of
+REWARD_SLACK. By engine; ..."""
+LEAN_OTHERS = 60.0
+"""... for those of small errors."""
 
 
 @dataclass
@@ -100,34 +106,30 @@ class Bundles:
     rewards: Floats  # [W, N]
 
 
-def draw(rng: np.random.Generator, engine: Engine, workers: int, tokens: int) -> Bundles:
+def draw(rng: np.random.Generator, engine: str, workers: int, tokens: int) -> Bundles:
     """Sampled by what will be claimed, whatever is claimed in the end."""
     shape = (workers, SIZE, tokens)
     odds = 2.0 * rng.standard_normal(shape)
-    theirs = engine(rng, odds)
+    theirs = ENGINES[engine](rng, odds)
     is_first = rng.random(shape) < 1 / (1 + np.exp(-odds))
     claimed = -np.logaddexp(0.0, np.where(is_first, -odds, odds))
     trusted = -np.logaddexp(0.0, np.where(is_first, -theirs, theirs))
     base = 1.5 * rng.standard_normal((workers, 1))
-    lean = np.clip(LEAN * rises(claimed, trusted).sum(axis=2), -4.0, 4.0)
+    lean = np.clip(LEAN.get(engine, LEAN_OTHERS) * rises(claimed, trusted).sum(axis=2), -4.0, 4.0)
     chance = 1 / (1 + np.exp(-base - lean))
     return Bundles(claimed, trusted, (rng.random((workers, SIZE)) < chance).astype(np.float64))
 
 
 def log_es(found: Bundles) -> tuple[Floats, Floats]:
-    """What the two statistics say of each worker's bundle: [W, 4] and [W, 8]."""
+    """What the two statistics say of each worker's bundle: [W, ENTRIES] and [W, 2 * ENTRIES]."""
     mean = found.rewards.mean(axis=1, keepdims=True)
     classes = np.sign(found.rewards - mean) * ((found.rewards != found.rewards[:, :1]).any(axis=1, keepdims=True))
     rises_WNT = rises(found.claimed, found.trusted)
     of_completion = np.stack(
-        [
-            np.log1p(stake * np.clip(sign * rises_WNT - SLACK, -0.9 / stake, RISE_MAX)).sum(axis=2)
-            for sign in (1.0, -1.0)
-            for stake in STAKES
-        ],
+        [bets(sign * rises_WNT, stake).sum(axis=2) for sign in (1.0, -1.0) for stake in STAKES],
         axis=2,
     )
-    paid = SIZE * np.log1p(np.array(2 * STAKES) * REWARD_SLACK)
+    paid = np.abs(classes).sum(axis=1, keepdims=True) * np.log1p(np.array(2 * STAKES) * REWARD_SLACK)
     by_reward = [(of_completion * (classes == each)[:, :, None]).sum(axis=1) - paid for each in (1.0, -1.0)]
     return of_completion.sum(axis=1), np.concatenate(by_reward, axis=1)
 
@@ -135,9 +137,13 @@ def log_es(found: Bundles) -> tuple[Floats, Floats]:
 def check_against_the_protocol() -> None:
     """What is computed for many at once is what prime_protocol computes for one."""
     rng = np.random.default_rng(5)
-    whole, parts, wealth = Wealths.of(1, 4), Wealths.of(1, 8), folded({}, {}, statistics=(SHADING, SHADING_BY_REWARD))
+    whole, parts, wealth = (
+        Wealths.of(1, ENTRIES),
+        Wealths.of(1, 2 * ENTRIES),
+        folded({}, {}, statistics=(SHADING, SHADING_BY_REWARD)),
+    )
     for _ in range(5):
-        found = draw(rng, heavy, 1, 16)
+        found = draw(rng, "bf16 beside fp32", 1, 16)
         mine = [each.add(log_e) for each, log_e in zip((whole, parts), log_es(found), strict=True)]
         rises_T = rises(found.claimed.ravel(), found.trusted.ravel())
         classes = reward_classes([found.rewards[0].tolist()])
@@ -150,22 +156,27 @@ def check_against_the_protocol() -> None:
     assert abs(ours - log_evidence(wealth)) < 1e-4, (ours, log_evidence(wealth))
 
 
-def honest(engine: Engine, workers: int, rollouts: int, tokens: int, seed: int) -> Floats:
+def chances_differ(engine: str, tokens: int) -> float:
+    """By how much the chances of a reward above the group's mean differ between worker and validator, measured."""
+    found = draw(np.random.default_rng(3), engine, 5_000, tokens)
+    is_paid = found.rewards > found.rewards.mean(axis=1, keepdims=True)
+    return float(np.mean(is_paid * np.expm1((found.trusted - found.claimed).sum(axis=2))))
+
+
+def honest(engine: str, workers: int, rollouts: int, tokens: int, seed: int) -> Floats:
     """The highest evidence that each of the workers ever has, nats."""
     rng = np.random.default_rng(seed)
-    whole, parts, highest = Wealths.of(workers, 4), Wealths.of(workers, 8), np.zeros(workers)
+    whole, parts, highest = Wealths.of(workers, ENTRIES), Wealths.of(workers, 2 * ENTRIES), np.zeros(workers)
     for _ in range(rollouts // SIZE):
         one, other = log_es(draw(rng, engine, workers, tokens))
         highest = np.maximum(highest, np.logaddexp(whole.add(one), parts.add(other)) - math.log(2))
     return highest
 
 
-def needed(
-    engine: Engine, nats: tuple[float, float], workers: int, tokens: int, rollouts_max: int, seed: int
-) -> Floats:
+def needed(engine: str, nats: tuple[float, float], workers: int, tokens: int, rollouts_max: int, seed: int) -> Floats:
     """Audited rollouts until a ban, where claims are moved by `nats`: in rewarded completions, in others. inf beyond the most."""
     rng = np.random.default_rng(seed)
-    whole, parts, found = Wealths.of(workers, 4), Wealths.of(workers, 8), np.full(workers, np.inf)
+    whole, parts, found = Wealths.of(workers, ENTRIES), Wealths.of(workers, 2 * ENTRIES), np.full(workers, np.inf)
     for bundle in range(1, rollouts_max // SIZE + 1):
         bundles = draw(rng, engine, workers, tokens)
         is_paid = bundles.rewards > bundles.rewards.mean(axis=1, keepdims=True)
@@ -197,11 +208,11 @@ def main() -> None:
     check_against_the_protocol()
     workers, rollouts = (50, 2_000) if arguments.quick else (200, 20_000)
     cheats, tokens = (21, TOKENS[:2]) if arguments.quick else (61, TOKENS)
-    lives = {name: honest(engine, workers, rollouts, 16, seed) for seed, (name, engine) in enumerate(ENGINES.items())}
+    lives = {name: honest(name, workers, rollouts, 16, seed) for seed, name in enumerate(ENGINES)}
     table = {
-        (cheat, name, length): np.quantile(needed(engine, nats, cheats, length, 512, 9), (0.5, 0.95), method="higher")
+        (cheat, name, length): np.quantile(needed(name, nats, cheats, length, 512, 9), (0.5, 0.95), method="higher")
         for cheat, nats in CHEATS.items()
-        for name, engine in ENGINES.items()
+        for name in ENGINES
         for length in tokens
     }
     hurt = sum(int((each >= LIMIT).sum()) for each in lives.values())
@@ -211,6 +222,10 @@ def main() -> None:
          "bar": 0, "ok": hurt == 0},
         {"name": "honest workers ever at 10, share", "value": at_ten, "bar": 0.1, "ok": at_ten <= 0.1},
     ]  # fmt: skip
+    differ = {name: chances_differ(name, 16) for name in ENGINES}
+    most = max(differ.values())
+    name = "chances of a reward differ between engines, the most"
+    checks.append({"name": name, "value": most, "bar": REWARD_SLACK, "ok": 0 < most <= REWARD_SLACK})
     for cheat in BARRED:
         worst = max(float(high) for (name, _, _), (_, high) in table.items() if name == cheat)
         name = f"{cheat}: audited rollouts until a ban, 95 of 100, the worst of all engines and lengths"
@@ -227,7 +242,10 @@ def main() -> None:
         print(f"| {cheat} | " + " | ".join(cells) + " |")
     for name, each in lives.items():
         share = (each >= math.log(10)).mean()
-        print(f"honest, {name}: highest evidence of {workers} workers {each.max():.1f} nats, ever at 10: {share:.1%}")
+        print(
+            f"honest, {name}: highest evidence of {workers} workers {each.max():.1f} nats, ever at 10: {share:.1%}, "
+            f"chances of a reward differ by {differ[name]:.4f}"
+        )
     for check in checks:
         print(f"{'ok  ' if check['ok'] else 'BAD '} {check['name']}: {check['value']:g} (bar {check['bar']:g})")
 

@@ -27,7 +27,14 @@ def bench() -> ModuleType:
     return module
 
 
-ENGINES = ("the same engine", "bf16 beside fp32", "unknown, coarse", "unknown, flatter")
+ENGINES = (
+    "the same engine",
+    "bf16 beside fp32",
+    "unknown, coarse",
+    "unknown, flatter",
+    "bf16 of a real model",
+    "noisy, 0.15 nats",
+)
 
 
 def test_the_simulation_sums_and_folds_as_the_protocol_does(bench: ModuleType) -> None:
@@ -39,11 +46,11 @@ def test_the_simulation_sums_and_folds_as_the_protocol_does(bench: ModuleType) -
 def test_shading_of_rewarded_completions_is_found_within_64_audited_rollouts(
     bench: ModuleType, engine: str, nats: float
 ) -> None:
-    needed = bench.needed(bench.ENGINES[engine], (nats, 0.0), 21, 16, 128, 3)
+    needed = bench.needed(engine, (nats, 0.0), 21, 16, 128, 3)
     assert np.quantile(needed, 0.95, method="higher") <= 64
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_honest_worker_comes_near_a_ban(bench: ModuleType, engine: str) -> None:
-    highest = bench.honest(bench.ENGINES[engine], 20, 2_000, 16, 5)
+    highest = bench.honest(engine, 20, 2_000, 16, 5)
     assert highest.max() < math.log(EVIDENCE_MAX) / 2
