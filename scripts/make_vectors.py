@@ -20,6 +20,7 @@ from vectors.adapters import adapters
 from vectors.basics import envelopes, json_texts, keys, noise
 from vectors.bundles import bundles
 from vectors.checkpoints import checkpoints
+from vectors.claims import body_claims
 from vectors.folder import Folder
 from vectors.invites import invites
 from vectors.judged import judged_logprobs
@@ -58,6 +59,7 @@ def main() -> None:
     excess_flips(folder)
     shaded(folder)
     judged_logprobs(folder, run)
+    body_claims(folder, run)
     seeds(folder)
 
 

@@ -6,7 +6,8 @@ Requests are made from valid ones, changed field by field, signed anew with the 
 all routes in sequences: later requests name what the daemon has answered (leases, bundles, batches, digests). Some callers
 behave, so that there is something to name. Then these must hold: no answer of 500 or above but a 503 that says so; every answer
 of 400 or above is an ErrorBody with the status of its code; no traceback in the log; the daemon still answers; after a kill it
-starts again from what it kept, with the same run. A finding is kept as findings/http_api-NAME; --replay sends it to a new daemon.
+starts again from what it kept, with the same run; the state that each daemon leaves on its disk keeps its invariants. A finding
+is kept as findings/http_api-NAME; --replay sends it to a new daemon.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ from tests.node import coordinator_world as cw  # noqa: E402
 from tests.node.coordinator_process import crash_run  # noqa: E402
 from valid_messages import examples  # noqa: E402
 
+from prime_node.adapters.storage.sqlite_store import open_sqlite  # noqa: E402
 from prime_node.coordinator.api.routes import _ACTIONS  # noqa: E402
+from prime_node.coordinator.journal import restore_state  # noqa: E402
+from prime_node.coordinator.state import invariants  # noqa: E402
+from prime_node.coordinator.state.rules import rules_of  # noqa: E402
 from prime_node.ports.transport import Unreachable  # noqa: E402
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of  # noqa: E402
 from prime_protocol.digest import digest_of  # noqa: E402
 from prime_protocol.envelope import PayloadType, parse_json, seal  # noqa: E402
-from prime_protocol.errors import HTTP_STATUS, PeerError  # noqa: E402
+from prime_protocol.errors import HTTP_STATUS, LocalError, PeerError  # noqa: E402
 from prime_protocol.identity import SigningKey  # noqa: E402
 from prime_protocol.messages import BlobHeader, ErrorBody  # noqa: E402
 from prime_protocol.parcel import pack_parcel  # noqa: E402
@@ -320,9 +325,23 @@ async def _fuzz_in(folder: Path, seconds: float, seed: int, replayed: Sent | Non
             finally:
                 for client in world.clients.values():
                     await client.close()
+        await _check_kept(folder)
     told = _text_of(log)
     if "Traceback" in told:
         raise Finding(f"a traceback in the log: {told[told.index('Traceback') :][:3_000]}")
+
+
+async def _check_kept(folder: Path) -> None:
+    """Raises Finding where the state that a killed daemon left breaks an invariant."""
+    store = await open_sqlite(folder / "state.db")
+    try:
+        number, state = await restore_state(store, rules_of(cw.make_run(**crash_run())))
+        invariants.check(state)
+        print(f"state of {number} events: its invariants hold")
+    except (AssertionError, LocalError) as error:
+        raise Finding(f"what the daemon kept is wrong: {error!r}") from None
+    finally:
+        await store.close()
 
 
 def _appended(log: Path) -> BinaryIO:

@@ -14,6 +14,7 @@ from prime_protocol import messages, verdict
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.body_claim import open_claim, read_claim
 from prime_protocol.calibration import require_possible
 from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
@@ -317,6 +318,13 @@ def adapters(case: Case, folder: Path) -> Any:
     ]
 
 
+def body_claim(case: Case, folder: Path) -> Any:
+    envelope, body = open_claim(case["text"]), bytes.fromhex(case["body"])
+    claim = read_claim(envelope, envelope.sole_signer(), action=case["action"], body_bytes=len(body))
+    assert claim.body_digest == digest_of(body)
+    return {"signer": envelope.sole_signer(), "claim": fields(claim)}
+
+
 def _tensor(row: Case) -> WeightTensor:
     data = np.frombuffer(bytes.fromhex(row["hex"]), "<u4" if row["dtype"] == "fp32" else "<u2")
     return WeightTensor(row["dtype"], tuple(row["shape"]), data)
@@ -327,6 +335,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "assignment": assignment,
     "authorization": authorization,
     "blob": blob,
+    "body_claim": body_claim,
     "bundle": bundle,
     "proof": proof,
     "choice": choice,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +22,12 @@ from tests.node.coordinator_world import (
 )
 from tests.security.raw_http import Raw, ask, claim, get, post
 
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_protocol import limits
 from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode
+from prime_protocol.identity import SigningKey
 from prime_protocol.rollout import body_bytes_max
 
 BODY = b"x" * 300_000
@@ -199,6 +204,28 @@ async def test_what_a_body_held_is_given_back_however_it_ends(world: World, monk
             return (await ask(world.url, post("/v1/join", 2) + b"{}")).code == ErrorCode.WRONG_TYPE
 
         await world.until(is_free)
+
+
+async def test_the_least_rate_rises_with_the_length_so_that_no_body_takes_longer_than_another() -> None:
+    """Two bodies of which the same bytes have come: the longer one is cut first, the shorter one when its time is over."""
+    web = AiohttpServer(body_grace_s=0.1, body_s_max=2.0)
+    async with running(replace(memory_parts(make_run()), web=web)) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        began_s, ended_s = time.monotonic(), {}
+
+        async def begin(key: SigningKey, num_bytes: int) -> None:
+            body = b"x" * num_bytes
+            raw = await Raw.to(world.url)
+            await raw.send(post("/v1/rollouts", num_bytes, await claim(world, key, body)) + body[:200_000])
+            assert (await raw.answer()).code == ErrorCode.MALFORMED
+            ended_s[num_bytes] = time.monotonic() - began_s
+            raw.close()
+
+        await asyncio.gather(begin(ANNA, 200_001), begin(BEN, 1_000_000))
+    assert list(ended_s) == [1_000_000, 200_001]
+    assert ended_s[1_000_000] < 0.7 * ended_s[200_001]
+    assert ended_s[200_001] >= 2.0, "all of its time"
 
 
 async def test_a_signed_request_needs_no_body_and_has_only_one_place(world: World) -> None:

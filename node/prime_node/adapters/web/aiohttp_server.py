@@ -52,10 +52,11 @@ class AiohttpServer:
         header_s_max: float = HEADER_S_MAX,
         body_grace_s: float = BODY_GRACE_S,
         body_stall_s_max: float = BODY_STALL_S_MAX,
+        body_s_max: float = BODY_S_MAX,
     ) -> None:
         self._header_s_max = header_s_max
         self._body_grace_s = body_grace_s
-        self._body_stall_s_max = body_stall_s_max
+        self._body_stall_s_max, self._body_s_max = body_stall_s_max, body_s_max
         self._bodies, self._answers = Shares(), Shares()
         self._listener: Listener | None = None
         self._manager: web.Server | None = None
@@ -161,7 +162,7 @@ class AiohttpServer:
         guard, loop = _guard_of(request), asyncio.get_running_loop()
         chunks: list[bytes] = []
         num_bytes, began_s = 0, loop.time()
-        bytes_per_s_min = max(BODY_BYTES_PER_S_MIN, body.length / BODY_S_MAX)
+        bytes_per_s_min = max(BODY_BYTES_PER_S_MIN, body.length / self._body_s_max)
         guard.go_on()
         try:
             while True:
