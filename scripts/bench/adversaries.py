@@ -37,6 +37,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 from cheat_baselines import BASELINES, STOP_PROBABILITY, Baselines, Cuts, Numbers
+from checks import Check, Output, at_least, at_most
 from tests.adversaries.arena import SEEN, Arena
 from tests.adversaries.conditions import FLOOR, FLOOR_AUDITS, SOFT, conditions_for
 from tests.adversaries.conftest import SHAPE, SMALL
@@ -109,14 +110,6 @@ SHADING = ("shading-", "low-0.05")
 SHADED_ROLLOUTS_MAX = 64
 """... so many dishonest rollouts."""
 BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    value: float
-    bar: str
-    ok: bool
 
 
 @dataclass(frozen=True)
@@ -332,36 +325,35 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
     tried, missed = len({run["name"] for run in runs}), sum(run["caught"] is None for run in hard)
     hurt = sum(run["hurt"] for run in runs)
     found = [
-        Check("cheats tried", float(tried), f">= {wanted}", tried >= wanted),
-        Check("runs whose cheat was not caught", missed, "0", missed == 0),
-        Check("honest workers hurt", hurt, "0", hurt == 0),
+        at_least("cheats tried", tried, wanted),
+        at_most("runs whose cheat was not caught", missed, 0),
+        at_most("honest workers hurt", hurt, 0),
     ]
     shaded = [run for run in runs if run["name"].startswith(SHADING)]
     if shaded:
         worst = max(math.inf if run["caught"] is None else run["dishonest"] for run in shaded)
         name = "dishonest rollouts until shading by 0.05 nats or more is caught, the most"
         bar = (AT_THE_FLOOR_TIMES if at_the_floor else 1) * SHADED_ROLLOUTS_MAX
-        found.append(Check(name, worst, f"<= {bar}", worst <= bar))
+        found.append(at_most(name, worst, bar))
     if at_the_floor:
         took = [run["caught"] or math.inf for run in text if run["name"] not in SLOW]
         if not took:
             return found
         beyond = statistics.fmean(each > LEASE_ROLLOUTS * BUNDLES_95 for each in took)
         name = f"share of runs whose cheat took more than {LEASE_ROLLOUTS * BUNDLES_95} rollouts, derived 0.05"
-        return [*found, Check(name, beyond, "<= 0.15", beyond <= 0.15)]
+        return [*found, at_most(name, beyond, 0.15)]
     moved = sum(run["moved"] for run in runs)
-    found.append(Check("trained rollouts whose claims moved a ratio by over 1 %", moved, "0", moved == 0))
+    found.append(at_most("trained rollouts whose claims moved a ratio by over 1 %", moved, 0))
     worst = max((math.inf if run["caught"] is None else run["caught"] for run in text), default=0)
     name = "rollouts until a cheat that changes the text is caught, the most of any seed"
-    found.append(Check(name, worst, "<= 50", worst <= 50))
+    found.append(at_most(name, worst, 50))
     older = [math.inf if run["caught"] is None else run["caught"] for run in runs if run["name"] == "older-1"]
     if older:
-        worst = max(older)
-        found.append(Check("rollouts until one policy step is caught, the most", worst, "<= 50", worst <= 50))
+        found.append(at_most("rollouts until one policy step is caught, the most", max(older), 50))
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
     parser.add_argument("--audits", choices=("full", "floor"), default="full", help="of the cheat's bundles")
@@ -375,6 +367,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.out is None and not options.quick:
         parser.error("give --out DIR, or --quick")
+    output = Output(as_json=options.json)
     at_the_floor = options.audits == "floor"
     names = options.names or (QUICK if options.quick else AT_THE_FLOOR if at_the_floor else tuple(ADVERSARIES))
     seeds = (1,) if options.quick else options.seeds
@@ -389,14 +382,10 @@ def main() -> None:
     found = checks(
         runs, at_the_floor=at_the_floor, wanted=len(QUICK) if options.quick else 25 if not at_the_floor else 12
     )
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in found]}))
-        return
     report(runs, at_the_floor=at_the_floor)
     print()
-    for check in found:
-        print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
+    return output.finish(found)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

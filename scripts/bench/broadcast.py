@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from checks import Check, Output, at_most
 from shaped import rows
 from shaped.excess import PARTS
 from shaped.race import Outcome, Row, System, run
@@ -74,35 +75,21 @@ def line(row: Row, name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     )
 
 
-def checks_of(row: Row, bar: float, found: dict[str, list[Outcome]]) -> list[dict[str, object]]:
+def checks_of(row: Row, bar: float, found: dict[str, list[Outcome]]) -> list[Check]:
     """Ours against the bar, and against each baseline that ran."""
     ratio = middle(found[OURS], lambda one: one.ratio)
-    made: list[dict[str, object]] = [
-        {
-            "name": f"{row.name}: time to the last over the bound",
-            "value": round(ratio, 3),
-            "bar": bar,
-            "ok": ratio <= bar,
-        }
-    ]
+    made = [at_most(f"{row.name}: time to the last over the bound", ratio, bar)]
     for name, outcomes in found.items():
         if name != OURS:
             share = ratio / middle(outcomes, lambda one: one.ratio)
-            made.append(
-                {"name": f"{row.name}: of the time of {name}", "value": round(share, 3), "bar": 1.0, "ok": share < 1.0}
-            )
+            made.append(at_most(f"{row.name}: of the time of {name}", share, 1.0))
     return made
 
 
-def fault_checks(found: dict[str, Outcome]) -> list[dict[str, object]]:
+def fault_checks(found: dict[str, Outcome]) -> list[Check]:
     """Everybody who stays completes with the right bytes; the cost is reported beside it."""
     return [
-        {
-            "name": f"{name}: receivers that stayed and did not complete, or hold a wrong byte",
-            "value": len(outcome.failed),
-            "bar": 0,
-            "ok": not outcome.failed,
-        }
+        at_most(f"{name}: receivers that stayed and did not complete, or hold a wrong byte", len(outcome.failed), 0)
         for name, outcome in found.items()
     ]
 
@@ -110,7 +97,7 @@ def fault_checks(found: dict[str, Outcome]) -> list[dict[str, object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small row, once, under a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--row", action="append", help="only this row, by name; may be repeated")
     parser.add_argument("--system", action="append", help="only this system beside ours; may be repeated")
     parser.add_argument("--faults", action="store_true", help="the faults instead of the rows")
@@ -124,9 +111,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.folder.resolve().is_relative_to("/tmp"):
         parser.error("--folder must not be in /tmp: every host has a /tmp of its own")
+    output = Output(as_json=options.json)
     options.folder.mkdir(parents=True, exist_ok=True)
     chosen = [OURS, *(options.system or ("naive HTTP", "libtorrent", "shardcast"))]
-    checks: list[dict[str, object]] = []
+    checks: list[Check] = []
     table: list[tuple[str, ...]] = [COLUMNS]
     if options.crossing:
         for row in rows.CROSSING:
@@ -151,15 +139,10 @@ def main() -> int:
                              1 if options.quick else options.rounds)  # fmt: skip
                 table += [line(row, name, outcomes) for name, outcomes in found.items()]
                 checks += checks_of(row, bar, found)
-    if options.json:
-        print(json.dumps({"checks": checks, "rows": [dict(zip(COLUMNS, cells, strict=True)) for cells in table[1:]]}))
-    else:
-        print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-        for cells in table[1:]:
-            print("| " + " | ".join(cells) + " |")
-        for check in checks:
-            print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']}, bar {check['bar']}")
-    return 0 if all(check["ok"] for check in checks) else 1
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for cells in table[1:]:
+        print("| " + " | ".join(cells) + " |")
+    return output.finish(checks)
 
 
 if __name__ == "__main__":

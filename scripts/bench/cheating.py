@@ -9,7 +9,8 @@ share of bundles that were cheated, accepted and not taken back.
 from __future__ import annotations
 
 import argparse
-import json
+
+from checks import Check, Output
 
 from prime_node.sim.cheating import Outcome, Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
@@ -34,11 +35,12 @@ CASES = ((0.5, 1.0), (0.9, 1.0), (0.5, 0.5), (0.9, 0.5))
 """Cost of honest work, and how many cheated bundles an audit tells."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a fifth of the lives")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     lives = 100 if options.quick else 500
     rows = [
         (
@@ -50,24 +52,22 @@ def main() -> None:
         for cost, detection in CASES
         for name, strategy in STRATEGIES.items()
     ]
-    if options.json:
-        print(json.dumps({"checks": _checks(rows)}))
-        return
     print(f"{'':24} cost detection      gain +- error   cheated  poisoned  audited")
     for name, cost, detection, o in rows:
         figures = f"{o.gain:+9.4f} +- {o.gain_error:.4f} {o.cheated:9.2%} {o.poisoned:9.2%} {o.audited:8.1%}"
         print(f"{name:24} {cost:4} {detection:9} {figures}")
+    return output.finish(_checks(rows))
 
 
-def _checks(rows: list[tuple[str, float, float, Outcome]]) -> list[dict[str, object]]:
+def _checks(rows: list[tuple[str, float, float, Outcome]]) -> list[Check]:
     cheats = [(name, cost, detection, outcome) for name, cost, detection, outcome in rows if name != "honest"]
-    checks: list[dict[str, object]] = []
+    checks = []
     for name, cost, detection, outcome in cheats:
         value = outcome.gain + 3 * outcome.gain_error
-        what = f"gain of cheating {name}, cost {cost}, detection {detection}, at most (3 standard errors)"
-        checks.append({"name": what, "value": round(value, 5), "bar": 0.0, "ok": value < 0.0})
+        what = f"gain of cheating {name}, cost {cost}, detection {detection}, with 3 standard errors"
+        checks.append(Check(what, value, "< 0", value < 0.0))
     return checks
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

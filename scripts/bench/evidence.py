@@ -34,6 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import numpy.typing as npt
+from checks import Check, Output, at_most
 from evidence_cheats import CALIBRATION, LENGTH, Pair, Part, World, cheats, escalation
 
 from prime_node.adapters.models.pretrained_model import folder_weights
@@ -225,7 +226,7 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     print("", *found["escalation"]["lines"], "", sep="\n")
 
 
-def checks(found: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
+def checks(found: dict[str, dict[str, Any]]) -> list[Check]:
     honest = found["honest"]
     fp32 = all("fp32" in one for one in honest["pair"])
 
@@ -243,10 +244,10 @@ def checks(found: dict[str, dict[str, Any]]) -> list[dict[str, object]]:
     ]
     if fp32:  # bf16 on one side errs by more than such a step changes
         bars.append(("one sign step at lr 1e-4, own logprobs, tokens", tokens("one sign step, lr 1e-4", "own"), 128))
-    return [{"name": name, "value": value, "bar": bar, "ok": value <= bar} for name, value, bar in bars]
+    return [at_most(name, value, bar) for name, value, bar in bars]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens and workers")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON and nothing else")
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--sampler", default="transformers/fp32", choices=samplers, help="of workers, honest or not")
     parser.add_argument("--judge", default="transformers/fp32", choices=["transformers/fp32", "transformers/bf16"])
     arguments = parser.parse_args()
+    output = Output(as_json=arguments.json)
     with tempfile.TemporaryDirectory() as scratch:
         out = arguments.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
@@ -268,13 +270,9 @@ def main() -> None:
         if missing := [name for name, path in paths.items() if not path.exists()]:
             sys.exit(f"run it again, for {', '.join(missing)}")
         found = {name: json.loads(path.read_text()) for name, path in paths.items()}
-    if arguments.json:
-        print(json.dumps({"checks": checks(found)}))
-        return
     report(found)
-    for check in checks(found):
-        print(f"{'ok  ' if check['ok'] else 'BAD '} {check['name']}: {check['value']:g} (at most {check['bar']:g})")
+    return output.finish(checks(found))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -38,6 +38,7 @@ from typing import Any, Protocol, TypeVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from checks import Output
 from learning_plot import plot
 from learning_report import checks, compare, keep, read, report
 
@@ -285,7 +286,7 @@ async def run_each(
         print(f"{one.name}: {found['evaluations'][-1]}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
     parser.add_argument("--steps", type=int, default=400)
@@ -304,6 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.out is None and not options.quick:
         parser.error("give --out DIR, or --quick")
+    output = Output(as_json=options.json)
     with tempfile.TemporaryDirectory() as scratch:
         out, evaluation = options.out or Path(scratch), 1_024
         if options.quick:
@@ -319,22 +321,18 @@ def main() -> None:
         if not options.report:
             asyncio.run(fill(options, out, evaluation=evaluation))
         runs = [run for run in read(out) if run["seed"] in options.seeds]
-    whole = len(LOSSES) * len(LEVELS) * len(SEEDS) * len(TASKS)
+    wanted = len(options.losses) * len(options.levels) * len(options.seeds) * len(options.tasks)
     if not runs:
         sys.exit(f"no runs in {out}")
     if options.keep:
         keep(runs, options.keep)
     if options.plot:
         plot(runs, options.plot, losses=list(LOSSES))
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks(runs, whole=whole)]}))
-        return
     report(runs, losses=LOSSES, levels=LEVELS)
     compare(runs, losses=LOSSES, levels=LEVELS)
     print()
-    for check in checks(runs, whole=whole):
-        print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
+    return output.finish(checks(runs, wanted=wanted, quick=options.quick))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -24,11 +24,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import loss_steps  # first: it says how many threads torch has
 import torch
+from checks import Check, Output
 from memory import peak_bytes, reset_peak
 from torch import Tensor
 from torch.nn import functional
@@ -36,14 +36,6 @@ from torch.nn import functional
 from prime_node.adapters.training.chosen_logprobs import chosen_logprobs
 
 HIDDEN = 1024
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    value: float
-    bar: str
-    ok: bool
 
 
 # The head
@@ -107,7 +99,7 @@ def child(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller and under a minute")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
@@ -117,37 +109,31 @@ def main() -> None:
     size = loss_steps.QUICK if options.quick else loss_steps.FULL
     if options.head:
         print(json.dumps(measure_head(options.head, size)))
-        return
+        return 0
     if options.steps:
         print(json.dumps(loss_steps.measure_steps(size)))
-        return
+        return 0
+    output = Output(as_json=options.json)
     loss_steps.load_trl()
     quick = ["--quick"] if options.quick else []
     heads = {name: child("--head", name, *quick) for name in HEADS}
     steps = child("--steps", *quick)
-    checks = [*report_heads(heads, size, silent=options.json), *report_steps(steps, silent=options.json)]
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}))
-    for check in checks:
-        if not options.json:
-            print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
+    return output.finish([*report_heads(heads, size), *report_steps(steps)])
 
 
-def report_heads(heads: dict[str, Any], size: loss_steps.Size, *, silent: bool) -> list[Check]:
-    if not silent:
-        print(f"\nhead: {size.rows} rows, vocabulary {size.vocab:,}, hidden {HIDDEN}, fp32, forward and backward")
-        print("| | rows/s | spread | time | peak MB | memory | error, nats |\n|---|---|---|---|---|---|---|")
+def report_heads(heads: dict[str, Any], size: loss_steps.Size) -> list[Check]:
+    print(f"\nhead: {size.rows} rows, vocabulary {size.vocab:,}, hidden {HIDDEN}, fp32, forward and backward")
+    print("| | rows/s | spread | time | peak MB | memory | error, nats |\n|---|---|---|---|---|---|---|")
     base = heads["plain"]
     for name, found in heads.items():
         median = statistics.median(found["seconds"])
         spread = (max(found["seconds"]) - min(found["seconds"])) / median
         time_ratio = median / statistics.median(base["seconds"])
         memory_ratio = found["peak_bytes"] / base["peak_bytes"]
-        if not silent:
-            print(
-                f"| {name} | {size.rows / median:.0f} | {spread:.0%} | {time_ratio:.2f}x | {found['peak_bytes'] / 1e6:.0f} |"
-                f" {memory_ratio:.2f}x | {found['error_nats_max']:.1e} |"
-            )
+        print(
+            f"| {name} | {size.rows / median:.0f} | {spread:.0%} | {time_ratio:.2f}x | {found['peak_bytes'] / 1e6:.0f} |"
+            f" {memory_ratio:.2f}x | {found['error_nats_max']:.1e} |"
+        )
     mine, all_logits = heads["ours"], 4 * size.rows * size.vocab
     memory = mine["peak_bytes"] / base["peak_bytes"]
     share = mine["peak_bytes"] / all_logits
@@ -160,21 +146,18 @@ def report_heads(heads: dict[str, Any], size: loss_steps.Size, *, silent: bool) 
     ]
 
 
-def report_steps(steps: dict[str, Any], *, silent: bool) -> list[Check]:
+def report_steps(steps: dict[str, Any]) -> list[Check]:
     medians = {name: statistics.median(values) for name, values in steps["seconds"].items()}
-    if not silent:
-        prompts = f"{loss_steps.GROUPS} prompts x {loss_steps.GROUP}"
+    prompts = f"{loss_steps.GROUPS} prompts x {loss_steps.GROUP}"
+    print(f"\nstep: Qwen3 of 4 layers, hidden 192, vocabulary {loss_steps.VOCAB}, {prompts}, {steps['tokens']} tokens")
+    print("| | tokens/s | spread | over TRL | peak MB | weights apart from TRL's |\n|---|---|---|---|---|---|")
+    for name, median in medians.items():
+        values = steps["seconds"][name]
         print(
-            f"\nstep: Qwen3 of 4 layers, hidden 192, vocabulary {loss_steps.VOCAB}, {prompts}, {steps['tokens']} tokens"
+            f"| {name} | {steps['tokens'] / median:.0f} | {(max(values) - min(values)) / median:.0%} |"
+            f" {medians['TRL'] / median:.2f}x | {steps['peak_bytes'][name] / 1e6:.0f} | {steps['apart'].get(name, 0.0):.1e} |"
         )
-        print("| | tokens/s | spread | over TRL | peak MB | weights apart from TRL's |\n|---|---|---|---|---|---|")
-        for name, median in medians.items():
-            values = steps["seconds"][name]
-            print(
-                f"| {name} | {steps['tokens'] / median:.0f} | {(max(values) - min(values)) / median:.0%} |"
-                f" {medians['TRL'] / median:.2f}x | {steps['peak_bytes'][name] / 1e6:.0f} | {steps['apart'].get(name, 0.0):.1e} |"
-            )
-        print()
+    print()
     speed = medians["TRL"] / medians["ours"]
     against_plain = medians["plain"] / medians["ours"]
     memory = steps["peak_bytes"]["ours"] / max(1.0, steps["peak_bytes"]["TRL"])
@@ -187,4 +170,4 @@ def report_steps(steps: dict[str, Any], *, silent: bool) -> list[Check]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

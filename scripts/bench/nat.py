@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checks import Check, Output, at_least
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from homes import CARRIER, HOME, PUBLIC, SYMMETRIC, Place, internet, missing
 
@@ -207,7 +209,8 @@ async def street_of(homes: int, private: int, *, round_trip_ms: float = 0.0) -> 
     }
 
 
-async def measure(quick: bool) -> dict[str, Any]:
+async def measure(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Return one row for each pair and street, and the checks."""
     kinds = PAIRS[:2] if quick else PAIRS
     rows = [await pair(kind) for kind in kinds]
     street = await street_of(3 if quick else 6, 1)
@@ -230,17 +233,13 @@ async def measure(quick: bool) -> dict[str, Any]:
             street["private_fetches"] == 1 and street["private_announces"] == 0,
         ),
     ]
-    return {
-        "pairs": rows,
-        "streets": [street, *apart],
-        "checks": [{"name": name, "value": int(ok), "bar": 1, "ok": bool(ok)} for name, ok in checks],
-    }
+    return [*rows, street, *apart], [at_least(name, int(ok), 1) for name, ok in checks]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two pairs of kinds and three homes, below a minute")
-    parser.add_argument("--json", action="store_true", help="print the rows and the checks as JSON")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
@@ -249,15 +248,11 @@ def main() -> int:
     if why := missing():
         print(f"nat.py {why}", file=sys.stderr)
         return 2
-    result = asyncio.run(measure(arguments.quick))
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        for row in [*result["pairs"], *result["streets"]]:
-            print("  ".join(f"{name} {value}" for name, value in row.items()))
-        for check in result["checks"]:
-            print(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}")
-    return 0 if all(check["ok"] for check in result["checks"]) else 1
+    output = Output(as_json=arguments.json)
+    rows, checks = asyncio.run(measure(arguments.quick))
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    return output.finish(checks)
 
 
 if __name__ == "__main__":

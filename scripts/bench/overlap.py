@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from checks import Check, Output, at_least, at_most
 
 from prime_node.sim.world import Costs, Scenario, World
 from prime_protocol.schedule import Schedule
@@ -171,62 +172,43 @@ def real_trainer_row(num_steps: int, seed: int) -> Row:
     return run("real trainer, mode d", scenario)
 
 
-def checks_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def checks_of(rows: Sequence[Row]) -> list[Check]:
     by_name = {row.name: row for row in rows}
-    checks: list[dict[str, Any]] = []
-
-    def check(name: str, value: float, bar: float, *, at_least: bool) -> None:
-        ok = value >= bar if at_least else value <= bar
-        checks.append({"name": name, "value": round(value, 4), "bar": bar, "ok": ok})
-
-    for row in rows:
-        check(f"{row.name}: closeness", row.closeness, 0.97, at_least=True)
+    checks = [at_least(f"{row.name}: closeness", row.closeness, 0.97) for row in rows]
     for row in rows:
         if row.in_order:
-            check(f"{row.name}: lag above k", max(0, row.lag_max - row.async_level), 0, at_least=False)
-            check(f"{row.name}: groups dropped", row.dropped, 0, at_least=False)
+            checks.append(at_most(f"{row.name}: lag above k", max(0, row.lag_max - row.async_level), 0))
+            checks.append(at_most(f"{row.name}: groups dropped", row.dropped, 0))
     hidden = [(1, 0.0), (2, 0.0), (2, 0.5), (2, 1.0), (3, 0.0), (3, 0.5), (3, 1.0), (3, 2.0)]
     for k, share in hidden:  # b up to (k - 1) G, T = G: the trainer is the bottleneck
         row = by_name[f"k {k}, b {share:g} G"]
-        check(f"{row.name}: trainer idle", row.trainer_idle, 0.05, at_least=False)
+        checks.append(at_most(f"{row.name}: trainer idle", row.trainer_idle, 0.05))
     for share in (0.5, 1.0):
         with_b, without = by_name[f"k 2, b {share:g} G"], by_name["k 2, b 0 G"]
-        check(
-            f"k 2 hides b of {share:g} G: step over that without b",
-            with_b.step_s / without.step_s,
-            1.05,
-            at_least=False,
-        )
+        over = with_b.step_s / without.step_s
+        checks.append(at_most(f"k 2 hides b of {share:g} G: step over that without b", over, 1.05))
     speedup = by_name["sync"].step_s / by_name["mode d verl_partial"].step_s
-    check("mode d over sync", speedup, SEED_SPEEDUP, at_least=True)
-    return checks
+    return [*checks, at_least("mode d over sync", speedup, SEED_SPEEDUP)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps: below a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     rows = rows_of(9 if options.quick else 16, options.seed)
     rows.append(real_trainer_row(12 if options.quick else 40, options.seed))
-    checks = checks_of(rows)
-    if options.json:
-        print(json.dumps({"checks": checks, "rows": [asdict(row) for row in rows]}))
-    else:
-        sync_s = rows[0].step_s
-        print("row                      step s  over sync  closeness  idle: trainer  workers   lag mean, max   dropped")
-        for row in rows:
-            over = f"{sync_s / row.step_s:8.2f}x" if row.name.startswith(("sync", "mode")) else " " * 9
-            print(
-                f"{row.name:24}{row.step_s:7.2f}  {over}  {row.closeness:9.3f}  {row.trainer_idle:13.1%}  "
-                f"{row.rollouter_idle:7.1%}   {row.lag_mean:8.2f}, {row.lag_max:3}   {row.dropped:7}"
-            )
-        for check in checks:
-            if not check["ok"]:
-                print(f"MISS {check['name']}: {check['value']}, bar {check['bar']}")
-        print(f"{sum(check['ok'] for check in checks)} of {len(checks)} checks hold")
-    return 0 if all(check["ok"] for check in checks) else 1
+    sync_s = rows[0].step_s
+    print("row                      step s  over sync  closeness  idle: trainer  workers   lag mean, max   dropped")
+    for row in rows:
+        over = f"{sync_s / row.step_s:8.2f}x" if row.name.startswith(("sync", "mode")) else " " * 9
+        print(
+            f"{row.name:24}{row.step_s:7.2f}  {over}  {row.closeness:9.3f}  {row.trainer_idle:13.1%}  "
+            f"{row.rollouter_idle:7.1%}   {row.lag_mean:8.2f}, {row.lag_max:3}   {row.dropped:7}"
+        )
+    return output.finish(checks_of(rows))
 
 
 if __name__ == "__main__":

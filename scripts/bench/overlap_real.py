@@ -19,7 +19,6 @@ arithmetic, so less is gained here than where everybody has a machine.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checks import Check, Output, at_most
 from shaped.network import Link, Network
 
 from prime_node.observe import read_json_lines
@@ -136,28 +136,20 @@ def measure(folder: Path, level: int, seed: int) -> dict[str, Any]:
     }
 
 
-def checks_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the issue names: lag within k, and the same learning within noise where there are three seeds of each."""
+def checks_of(runs: Sequence[dict[str, Any]]) -> list[Check]:
+    """Check that the lag is within k, and that learning is the same within noise, where there are three seeds of each."""
     checks = []
     for run in runs:
         over = max(0, run["lag_max"] - run["k"])
-        checks.append(
-            {"name": f"k {run['k']}, seed {run['seed']}: lag above k", "value": over, "bar": 0, "ok": over == 0}
-        )
+        checks.append(at_most(f"k {run['k']}, seed {run['seed']}: lag above k", over, 0))
     levels = sorted({run["k"] for run in runs})
     ends = {level: [run["evaluations"][-1]["sampled"] for run in runs if run["k"] == level] for level in levels}
     if levels[:1] == [0] and all(len(found) >= 3 for found in ends.values()):
         for level in levels[1:]:
             difference = abs(statistics.fmean(ends[level]) - statistics.fmean(ends[0]))
             noise = max(max(found) - min(found) for found in (ends[0], ends[level]))
-            checks.append(
-                {
-                    "name": f"k {level}: accuracy at the end, beside k 0, in units of the seeds' range",
-                    "value": round(difference / max(noise, 1e-9), 3),
-                    "bar": 1.0,
-                    "ok": difference <= noise,
-                }
-            )
+            name = f"k {level}: accuracy at the end, beside k 0, in units of the seeds' range"
+            checks.append(at_most(name, difference / max(noise, 1e-9), 1.0))
     return checks
 
 
@@ -167,7 +159,7 @@ def main() -> int:
         "--resume", type=Path, required=True, metavar="DIR", help="where the runs are; made if it is not there"
     )
     parser.add_argument("--quick", action="store_true", help="a short warm-up and few held-out words")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--levels", default="0,1,2")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=200)
@@ -178,6 +170,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0, help="for this call")
     parser.add_argument("--png", type=Path, default=None, help="the learning curves with bands")
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     options.resume = options.resume.resolve()
     options.resume.mkdir(parents=True, exist_ok=True)
     runs, left = [], []
@@ -202,11 +195,11 @@ def main() -> int:
         from learning_plot import bands
 
         bands(runs, options.png, by="name", names=sorted({run["name"] for run in runs}))
-    if options.json:
-        print(json.dumps({"checks": checks, "runs": runs, "left": left}))
-    else:
-        show(runs, checks, left)
-    return 0 if not left and all(check["ok"] for check in checks) else 1
+    show(runs)
+    code = output.finish(checks)
+    if left:
+        print(f"not ended yet: {', '.join(left)}; the same command goes on", file=sys.stderr)
+    return 1 if left else code
 
 
 COLUMNS = {
@@ -225,7 +218,7 @@ COLUMNS = {
 }
 
 
-def show(runs: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]], left: Sequence[str]) -> None:
+def show(runs: Sequence[dict[str, Any]]) -> None:
     print("  ".join([*COLUMNS.values(), "sampled: first, last"]))
     for run in sorted(runs, key=lambda run: (run["k"], run["seed"])):
         cells = []
@@ -235,10 +228,6 @@ def show(runs: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]], left:
             cells.append(text.rjust(len(title)))
         marks = [mark["sampled"] for mark in run["evaluations"]] or [float("nan")]
         print("  ".join([*cells, f"{marks[0]:.2f}, {marks[-1]:.2f}"]))
-    for check in checks:
-        print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']}, bar {check['bar']}")
-    if left:
-        print(f"not ended yet: {', '.join(left)}; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import resource
 import statistics
@@ -29,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from checks import Check, Output, at_most
 from shaped.race import Row, System, run
 from shaped.rows import links
 from shaped.systems import baselines, ours
@@ -126,29 +126,19 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def checks_of(table: list[dict[str, Any]], leaked: dict[str, Any] | None) -> list[dict[str, Any]]:
-    checks: list[dict[str, Any]] = []
+def checks_of(table: list[dict[str, Any]], leaked: dict[str, Any] | None) -> list[Check]:
+    checks = []
     seeders = [line for line in table if line["system"] == SEEDER]
     if len(seeders) > 1:
         *_, before, last = seeders
         share = (last["receiver's peak MB"] - before["receiver's peak MB"]) / (last["MB"] - before["MB"])
-        checks.append(
-            {
-                "name": "a seeder's memory, over the file's growth",
-                "value": round(share, 3),
-                "bar": 0.2,
-                "ok": share <= 0.2,
-            }
-        )
+        checks.append(at_most("a seeder's memory, over the file's growth", share, 0.2))
     if leaked is not None:
         for name, bar in (("files", LEAK_FILES_MAX), ("tasks", LEAK_TASKS_MAX)):
             first, last = leaked[name]
-            grown = (last - first) / first
-            checks.append(
-                {"name": f"{name} in the second half", "value": round(grown, 3), "bar": bar, "ok": grown <= bar}
-            )
+            checks.append(at_most(f"{name} in the second half, growth", (last - first) / first, bar))
         kept, bar = leaked["bytes_a_policy"], LEAK_BYTES_MAX + leaked["peers"] * LEAK_PEER_BYTES_MAX
-        checks.append({"name": "bytes that stay of a policy", "value": kept, "bar": bar, "ok": kept <= bar})
+        checks.append(at_most("bytes that stay of a policy", kept, bar))
     return checks
 
 
@@ -157,7 +147,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="64 MB once, and ten peers for ten seconds: under a minute"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--peers", type=int, default=50, help="of the second part")
     parser.add_argument("--leak-minutes", type=float, default=0.0, help="of the second part; 0 leaves it out")
     parser.add_argument("--only-leak", action="store_true", help="leave out the first part")
@@ -166,6 +156,7 @@ def main() -> int:
         "--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files and baselines"
     )
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     options.folder.mkdir(parents=True, exist_ok=True)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -180,14 +171,9 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             leaked = runner.run(leak(peers, 60 * minutes))
     checks = checks_of(table, leaked)
-    if options.json:
-        print(json.dumps({"checks": checks, "costs": table, "leak": leaked}))
-    else:
-        for line in [*table, *([leaked] if leaked else [])]:
-            print("  ".join(f"{name} {value}" for name, value in line.items()))
-        for check in checks:
-            print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']}, bar {check['bar']}")
-    return 0 if all(check["ok"] for check in checks) else 1
+    for line in [*table, *([leaked] if leaked else [])]:
+        print("  ".join(f"{name} {value}" for name, value in line.items()))
+    return output.finish(checks)
 
 
 if __name__ == "__main__":

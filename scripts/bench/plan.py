@@ -10,15 +10,14 @@ products.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from checks import Check, Output
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,17 +35,15 @@ SEQUENCES, LENGTH = 4, 256
 GPUS = (8, 16, 32, 64, 128, 256)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     arguments = parser.parse_args()
+    output = Output(as_json=arguments.json)
     torch.set_num_threads(1)
     table = {f"{name} on {gpus}": _row(name, gpus) for name in SHAPES for gpus in GPUS}
-    checks = measure(repeats=3 if arguments.quick else 7)
-    if arguments.json:
-        print(json.dumps({"table": table, "checks": checks}))
-        return
+    checks, others = measure(repeats=3 if arguments.quick else 7)
     print("a step of 512 sequences of 8,192 tokens, activations computed again, H100 in nodes of 8, 400 Gbit/s a GPU")
     columns = ("step s", "compute", "traffic", "waiting", "copy ms", "GB a GPU", "MFU")
     print(f"{'':12}" + "".join(f"{column:>10}" for column in columns))
@@ -54,8 +51,9 @@ def main() -> None:
         fits = "" if row["memory_gb"] < 80 else "  does not fit"
         values = (*(row[key] for key in ("step_s", "compute_s", "traffic_s", "wait_s")), 1e3 * row["copy_s"])
         print(f"{name:12}" + "".join(f"{value:10.2f}" for value in (*values, row["memory_gb"], row["mfu"])) + fits)
-    for check in checks:
-        print(f"{'ok  ' if check['ok'] else 'MISS'} {check['name']}: {check['value']:.3f} ({check['bar']})")
+    for what, value in others.items():
+        print(f"{what}: {value:.3f}")
+    return output.finish(checks)
 
 
 def _row(name: str, gpus: int) -> dict[str, float]:
@@ -71,8 +69,8 @@ def _row(name: str, gpus: int) -> dict[str, float]:
     }
 
 
-def measure(*, repeats: int) -> list[dict[str, Any]]:
-    """The parts of the formula that this machine can check, as measured / predicted."""
+def measure(*, repeats: int) -> tuple[list[Check], dict[str, float]]:
+    """Return what this machine can check of the formula, as measured / predicted, and figures without a bar."""
     folder = Path(tempfile.mkdtemp())
     for name, data in model_files(
         hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS, intermediate_size=INTERMEDIATE
@@ -107,7 +105,7 @@ def measure(*, repeats: int) -> list[dict[str, Any]]:
     held = backend.state_bytes()
     passes_s = stats.work["passes_seconds"]
     step_s = statistics.median(seconds)
-    return [
+    checks = [
         _check("FLOPs of a step, counted by torch / 6 P T + 6 L h s T", counter.get_total_flops() / flops, 0.9, 1.1),
         _check(
             "bytes held between steps / 16 P (gradients are freed, so 12 P)",
@@ -116,9 +114,8 @@ def measure(*, repeats: int) -> list[dict[str, Any]]:
             1.01,
         ),
         _check("seconds of a step / FLOPs at this machine's matmul speed", step_s / (flops / speed), 0.9, 2.5),
-        {"name": "share of the step in passes", "value": passes_s / step_s, "bar": "told", "ok": True},
-        {"name": "matmul GFLOP/s, one thread, fp32", "value": speed / 1e9, "bar": "told", "ok": True},
     ]
+    return checks, {"share of the step in passes": passes_s / step_s, "matmul GFLOP/s, one thread, fp32": speed / 1e9}
 
 
 def _matmul_flops(repeats: int) -> float:
@@ -132,9 +129,9 @@ def _matmul_flops(repeats: int) -> float:
     return 2.0 * SEQUENCES * LENGTH * HIDDEN * INTERMEDIATE / statistics.median(seconds)
 
 
-def _check(name: str, value: float, low: float, high: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "bar": f"{low} to {high}", "ok": low <= value <= high}
+def _check(name: str, value: float, low: float, high: float) -> Check:
+    return Check(name, value, f"{low} to {high}", low <= value <= high)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

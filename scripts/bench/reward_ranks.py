@@ -10,13 +10,13 @@ is at 1e5. Rollouts are those that were compared: with `reference_share` 0.25 fo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from checks import Output, at_most
 
 from prime_protocol.evidence import Sums, folded, log_evidence
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
@@ -82,11 +82,12 @@ def rollouts_needed(draw: Draw, best_of: int, workers: int) -> list[float]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer workers")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON and nothing else")
     arguments = parser.parse_args()
+    output = Output(as_json=arguments.json)
     cheats, honest, groups = (11, 100, 60) if arguments.quick else (41, 1_000, 150)
     table = {
         (task, n): np.quantile(rollouts_needed(draw, n, cheats), (0.5, 0.95), method="higher")
@@ -101,23 +102,19 @@ def main() -> None:
     most = max(max(each) for each in highest.values())
     at_ten = float(np.mean([log_m >= math.log(10) for each in highest.values() for log_m in each]))
     found = [
-        {"name": "honest workers ever at 10, share", "value": at_ten, "bar": 0.1, "ok": at_ten <= 0.1},
-        {"name": "highest evidence of an honest worker, nats", "value": most, "bar": 11.5, "ok": most < 11.5},
+        at_most("honest workers ever at 10, share", at_ten, 0.1),
+        at_most("highest evidence of an honest worker, nats", most, 11.5),
     ]
     for n, bar in ((3, 300), (4, 200)):
         median = float(table["right in 30 of 100", n][0])
-        found.append({"name": f"best of {n}, compared rollouts", "value": median, "bar": bar, "ok": median <= bar})
-    if arguments.json:
-        print(json.dumps({"checks": found}))
-        return
+        found.append(at_most(f"best of {n}, compared rollouts", median, bar))
     print("| rewards | best of 2 | best of 3 | best of 4 | best of 8 |\n|---|---|---|---|---|")
     for task in TASKS:
         cells = (" / ".join(f"{each:.0f}" for each in table[task, n]) for n in (2, 3, 4, 8))
         print(f"| {task} | " + " | ".join(cells) + " |")
     print(f"\nhonest: {len(highest)} x {honest:,} workers of {groups} compared groups")
-    for check in found:
-        print(f"{'ok  ' if check['ok'] else 'BAD '} {check['name']}: {check['value']:g} (bar {check['bar']:g})")
+    return output.finish(found)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
 import tracemalloc
 from collections import defaultdict
 from typing import Any
+
+from checks import Output, at_least
 
 from prime_node.broadcast.follow.paths import Route
 from prime_node.coordinator.state import events as ev
@@ -145,8 +146,9 @@ def bytes_each(num_workers: int, num_leases: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="below a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     sizes = (100, 1_000, 10_000, 100_000)
     rounds, num_events = (3, 60_000) if options.quick else (5, 300_000)
     rows: list[dict[str, Any]] = []
@@ -174,21 +176,15 @@ def main() -> int:
     checks = []
     for preset in ("prime_rl", "verl_partial"):
         of = {row["workers"]: row["median"] for row in rows if row["preset"] == preset}
-        checks.append((f"{preset}: events a second, 100,000 workers", of[100_000], 100_000.0))
-        checks.append((f"{preset}: rate with 100,000 workers of that with 100", of[100_000] / of[100], 0.5))
-    if options.json:
-        told = [{"name": name, "value": round(value, 3), "bar": bar, "ok": value >= bar} for name, value, bar in checks]
-        print(json.dumps({"checks": told, "rows": rows, "bytes": memory}))
-    else:
-        for row in rows:
-            what = f"{row['preset']}, {row['workers']:,} workers"
-            print(f"{what:32} {row['median']:10,.0f} events/s   ({row['low']:,.0f} to {row['high']:,.0f})")
-            print("    us: " + ", ".join(f"{name} {took:.1f}" for name, took in row["lease_us"].items()))
-        for name, taken in memory.items():
-            print(f"{name}, of {num_counted:,}: {taken:,.0f} bytes")
-        for name, value, bar in checks:
-            print(f"{'ok  ' if value >= bar else 'MISS'} {name}: {value:,.2f}, bar {bar:,}")
-    return 0 if all(value >= bar for _, value, bar in checks) else 1
+        checks.append(at_least(f"{preset}: events a second, 100,000 workers", of[100_000], 100_000))
+        checks.append(at_least(f"{preset}: rate with 100,000 workers of that with 100", of[100_000] / of[100], 0.5))
+    for row in rows:
+        what = f"{row['preset']}, {row['workers']:,} workers"
+        print(f"{what:32} {row['median']:10,.0f} events/s   ({row['low']:,.0f} to {row['high']:,.0f})")
+        print("    us: " + ", ".join(f"{name} {took:.1f}" for name, took in row["lease_us"].items()))
+    for name, taken in memory.items():
+        print(f"{name}, of {num_counted:,}: {taken:,.0f} bytes")
+    return output.finish(checks)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import statistics
@@ -30,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import siege_attacks
+from checks import Check, Output, at_least, at_most
 from siege_attacks import NAMES, Target
 from tests.node.coordinator_world import (
     ENGINE,
@@ -86,14 +86,6 @@ class Seen:
     @property
     def p99_s(self) -> float:
         return statistics.quantiles(self.latencies_s, n=100)[98]
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    value: float
-    bar: str
-    ok: bool
 
 
 def siege_run() -> PinnedRun:
@@ -276,9 +268,7 @@ async def besiege(options: argparse.Namespace, members: Members, target: Target,
             if all(check.ok for check in best) or (options.quick and time.perf_counter() - began > QUICK_S_MAX):
                 break
         checks += best
-        if not options.json:
-            for check in best:
-                print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})", flush=True)
+        print(f"{name}: {sum(check.ok for check in best)} of {len(best)} bars hold", flush=True)
     return checks
 
 
@@ -288,13 +278,11 @@ def checks_of(name: str, quiet: Sequence[Seen], seen: Seen, base_bytes: int) -> 
     share = seen.uploads_per_s / statistics.fmean(one.uploads_per_s for one in quiet)
     more = (seen.memory_bytes - base_bytes) / 2**20
     return [
-        Check(
-            f"{name}: heartbeats' p99 by the quiet one", times, f"<= {LATENCY_TIMES_MAX}", times <= LATENCY_TIMES_MAX
-        ),
-        Check(f"{name}: heartbeats that failed", seen.num_failed, "0", seen.num_failed == 0),
-        Check(f"{name}: uploads by the quiet rate", share, f">= {UPLOADS_SHARE_MIN}", share >= UPLOADS_SHARE_MIN),
-        Check(f"{name}: memory beyond the quiet, MiB", more, "<= 64", more * 2**20 <= MEMORY_BYTES_MAX),
-        Check(f"{name}: seconds to recover", seen.recovery_s, "<= 5", seen.recovery_s <= RECOVERY_S_MAX),
+        at_most(f"{name}: heartbeats' p99 by the quiet one", times, LATENCY_TIMES_MAX),
+        at_most(f"{name}: heartbeats that failed", seen.num_failed, 0),
+        at_least(f"{name}: uploads by the quiet rate", share, UPLOADS_SHARE_MIN),
+        at_most(f"{name}: memory beyond the quiet, MiB", more, MEMORY_BYTES_MAX / 2**20),
+        at_most(f"{name}: seconds to recover", seen.recovery_s, RECOVERY_S_MAX),
     ]
 
 
@@ -305,6 +293,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="three seconds of each")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     options.seconds = QUICK_S if options.quick else options.seconds
     cores = sorted(os.sched_getaffinity(0))
     servers, others = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
@@ -326,9 +315,7 @@ def main() -> int:
         with process(upload_all, f"http://127.0.0.1:{port}", others, remote, count):
             assert pipe.poll(60.0), "the members did not start"
             checks = asyncio.run(measure(server, port))
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}))
-    return 0 if all(check.ok for check in checks) else 1
+    return output.finish(checks)
 
 
 if __name__ == "__main__":

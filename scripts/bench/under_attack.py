@@ -22,15 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from checks import Check, Output, at_least, at_most
 from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row, missing_of, run_each
 from learning_plot import bands
-from learning_report import Check
 
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
@@ -223,25 +223,18 @@ def checks(runs: Sequence[dict[str, Any]]) -> list[Check]:
     found = []
     if honest and len(honest) == len(checked):
         worst = max(abs(a - b) for a, b in zip(honest, checked, strict=True))
-        found.append(
-            Check(
-                "largest difference of accuracy, checks on, from the honest run of the seed",
-                worst,
-                "<= 0.05",
-                worst <= 0.05,
-            )
-        )
+        found.append(at_most("largest difference of accuracy, checks on, from the honest run of the seed", worst, 0.05))
         poisoned = sum(run["poisoned_groups"] for run in runs if run["condition"] == Condition.CHECKED)
-        found.append(Check("groups of cheats that were trained on, checks on", poisoned, "0", poisoned == 0))
+        found.append(at_most("groups of cheats that were trained on, checks on", poisoned, 0))
         hurt = sum(run["refused"]["honest"] for run in runs)
-        found.append(Check("groups of honest workers that were refused", hurt, "0", hurt == 0))
+        found.append(at_most("groups of honest workers that were refused", hurt, 0))
     if honest and len(honest) == len(unchecked) and runs[0]["steps"] > QUICK_STEPS:
         loss = statistics.fmean(a - b for a, b in zip(honest, unchecked, strict=True))
-        found.append(Check("accuracy that the attack costs without checks, mean", loss, "> 0.1", loss > 0.1))
+        found.append(at_least("accuracy that the attack costs without checks, mean", loss, 0.1))
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the runs; one that is there is not repeated")
     parser.add_argument("--steps", type=int, default=150)
@@ -255,6 +248,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.out is None and not options.quick:
         parser.error("give --out DIR, or --quick")
+    output = Output(as_json=options.json)
     with tempfile.TemporaryDirectory() as scratch:
         out, evaluation = options.out or Path(scratch), 512
         if options.quick:
@@ -267,14 +261,10 @@ def main() -> None:
         sys.exit(f"no runs in {out}")
     if options.plot:
         bands(runs, options.plot, by="condition", names=[str(condition) for condition in Condition])
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks(runs)]}))
-        return
     report(runs)
     print()
-    for check in checks(runs):
-        print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:.3g} (bar {check.bar})")
+    return output.finish(checks(runs))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import re
@@ -29,11 +28,11 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from checks import Output, at_least, at_most
 from memory import peak_bytes
 
 from prime_node.adapters.storage.folder_source import FolderSource
@@ -73,16 +72,6 @@ HASHING_SHARE_MIN = 0.8
 """Of raw hashing with as many threads. An event loop's start and handing over parts cost some milliseconds at any size."""
 EXTRA_BYTES_MAX = 256 * 2**20
 """Memory of an audit beyond the weights themselves and what the interpreter holds."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One number against its bar."""
-
-    name: str
-    value: float
-    bar: str
-    ok: bool
 
 
 def make_weights(elements: int) -> Weights:
@@ -296,6 +285,7 @@ def main() -> int:
     if options.audit:
         print(audit_alone(Path(options.audit[0]), options.audit[1]))
         return 0
+    output = Output(as_json=options.json)
     warm_up()
     with tempfile.TemporaryDirectory() as scratch:
         folder, run = Path(scratch) / "public", make_run()
@@ -310,52 +300,34 @@ def main() -> int:
         sent, sent_delta = bench.anchor.encodings[0].sent_bytes, bench.delta.encodings[0].sent_bytes
     share = min(taken["raw"]) / min(taken["hashing"])
     checks = [
-        Check(
-            "verify's hashing, share of raw hashing on as many threads",
-            round(share, 3),
-            f">= {HASHING_SHARE_MIN}",
-            share >= HASHING_SHARE_MIN,
-        ),
-        Check(
-            "memory beyond the weights, MiB",
-            round(extra / 2**20, 1),
-            f"<= {EXTRA_BYTES_MAX // 2**20}",
-            extra <= EXTRA_BYTES_MAX,
-        ),
+        at_least("verify's hashing, share of raw hashing on as many threads", share, HASHING_SHARE_MIN),
+        at_most("memory beyond the weights, MiB", extra / 2**20, EXTRA_BYTES_MAX / 2**20),
     ]
-    if options.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}))
-    else:
-        print(f"{hardware()}; {time.strftime('%Y-%m-%d')}")
+    print(f"{hardware()}; {time.strftime('%Y-%m-%d')}")
+    print(f"anchor: {sent / 1e6:.0f} MB for {raw_bytes / 1e6:.0f} MB of weights; delta: {sent_delta / 1e6:.1f} MB\n")
+    print("| | seconds | best | GB/s published | GB/s weights |\n|---|---|---|---|---|")
+    titles = {
+        "raw1": "raw: read and BLAKE3, one thread",
+        "raw": f"raw: read and BLAKE3, {PARTS_AT_ONCE} threads",
+        "hashing": "verify's reader: hashing alone",
+        "decode": "chunks hashed and decoded, parts in memory",
+        "verify": "verify of the anchor, all checks",
+        "delta": "verify of the delta, its anchor included",
+        "compare": "--against, beyond the audit",
+        "export": "--export, beyond the audit (SHA-256, fsync)",
+        "tensor": "--tensor, 1 of 24 tensors",
+    }
+    for name, title in titles.items():
+        seconds = taken[name]
+        middle = statistics.median(seconds)
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [middle] * 3
+        part = 1 / TENSORS if name == "tensor" else 1.0
+        published = (sent + (sent_delta if name == "delta" else 0)) * part / 1e9
         print(
-            f"anchor: {sent / 1e6:.0f} MB for {raw_bytes / 1e6:.0f} MB of weights; delta: {sent_delta / 1e6:.1f} MB\n"
+            f"| {title} | {middle:.3f} ± {(quartiles[2] - quartiles[0]) / 2:.3f} | {min(seconds):.3f} "
+            f"| {published / min(seconds):.2f} | {raw_bytes * part / 1e9 / min(seconds):.2f} |"
         )
-        print("| | seconds | best | GB/s published | GB/s weights |\n|---|---|---|---|---|")
-        titles = {
-            "raw1": "raw: read and BLAKE3, one thread",
-            "raw": f"raw: read and BLAKE3, {PARTS_AT_ONCE} threads",
-            "hashing": "verify's reader: hashing alone",
-            "decode": "chunks hashed and decoded, parts in memory",
-            "verify": "verify of the anchor, all checks",
-            "delta": "verify of the delta, its anchor included",
-            "compare": "--against, beyond the audit",
-            "export": "--export, beyond the audit (SHA-256, fsync)",
-            "tensor": "--tensor, 1 of 24 tensors",
-        }
-        for name, title in titles.items():
-            seconds = taken[name]
-            middle = statistics.median(seconds)
-            quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [middle] * 3
-            part = 1 / TENSORS if name == "tensor" else 1.0
-            published = (sent + (sent_delta if name == "delta" else 0)) * part / 1e9
-            print(
-                f"| {title} | {middle:.3f} ± {(quartiles[2] - quartiles[0]) / 2:.3f} | {min(seconds):.3f} "
-                f"| {published / min(seconds):.2f} | {raw_bytes * part / 1e9 / min(seconds):.2f} |"
-            )
-        print("\n| check | value | bar | |\n|---|---|---|---|")
-        for check in checks:
-            print(f"| {check.name} | {check.value} | {check.bar} | {'ok' if check.ok else '**missed**'} |")
-    return 0 if all(check.ok for check in checks) else 1
+    return output.finish(checks)
 
 
 if __name__ == "__main__":
