@@ -2,7 +2,7 @@
 
 A piece asks little of HTTP: a GET with a Range, and an answer with a Content-Length. Here the answer's bytes go from the kernel
 into one buffer of their size; aiohttp's client, which can do everything, took a third of a receiver's time
-(scripts/bench/RESULTS.md, section "Broadcast"). Whatever is not that plain is an error of the server.
+(DECISIONS.md, 65). Whatever is not that plain is an error of the server.
 
 Who waits for whom: `get` waits for a connection, then for its answer; a connection carries one request at a time. A request that
 is cancelled closes its connection. One timer for each connection looks whether bytes still come.

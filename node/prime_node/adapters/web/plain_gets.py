@@ -3,7 +3,7 @@
 A connection begins here. As long as each request comes whole, in one reading, and is a GET of a bulk route that asks for nothing
 special, it is answered here; anything else (another route, a body, a header in two packets) is handed over, and with it the
 connection for good. So one parser alone sees each request, and this one refuses whatever it need not understand. What aiohttp's
-server takes for each piece was a third of a sender's processor time (scripts/bench/RESULTS.md, section "Broadcast").
+server takes for each piece was a third of a sender's processor time (DECISIONS.md, 65).
 
 Who waits for whom: an answer waits for its handler, then until the transport has taken it; the next request waits for that. Who
 goes away cancels his answer. A timer looks whether the connection is used, and whether its reader reads.

@@ -206,7 +206,7 @@ ADVERSARIES: dict[str, Adversary] = {
         partner="handing-out",
     ),
 }
-"""The cheats of the table in RESULTS.md."""
+"""The cheats that scripts/bench/adversaries.py runs."""
 
 ACCOMPLICES: dict[str, Adversary] = {
     "telling": Adversary("An honest worker that gives its bundles away.", port=uploads.Telling, changes_text=False),
