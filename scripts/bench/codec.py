@@ -2,7 +2,7 @@
 
     python scripts/bench/codec.py --quick                      synthetic checkpoints, under a minute
     python scripts/bench/checkpoints.py --out DIR              real ones, half an hour, once
-    python scripts/bench/codec.py --checkpoints DIR            the table of RESULTS.md
+    python scripts/bench/codec.py --checkpoints DIR            the recorded figures
 
 Every codec is timed in turn inside each round, in processor time, so that a busy machine slows all of them alike; the table
 shows medians and, after the sign, half the spread between the quartiles. Decoding means decoding and applying: in place to a copy

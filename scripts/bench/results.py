@@ -30,8 +30,10 @@ NEVER_RECORDED: dict[str, str] = {}
 HEAD = """# Results
 
 `scripts/bench/results.py` writes this page from `scripts/bench/results/*.json`; `results.py record` adds a run. For each bar
-it shows the newest recorded value. **missed** is a bar that did not hold in that run. Figures are as good as their machine was
-quiet: read the notes. What was tried on the way to these figures is in the git history of this file.
+it shows the newest recorded value; missed bars come first. Figures are as good as their machine was
+quiet: read the notes. What was tried on the way to these figures is in the git history of this file. Pictures:
+[which loss learns](../../docs/learning.png), [an attack on learning](../../docs/under-attack.png),
+[staleness with real parts](../../docs/overlap-real.png), [the swarm at 10,000 homes](../../docs/swarm-scale.png).
 """
 
 
@@ -89,6 +91,7 @@ def page(runs: list[Run]) -> str:
     used = [run for run in runs if any(run is one for group in bars.values() for one, _ in group.values())]
     number = {id(run): index for index, run in enumerate(sorted(used, key=lambda run: run.title), start=1)}
     rows = [(key, name, run, check) for key, group in bars.items() for name, (run, check) in group.items()]
+    rows.sort(key=lambda row: bool(row[-1]["ok"]))  # missed ones first
     missed = sum(not check["ok"] for *_, check in rows)
     lines = [HEAD, f"{len(rows)} bars, {missed} missed.\n"]
     if NEVER_RECORDED:

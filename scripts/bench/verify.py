@@ -1,7 +1,7 @@
 """Speed of `prime-node verify` beside raw hashing of the same files, in one run.
 
     python scripts/bench/verify.py --quick          a policy of 300 MB, under a minute
-    python scripts/bench/verify.py                  600 MB, the table of RESULTS.md
+    python scripts/bench/verify.py                  600 MB
 
 A published folder is generated: an anchor and a delta of a model with Gaussian weights in bf16, signed and chained as a trainer
 would. Every figure is taken in turn inside each round, those of a few milliseconds five times; the table shows medians and, after
