@@ -108,8 +108,8 @@ def page(runs: list[Run]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for run in sorted(used, key=lambda run: number[id(run)]):
-        cells = (str(number[id(run)]), run.title, run.date, run.commit, f"`{run.command}`", run.machine, run.notes)
-        lines.append("| " + " | ".join(cells) + " |")
+        row = (str(number[id(run)]), run.title, run.date, run.commit, f"`{run.command}`", run.machine, run.notes)
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
 
