@@ -1,4 +1,7 @@
-"""A confined process changes its own scheduling and priority, and no foreign process's."""
+"""A confined process changes its own scheduling and priority, and no foreign process's.
+
+It keeps CAP_SYS_NICE, as a role of root does.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 ATTACKS = """
 import struct
+from prime_node.adapters.sandbox.privileges import SYS_NICE
 from prime_node.adapters.sandbox.syscalls import architecture
 numbers = architecture().numbers
 libc = ctypes.CDLL(None, use_errno=True)
@@ -53,7 +57,9 @@ def scheduling(pid: int) -> tuple[object, ...]:
 
 def test_no_foreign_process_is_rescheduled(tmp_path: Path, victim: int) -> None:
     before = scheduling(victim)
-    program = ATTACKS + "confine(Rules(**USUAL))\nprint(json.dumps(attack(told['victim'])))"
+    program = (
+        ATTACKS + "confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))\nprint(json.dumps(attack(told['victim'])))"
+    )
     found = inside(tmp_path, program, victim=victim)
     assert scheduling(victim) == before
     assert {name for name, outcome in found.items() if outcome == "done"} <= {"affinity", "scheduler", "parameters"}
@@ -71,7 +77,7 @@ def test_groups_and_users_are_not_rescheduled(tmp_path: Path) -> None:
     program = (
         ATTACKS
         + """
-confine(Rules(**USUAL))
+confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))
 print(json.dumps([
     *(tried(lambda: os.setpriority(kind, 0, 0)) for kind in (os.PRIO_PGRP, os.PRIO_USER)),
     *(tried(lambda: call("ioprio_set", kind, 0, 0)) for kind in (2, 3)),
@@ -85,7 +91,7 @@ def test_a_process_still_changes_its_own_scheduling(tmp_path: Path) -> None:
     program = (
         ATTACKS
         + """
-confine(Rules(**USUAL))
+confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))
 found = attack(0)
 print(json.dumps([found, len(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)]))
 """
