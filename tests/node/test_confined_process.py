@@ -9,8 +9,8 @@ from huggingface_hub import constants
 from tests.node.test_environment_process import model  # noqa: F401 (a fixture)
 from tests.security.hostile_world import BOUNDS, package, running, tried
 
-from prime_node.adapters.environments.process import passed_on
-from prime_node.adapters.environments.walls import Walls, around_command, described
+from prime_node.adapters.environments.variables import passed_on
+from prime_node.adapters.environments.walls import Walls, around_command, read_order
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import start_environments
 from prime_node.envs.settings import EnvironmentSettings
@@ -104,7 +104,7 @@ def test_root_becomes_another_user_only_where_all_that_is_read_is_readable_by_al
         line, folder, inside = around_command(["true"], tmp_path, walls, imports=[])
         assert (inside.user, inside.isolated, folder) == (user, True, Path("/tmp"))
         assert ("--unshare-user-try" in line) is (user is None)
-        assert Walls.of(described(inside)) == inside
+        assert read_order(line[-1]) == (inside, folder)
 
 
 def test_only_harmless_variables_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

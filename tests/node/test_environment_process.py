@@ -19,9 +19,9 @@ from prime_node.adapters.environments.process import (
     EnvironmentProcess,
     ProcessEnvironment,
     ProcessTurnEnvironment,
-    passed_on,
 )
-from prime_node.adapters.environments.walls import Walls, described
+from prime_node.adapters.environments.variables import passed_on
+from prime_node.adapters.environments.walls import Walls, order
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import model_files
 from prime_node.cli.environment_service import LEFT_BEHIND_MAX
@@ -186,9 +186,7 @@ def walls(model: Path) -> Walls:
 @pytest.fixture
 def hanging(model: Path) -> Iterator[EnvironmentProcess]:
     def start(folder: Path) -> Start:
-        return Start(
-            [sys.executable, "-c", HANGS], passed_on(folder), {"folder": str(folder), "walls": described(walls(model))}
-        )
+        return Start([sys.executable, "-c", HANGS, order(walls(model), folder)], passed_on(folder))
 
     process = EnvironmentProcess(start, {"environments": [], "model": {}}, silence_s_max=0.5)
     yield process
@@ -273,11 +271,11 @@ async def test_an_episode_with_many_threads_of_its_own_wears_nothing_out(hanging
 def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
     model: Path, tmp_path: Path, is_broken: bool
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", HANGS, order(walls(model), tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    hello: dict[str, object] = {"id": 0, "environments": [], "model": {}, "folder": str(tmp_path)}
-    hello["walls"] = described(walls(model))
+    hello: dict[str, object] = {"id": 0, "environments": [], "model": {}}
     played = {"method": "play", "environment": "world", "prompt": [1]}
     process.stdin.write(json.dumps(hello).encode() + b"\n")
     process.stdin.flush()

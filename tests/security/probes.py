@@ -213,6 +213,10 @@ def set_priority(pid: str) -> str:
     return "changed"
 
 
+def user(_: str) -> str:
+    return str(os.getresuid()[0])
+
+
 def mount_tmpfs(_: str) -> str:
     if LIBC.mount(b"x", b"/tmp", b"tmpfs", 0, None):
         raise OSError(ctypes.get_errno(), "mount")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.security.hostile_world import BOUNDS, hostile, model, package, tried
 
-from prime_node.adapters.environments.launcher import ORDER_BYTES_MAX, Launcher, Plan
+from prime_node.adapters.environments.child import Start
+from prime_node.adapters.environments.launcher import ORDER_BYTES_MAX, Launched, Launcher, Plan
+from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment
+from prime_node.adapters.environments.walls import NOBODY, Walls
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import end_environments, open_launcher, start_environments
 from prime_protocol.errors import LocalError
@@ -85,38 +94,119 @@ def test_a_confined_role_starts_isolated_environments_again_and_again(tmp_path: 
     assert ran.returncode == 0, ran.stderr
 
 
-def sleeper() -> Launcher:
-    return Launcher({False: Plan(["/bin/sleep", "987654"], {"PATH": "/bin"}, None)})
+def walls(**changes: Any) -> Walls:
+    bounds = {name: value for name, value in BOUNDS.model_dump().items() if name in Walls.__dataclass_fields__}
+    return Walls(**{"read": (), "hidden": (), "network": False, "loopback": True, **bounds, **changes})
+
+
+@contextlib.contextmanager
+def launching(script: str, plan: Plan) -> Iterator[Launcher]:
+    """Start a launcher whose processes run a script of the shell. Only bubblewrap confines them."""
+    if why := bubblewrap.find()[1]:
+        pytest.skip(why)
+    launcher = Launcher({False: plan}, ["/bin/sh", "-c", script])
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def said(made: Launched) -> str:
+    """All that a process prints until it ends."""
+    with made.stdin, made.stdout, made.stderr:
+        return made.stdout.read().decode()
 
 
 def test_an_order_brings_no_command_and_a_bad_one_starts_nothing() -> None:
-    launcher = sleeper()
-    try:
+    with launching("echo up; exec sleep 987654", Plan(walls())) as launcher:
         made = launcher.start(network=False)
+        assert made.stdout.readline() == b"up\n"
         arguments = Path(f"/proc/{made.pid}/cmdline")
-        assert arguments.read_bytes().split(b"\0")[:2] == [b"/bin/sleep", b"987654"]
-        orders: list[object] = [{"network": True}, {}, {"line": ["/bin/true"]}, {"kill": "x"}, {"kill": 1}, [], 7]
+        assert b"\0--\0/bin/sh\0-c\0echo up; exec sleep 987654\0" in arguments.read_bytes()
+        narrow = {"network": False, "loopback": False}
+        orders: list[object] = [
+            *(
+                {"network": True, "loopback": False, "read": []},
+                {},
+                {"line": ["/bin/true"]},
+                {"kill": "x"},
+                {"kill": 1},
+            ),
+            *([], 7, {**narrow, "read": 1}, {**narrow, "read": ["\0"]}, {**narrow, "read": ["relative"]}, narrow),
+        ]
         for order in orders:
-            socket.send_fds(launcher._channel, [json.dumps(order).encode()], [])
-            assert "pid" not in json.loads(launcher._channel.recv(ORDER_BYTES_MAX))
+            with Path(os.devnull).open("rb") as pipe:
+                socket.send_fds(launcher._channel, [json.dumps(order).encode()], [pipe.fileno()] * 3)
+            assert "pid" not in json.loads(launcher._channel.recv(ORDER_BYTES_MAX)), order
         with pytest.raises(LocalError, match="does not start"):
             launcher.start(network=True)
         assert arguments.exists(), "what runs goes on"
         launcher.kill(made.pid)
         assert not arguments.exists()
-        for stream in (made.stdin, made.stdout, made.stderr):
-            stream.close()
-    finally:
-        launcher.close()
+        said(made)
 
 
 def test_what_it_started_ends_with_its_role() -> None:
-    launcher = sleeper()
-    made = launcher.start(network=False)
-    for stream in (made.stdin, made.stdout, made.stderr):
-        stream.close()
-    launcher.close()
+    with launching("echo up; exec sleep 987654", Plan(walls())) as launcher:
+        made = launcher.start(network=False)
+        assert made.stdout.readline() == b"up\n"
+    said(made)
     assert not Path(f"/proc/{made.pid}").exists()
+
+
+def test_a_process_sees_the_files_of_its_own_environments_and_no_others(tmp_path: Path) -> None:
+    """bubblewrap alone keeps the others away: the script never confines itself."""
+    data, other = tmp_path / "data", tmp_path / "data" / "other.jsonl"
+    data.mkdir()
+    (data / "mine.jsonl").write_text("mine")
+    other.write_text("other")
+    with launching(f"ls {data}; cat {data}/*", Plan(walls(), (str(data),))) as launcher:
+        made = launcher.start(network=False, read=[str(data / "mine.jsonl")])
+        assert said(made) == "mine.jsonl\nmine"
+        made = launcher.start(network=False)
+        assert "mine" not in said(made)
+
+
+def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "data" / "run"
+    run.mkdir(parents=True)
+    for path in (tmp_path / "secret", run / "worker.key", data / "rows"):
+        path.write_text("secret")
+    (data / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "way").symlink_to(data)
+    refused = [
+        *(tmp_path / "secret", run / "worker.key", data / "link", data, data / ".." / "secret", data / "gone"),
+        *(tmp_path / "way" / "rows", Path("/etc/shadow"), Path("/"), data / "run" / ".." / "rows"),
+    ]
+    with launching("exec true", Plan(walls(hidden=(str(run),)), (str(data),))) as launcher:
+        for path in refused:
+            with pytest.raises(LocalError, match="does not start"):
+                launcher.start(network=False, read=[str(path)])
+        said(launcher.start(network=False, read=[str(data / "rows")]))
+
+
+def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says wider ones to a process, as it could before the launcher wrote them into the command line."""
+    monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
+    monkeypatch.setenv("PRIME_ENVIRONMENT_KEY_OF_A_JUDGE", "secret")
+    launcher = open_launcher(BOUNDS, hidden=[tmp_path / "run"])
+    if launcher is None:
+        pytest.skip(bubblewrap.find()[1])
+    wide = asdict(walls(read=("/",), network=True, memory_bytes_max=2**40, processes_max=10**6, open_files_max=10**5))
+    hello = {"environments": [hostile().model_dump()], "model": {}, "folder": "/", "walls": wide}
+    process = EnvironmentProcess(lambda _: Start(launch=partial(launcher.start, network=False)), hello)
+    world = ProcessEnvironment(process, "hostile")
+    try:
+        assert tried(world, "raise_limits").startswith("refused")
+        assert re.match("refused: MemoryError", tried(world, "memory_bomb", str(2**31)))
+        assert re.match("refused: OSError EMFILE", tried(world, "open_bomb"))
+        assert tried(world, "open_socket", "2,2,0").startswith("refused")
+        assert "refused" in tried(world, "read", "/etc/shadow")
+        assert tried(world, "user") == f"did: {NOBODY if os.geteuid() == 0 else os.geteuid()}"
+        assert "secret" not in tried(world, "read", "/proc/self/environ")
+    finally:
+        process.close()
+        launcher.close()
 
 
 def _bytes(path: Path) -> bytes:

@@ -1,7 +1,8 @@
 """The process in which environments run: `python -m prime_node.cli.environment_process`, started by their host, never by hand.
 
 The invariant: before any environment's code is loaded, and before the first thread is started, this process can do nothing but
-what its host has named, and it has never heard of a key. So it imports the rest when it is confined. It ends with its host.
+what its command line names, and it has never heard of a key. So it imports the rest when it is confined. A writer to its
+stdin cannot widen its walls, because it builds them before it reads the first line. It ends with its host.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import traceback
 
 from prime_node.cli.wire_walls import confined
@@ -35,11 +37,11 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
+        folder, missing = confined(sys.argv[-1])
         hello = json.loads(first_line())
-        missing = confined(hello)
         from prime_node.cli.environment_service import serve
 
-        asyncio.Runner().run(serve(out, hello, missing=missing))
+        asyncio.Runner().run(serve(out, hello, folder=folder, missing=missing))
     except BrokenPipeError:
         os._exit(1)  # the host was killed while it was answered: nobody is left to tell
     except BaseException:  # noqa: BLE001 (the process's edge; environments' code may call sys.exit)

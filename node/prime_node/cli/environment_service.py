@@ -162,7 +162,7 @@ def kept_model(files: Mapping[str, str], folder: Path) -> Path:
     return folder
 
 
-async def serve(out: BinaryIO, hello: Mapping[str, Any], *, missing: Sequence[str]) -> None:
+async def serve(out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str]) -> None:
     """Until the host closes the pipe. `missing`: what is not enforced of the walls around this process."""
     host = Host(out)
     loop, threads = asyncio.get_running_loop(), Threads()
@@ -172,7 +172,7 @@ async def serve(out: BinaryIO, hello: Mapping[str, Any], *, missing: Sequence[st
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
         async with contextlib.AsyncExitStack() as stack:
-            environments = build_environments(specs, kept_model(hello["model"], Path(hello["folder"]) / "model"))
+            environments = build_environments(specs, kept_model(hello["model"], folder / "model"))
             for environment in environments.values():
                 if isinstance(environment, contextlib.AbstractAsyncContextManager):
                     await stack.enter_async_context(environment)

@@ -88,9 +88,9 @@ def join(
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
     FolderLock(place).release()  # another worker there is told at once; this one locks it for good when it is set up
     ready_kernels()
-    launcher = environment_launcher(grants, folder=place)
+    launcher = environment_launcher(grants, settings.sandbox, folder=place)
     key = load_or_create(key_file)
-    confine_role(settings.sandbox, place, worker_needs(settings, grants))
+    confine_role(settings.sandbox, place, worker_needs(settings, grants, launcher))
     raise typer.Exit(
         run_role(
             lambda stop: _join(parsed, settings, grants, launcher, place, key, cheat, stop),

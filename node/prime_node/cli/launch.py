@@ -25,7 +25,7 @@ SHUTDOWN_S = 60
 def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str]) -> list[str]:
     """torch's own launcher, on this machine alone. Example: torchrun_command(2, restarts_max=3, arguments=["runs/demo"])."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
         *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "prime_node", "trainer"),
         *arguments,
@@ -42,7 +42,13 @@ async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             # Three of six restarts failed with the store that torchrun shares with its ranks, none of six without.
-            env={"OMP_NUM_THREADS": "1", **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            # PYTHONSAFEPATH is -P for the ranks.
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONSAFEPATH": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
         )
         ending, stopping = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
         try:

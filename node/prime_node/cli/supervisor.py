@@ -111,6 +111,7 @@ class Supervisor:
         with os.fdopen(open_regular(child.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # nothing that lies in the current folder is imported in place of a module
                 *child.arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,

@@ -254,7 +254,7 @@ class Session:
 
 async def _compile_kernels() -> None:
     """Before the children do so all at once. In a process of its own, which alone imports numba."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "prime_node.cli.kernels")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "prime_node.cli.kernels")
     try:
         if await process.wait() != 0:
             log.warning("the codec's kernels are not compiled; the children try it in turn")

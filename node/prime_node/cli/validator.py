@@ -50,8 +50,8 @@ def validator(
     settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
     place = replace(place, folder=place.folder.resolve())
     ready_kernels()
-    launcher = environment_launcher(grants, folder=place.folder)
-    confine_role(settings.sandbox, place.folder, validator_needs(settings, grants))
+    launcher = environment_launcher(grants, settings.sandbox, folder=place.folder)
+    confine_role(settings.sandbox, place.folder, validator_needs(settings, grants, launcher))
     raise typer.Exit(
         run_role(
             lambda stop: _validate(place, settings, grants, launcher, stop),

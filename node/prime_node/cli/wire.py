@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.audit.audit import AuditReport
     from prime_node.broadcast.follow.trust import Trust
+    from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine, SamplingScorer
@@ -170,11 +171,11 @@ def turn_environments(
     return {name: each for name, each in made.items() if isinstance(each, TurnEnvironment)}
 
 
-def environment_launcher(settings: EnvironmentSettings, *, folder: Path) -> Launcher | None:
+def environment_launcher(settings: EnvironmentSettings, sandbox: SandboxSettings, *, folder: Path) -> Launcher | None:
     """For a role that is about to confine itself: starts its environments' processes later. None where that gains nothing."""
     from prime_node.cli.wire_environments import open_launcher
 
-    return open_launcher(settings, hidden=_secrets(folder))
+    return open_launcher(settings, hidden=_secrets(folder), changeable=(folder, *sandbox.also_write))
 
 
 def _secrets(folder: Path) -> tuple[Path, ...]:

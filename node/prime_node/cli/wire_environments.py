@@ -6,7 +6,6 @@ import base64
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,10 +86,9 @@ def _start_process(
         EnvironmentProcess,
         ProcessEnvironment,
         ProcessTurnEnvironment,
-        module_folders,
-        passed_on,
     )
-    from prime_node.adapters.environments.walls import TMP, around_command, described, why_not_isolated
+    from prime_node.adapters.environments.variables import module_folders, passed_on
+    from prime_node.adapters.environments.walls import around_command, why_not_isolated
 
     found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
     alone = [spec.name for spec in specs if spec.id == "verifiers"]
@@ -99,20 +97,14 @@ def _start_process(
             f"environment {alone[0]} talks to itself over 127.0.0.1, which needs a network namespace: {why}; install "
             f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{alone[0]}"]'
         )
-    walls = _walls(
-        [*(str(spec.options["path"]) for spec in found if spec.id in READERS), *map(str, settings.readable)],
-        hidden,
-        settings,
-        network=network,
-        loopback=bool(alone),
-    )
+    files = [str(spec.options["path"]) for spec in found if spec.id in READERS]
+    walls = _walls([*files, *_readable(settings)], hidden, settings, network=network, loopback=bool(alone))
 
     def start(folder: Path) -> Start:
         if launcher is not None:
-            inside = replace(walls, isolated=True, user=launcher.plans[network].user)
-            return Start([], {}, {"folder": str(TMP), "walls": described(inside)}, launcher, network)
-        line, place, inside = around_command(_command(hidden), folder, walls, imports=module_folders())
-        return Start(line, passed_on(place, network=network), {"folder": str(place), "walls": described(inside)})
+            return Start(launch=partial(launcher.start, network=network, loopback=bool(alone), read=files))
+        line, place, _ = around_command(_command(hidden), folder, walls, imports=module_folders())
+        return Start(line, passed_on(place, network=network))
 
     process = EnvironmentProcess(
         start, {"environments": [spec.model_dump() for spec in found], "model": _model_files(model)}
@@ -131,29 +123,45 @@ def _start_process(
     }
 
 
-def open_launcher(settings: EnvironmentSettings, *, hidden: Sequence[Path]) -> Launcher | None:
-    """For a role that is about to confine itself: afterwards it can give no process namespaces of its own. None where they are
-    not to be had anyway."""
+def open_launcher(
+    settings: EnvironmentSettings, *, hidden: Sequence[Path], changeable: Sequence[Path] = ()
+) -> Launcher | None:
+    """Start the launcher of a role that is about to confine itself: afterwards it can give no process namespaces of its own.
+
+    `changeable`: folders that the role may write. Returns None where namespaces are not to be had anyway.
+    """
     from prime_node.adapters.environments.hub_files import cache_folder
     from prime_node.adapters.environments.launcher import Launcher, Plan
-    from prime_node.adapters.environments.process import module_folders, passed_on
-    from prime_node.adapters.environments.walls import TMP, around_command, why_not_isolated
+    from prime_node.adapters.environments.walls import why_not_isolated
 
     if why_not_isolated():
         return None
     data = [] if settings.data_folder is None else [settings.data_folder]
-    named = [str(path) for path in (*data, *settings.readable, cache_folder()) if path.exists()]
-    plans = {}
-    for network in {False, bool(settings.unsafe_network)}:
-        walls = _walls(named, hidden, settings, network=network, loopback=True)
-        line, place, inside = around_command(_command(hidden), TMP, walls, imports=module_folders())
-        plans[network] = Plan(line, passed_on(place, network=network), inside.user)
-    return Launcher(plans)
+    choices = [path.resolve() for path in (*data, cache_folder()) if path.exists()]
+    # Where the role may put a link in place of a file, the file is not bound alone: the link would decide what is bound.
+    whole = [one for one in choices if any(_overlap(one, other.resolve()) for other in changeable)]
+    chosen = tuple(str(one) for one in choices if one not in whole)
+    plans = {
+        network: Plan(
+            _walls([*_readable(settings), *map(str, whole)], hidden, settings, network=network, loopback=True), chosen
+        )
+        for network in {False, bool(settings.unsafe_network)}
+    }
+    return Launcher(plans, _command(hidden))
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
+def _readable(settings: EnvironmentSettings) -> list[str]:
+    """List what the settings let all environments read."""
+    return [str(path) for path in settings.readable if path.exists()]
 
 
 def _command(hidden: Sequence[Path]) -> list[str]:
     """The role's folder stands in it for whoever looks at the list of processes."""
-    return [sys.executable, "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
+    return [sys.executable, "-P", "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
 
 
 def _walls(
@@ -209,7 +217,9 @@ def with_file_at_hand(
         return spec
     path = str(spec.options.get("path", ""))
     try:
-        found = find_file(path, settings.data_folder, hidden=hidden, hub_bytes_max=settings.hub_file_bytes_max)
+        found = find_file(
+            path, settings.data_folder, hidden=hidden, hub_bytes_max=settings.hub_file_bytes_max
+        ).resolve()
         digest, wanted = digest_of_file(found), spec.options.get("digest")
         if digest != wanted:
             raise ValueError(f"{found} has digest {digest}, the run wants {wanted}")

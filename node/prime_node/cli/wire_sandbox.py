@@ -6,7 +6,6 @@ So nothing that a stranger sends is looked at by a process that could still open
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
@@ -22,6 +21,7 @@ from prime_node.cli.place import HOME
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
+    from prime_node.adapters.environments.launcher import Launcher
     from prime_node.adapters.sandbox.rules import Level, Rules
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
@@ -52,6 +52,8 @@ class Needs:
     """Models and datasets that its own settings name."""
     environments: bool = False
     """Whether it starts environments' processes, which root gives to another user."""
+    hands_on_keys: bool = False
+    """Whether it gives PRIME_ENVIRONMENT_ variables to processes that it starts later itself."""
     vllm: bool = False
     """Whether vLLM may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
 
@@ -81,7 +83,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
     scratch.chmod(0o711)  # environments may run as another user, in a folder below
     rules = role_rules(settings, folder, scratch, needs)
     _import_what_acts()
-    forget_secrets(settings.keep_environment)
+    forget_secrets(settings.keep_environment, keys_of_judges=not needs.hands_on_keys)
     _move_home(folder, scratch, kept)
     try:
         level = confine(rules)
@@ -120,15 +122,22 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
     )
 
 
-def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings) -> Needs:
+def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
     from prime_node.adapters.sandbox.system_paths import gpu_devices
 
     vllm = settings.engine == "vllm" or (settings.engine == "auto" and bool(gpu_devices()))
-    return Needs(read=_named(settings.base_model, grants), environments=True, vllm=vllm)
+    keys = _hands_on_keys(grants, launcher)
+    return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys, vllm=vllm)
 
 
-def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings) -> Needs:
-    return Needs(read=_named(settings.base_model, grants), environments=True)
+def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
+    keys = _hands_on_keys(grants, launcher)
+    return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys)
+
+
+def _hands_on_keys(grants: EnvironmentSettings, launcher: Launcher | None) -> bool:
+    """A launcher has its own copy of the variables."""
+    return launcher is None and bool(grants.unsafe_network)
 
 
 def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
@@ -165,17 +174,16 @@ def level_here() -> Level:
     return Level(tuple(Wall(*wall) for wall in json.loads(told or b"[]")))
 
 
-def forget_secrets(kept: Iterable[str]) -> None:
-    """Take environment variables away whose names look like secrets, and wipe them where the process was handed them."""
-    libc = ctypes.CDLL(None)
-    libc.getenv.restype = ctypes.c_void_p
-    for name in [name for name in os.environ if SECRETS.search(name.upper())]:
-        if name.startswith(OURS) or name in kept:
-            continue
-        place = libc.getenv(os.fsencode(name))
-        if place:
-            ctypes.memset(place, 0, len(os.fsencode(os.environ[name])))
-        del os.environ[name]
+def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:
+    """Take environment variables away whose names look like secrets, and wipe them where the process was handed them.
+
+    `keys_of_judges`: PRIME_ENVIRONMENT_ variables too.
+    """
+    from prime_node.adapters.environments import variables
+
+    secret = [name for name in os.environ if SECRETS.search(name.upper()) and not name.startswith(OURS)]
+    names = [*secret, *(variables.keys_of_judges() if keys_of_judges else [])]
+    variables.forget(name for name in names if name not in kept)
 
 
 def _move_home(folder: Path, scratch: Path, hub_cache: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
-def confined(hello: Mapping[str, Any]) -> list[str]:
-    """Leave this process what its host has named, for good; what the system does not enforce of it, one clause each."""
-    from prime_node.adapters.environments.walls import Walls, confine_here
+def confined(told: str) -> tuple[Path, list[str]]:
+    """Leave this process what `told`, an argument of its command line, names; for good. Returns its folder, and what the
+    system does not enforce, one clause each."""
+    from prime_node.adapters.environments.walls import confine_here, read_order
 
-    return confine_here(Walls.of(hello["walls"]), Path(hello["folder"]))
+    walls, folder = read_order(told)
+    return folder, confine_here(walls, folder)

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from prime_node.adapters.environments.frames import Answered, Asked, read_frame
-from prime_node.adapters.environments.launcher import Launched, Launcher
+from prime_node.adapters.environments.launcher import Launched
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_node.scratch import Scratch
 from prime_protocol import limits
@@ -49,15 +49,12 @@ READ_BYTES = 2**16
 class Start:
     """How a process is started."""
 
-    line: list[str]
+    line: list[str] = field(default_factory=list)
     """Of the command."""
-    variables: dict[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
     """Its environment variables, and no others."""
-    said: dict[str, Any]
-    """What it is told first, beside the environments."""
-    launcher: Launcher | None = None
-    """What starts it instead, by a command line of its own, for a role that is confined itself."""
-    network: bool = False
+    launch: Callable[[], Launched] | None = None
+    """Starts it instead, by a launcher, for a role that is confined itself. Raises LocalError."""
 
 
 Process = subprocess.Popen[bytes] | Launched
@@ -104,7 +101,7 @@ class Child:
         for work in (self._write, self._log):
             self._threads.append(threading.Thread(target=work, name="environments", daemon=True))
             self._threads[-1].start()
-        _, ready = self.send(**description, **start.said)
+        _, ready = self.send(**description)
         try:
             self.ready: dict[str, Any] = _checked(ready.result(START_S_MAX))
         except (Late, EnvironmentFailed, ValueError) as error:
@@ -154,8 +151,8 @@ class Child:
     def _read(self, started: Future[Process], start: Start) -> None:
         process: Process
         try:
-            if start.launcher is not None:
-                process = start.launcher.start(network=start.network)
+            if start.launch is not None:
+                process = start.launch()
             else:
                 process = subprocess.Popen(
                     start.line,

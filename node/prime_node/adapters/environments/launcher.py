@@ -1,9 +1,10 @@
 """Starts processes of environments for a role that has confined itself, and so could give them no namespaces any more.
 
-A role starts it before that. An order says no more than whether a process is to have the network, and brings its three pipes;
-command lines and environment variables were told once, before the role heard a stranger. So a role that is taken over gets from
-here the view of files and the network that the machine's own settings allow. Limits and the user travel in the role's first line
-to the process: a role that is taken over can leave them out. The launcher ends with its role, and ends what it has started.
+A role starts it before that, and tells it once what a process may have at most: a Plan with the network and one without. An order
+names less: whether the process gets the network and a loopback interface, and which files of the plan's choices it reads. The
+launcher checks the order, makes the view of files from it, and writes the walls into the command line. So a role that was taken
+over gets no process with wider walls, fewer limits or another user than the machine's own settings allow. The launcher ends with
+its role, and ends what it has started.
 """
 
 from __future__ import annotations
@@ -13,17 +14,27 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
 
+from prime_node.adapters.environments.variables import (
+    for_launcher,
+    forget,
+    keys_of_judges,
+    module_folders,
+    passed_on,
+)
+from prime_node.adapters.environments.walls import TMP, Walls, around_command, why_not_isolated
 from prime_protocol.errors import LocalError
 
 PLAN_BYTES_MAX = 2**17
-ORDER_BYTES_MAX = 2**10
+ORDER_BYTES_MAX = 2**16
 RUNNING_MAX = 64
 """Processes at a time."""
 STDIN = 0
@@ -31,12 +42,35 @@ STDIN = 0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a process is started."""
+    """The most that a process may have."""
 
-    line: list[str]
-    variables: dict[str, str]
-    user: int | None
-    """Which user it becomes."""
+    walls: Walls
+    """Limits, and what every process reads."""
+    choices: tuple[str, ...] = ()
+    """Real paths of folders. An order may name files of them, which the process reads too."""
+
+    def narrowed(self, read: Sequence[str], *, loopback: bool) -> Walls:
+        """Leave a process those files of the choices. Raises ValueError and OSError for another path."""
+        named = tuple(path for path in read if not self._is_read_anyway(path))
+        for path in named:
+            self._check(Path(path))
+        return replace(self.walls, read=(*self.walls.read, *named), loopback=self.walls.loopback and loopback)
+
+    def _is_read_anyway(self, path: str) -> bool:
+        real = Path(path).resolve()
+        return any(_is_open(real, Path(root).resolve(), self.walls.hidden) for root in self.walls.read)
+
+    def _check(self, path: Path) -> None:
+        """The path itself lies in the choice too: a role cannot exchange a symbolic link on the way there."""
+        real = path.resolve(strict=True)
+        if (
+            ".." in path.parts
+            or not stat.S_ISREG(real.stat().st_mode)
+            or not any(
+                path.is_relative_to(one) and _is_open(real, Path(one), self.walls.hidden) for one in self.choices
+            )
+        ):
+            raise ValueError(f"{path} is no file that environments may read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +94,8 @@ class Launched:
 class Launcher:
     """The role's side. To be made before the role confines itself."""
 
-    def __init__(self, plans: Mapping[bool, Plan]) -> None:
-        """`plans`: of processes with the network and without."""
-        self.plans = plans
+    def __init__(self, plans: Mapping[bool, Plan], command: Sequence[str]) -> None:
+        """`plans`: of processes with the network and without. `command`: gets its walls as a further argument."""
         self._lock = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -70,19 +103,19 @@ class Launcher:
                 # -P and -s: nothing that lies in the current folder or in HOME is imported in place of a module.
                 [sys.executable, "-P", "-s", "-m", "prime_node.adapters.environments.launcher"],
                 stdin=theirs.fileno(),
-                env=plans[False].variables,
+                env=for_launcher(network=True in plans),
                 start_new_session=True,
             )
-        told = {str(network): [plan.line, plan.variables, plan.user] for network, plan in plans.items()}
+        told = {"command": list(command), "plans": {str(network): asdict(plan) for network, plan in plans.items()}}
         self._channel.send(json.dumps(told).encode())
 
-    def start(self, *, network: bool) -> Launched:
-        """Raises LocalError."""
+    def start(self, *, network: bool, loopback: bool = False, read: Sequence[str] = ()) -> Launched:
+        """Start a process that reads those files besides what all read. Raises LocalError."""
         pipes = [os.pipe() for _ in range(3)]
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
         outer = [pipes[0][1], pipes[1][0], pipes[2][0]]
         try:
-            told = self._order({"network": network}, inner)
+            told = self._order({"network": network, "loopback": loopback, "read": list(read)}, inner)
         finally:
             for descriptor in inner:
                 os.close(descriptor)
@@ -114,58 +147,81 @@ class Launcher:
                 return {}
 
 
-def serve(channel: socket.socket) -> None:
-    """Until the role is gone."""
-    plans = {name: Plan(*plan) for name, plan in json.loads(channel.recv(PLAN_BYTES_MAX)).items()}
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    try:
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(channel, ORDER_BYTES_MAX, 3)
-            if not data:
-                return
-            running = {pid: process for pid, process in running.items() if process.poll() is None}
-            try:
-                answer = _obey(json.loads(data), descriptors, plans, running)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                answer = {"error": str(error)[:200]}
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            channel.send(json.dumps(answer).encode())
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+class Server:
+    """The launcher's own side."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._command: list[str] = told["command"]
+        self._plans = {
+            name: Plan(Walls.of(plan["walls"]), tuple(plan["choices"])) for name, plan in told["plans"].items()
+        }
+        self._imports = module_folders()
+        self._variables = {name: passed_on(TMP, network=name == str(True)) for name in self._plans}
+        forget(keys_of_judges())
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def serve(self, channel: socket.socket) -> None:
+        """Until the role is gone."""
+        try:
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(channel, ORDER_BYTES_MAX, 3)
+                if not data:
+                    return
+                self._running = {pid: process for pid, process in self._running.items() if process.poll() is None}
+                try:
+                    answer = self._obey(json.loads(data), descriptors)
+                except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+                    answer = {"error": str(error)[:200]}
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                channel.send(json.dumps(answer).encode())
+        finally:
+            for process in self._running.values():
+                process.kill()
+                process.wait()
+
+    def _obey(self, order: dict[str, Any], descriptors: list[int]) -> dict[str, object]:
+        if "kill" in order:
+            process = self._running.pop(int(str(order["kill"])), None)
+            if process is not None:
+                process.kill()
+                process.wait()
+            return {}
+        if len(self._running) >= RUNNING_MAX or len(descriptors) != 3:
+            raise ValueError(f"at most {RUNNING_MAX} processes, each with three pipes")
+        if why := why_not_isolated():
+            raise ValueError(why)
+        name = str(order["network"] is True)
+        read = [str(path) for path in order["read"]]
+        walls = self._plans[name].narrowed(read, loopback=order["loopback"] is True)
+        line, _, _ = around_command(self._command, TMP, walls, imports=self._imports)
+        stdin, stdout, stderr = descriptors
+        process = subprocess.Popen(
+            line,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=self._variables[name],
+            cwd="/",
+            start_new_session=True,
+        )
+        self._running[process.pid] = process
+        return {"pid": process.pid}
 
 
-def _obey(
-    order: dict[str, object],
-    descriptors: list[int],
-    plans: Mapping[str, Plan],
-    running: dict[int, subprocess.Popen[bytes]],
-) -> dict[str, object]:
-    if "kill" in order:
-        process = running.pop(int(str(order["kill"])), None)
-        if process is not None:
-            process.kill()
-            process.wait()
-        return {}
-    if len(running) >= RUNNING_MAX or len(descriptors) != 3:
-        raise ValueError(f"at most {RUNNING_MAX} processes, each with three pipes")
-    plan = plans[str(order["network"] is True)]
-    stdin, stdout, stderr = descriptors
-    process = subprocess.Popen(
-        plan.line, stdin=stdin, stdout=stdout, stderr=stderr, env=plan.variables, cwd="/", start_new_session=True
-    )
-    running[process.pid] = process
-    return {"pid": process.pid}
+def _is_open(path: Path, root: Path, hidden: Sequence[str]) -> bool:
+    """Whether the real path lies in the root, and nothing between them is hidden."""
+    closed = any(path.is_relative_to(one) and not root.is_relative_to(one) for one in hidden)
+    return path.is_relative_to(root) and not closed
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its role ends it
     with socket.socket(fileno=STDIN) as channel, contextlib.suppress(OSError):
-        serve(channel)
+        if told := channel.recv(PLAN_BYTES_MAX):
+            Server(json.loads(told)).serve(channel)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_node.adapters.environments.child import Child, Command, Ended, EnvironmentFailed, new_number
@@ -42,11 +39,6 @@ SILENCE_S_MAX = 300.0
 CACHED_PROMPTS = 4_096
 CACHED_CHARS_MAX = 2**16
 """Of one prompt: a longer one is asked for again."""
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-"""Of our own environment variables; whatever else is there may be a secret."""
-FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
-SECRET = re.compile(r"TOKEN|KEY|AUTH|SECRET")
-"""A variable PRIME_ENVIRONMENT_X of ours is X there: for judges that need a key of their own."""
 
 
 class _Silent(EnvironmentFailed, EnvironmentSilent):
@@ -158,28 +150,6 @@ class EnvironmentProcess:
         with self._asking:  # whoever asked before it was retired still gets an answer
             child.end()
         self._retired.discard(child)
-
-
-def passed_on(folder: Path, *, network: bool = False) -> dict[str, str]:
-    """What a child learns of our environment variables. Keys of judges go only where the network does."""
-    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON}
-    kept |= {name: value for name, value in os.environ.items() if name.startswith("HF_") and not SECRET.search(name)}
-    kept |= {
-        name.removeprefix(FOR_ENVIRONMENTS): value
-        for name, value in os.environ.items()
-        if network and name.startswith(FOR_ENVIRONMENTS)
-    }
-    kept.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
-    # The hub's cache may be read there, not written, and a token that may not be read would be an error to its library.
-    of_the_hub = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_TOKEN_PATH": str(folder / "token")}
-    if not network:
-        kept["HF_HUB_OFFLINE"] = "1"  # its library would try for minutes
-    return kept | of_the_hub | {"HOME": str(folder), "TMPDIR": str(folder)}
-
-
-def module_folders() -> list[Path]:
-    """Of PYTHONPATH, which a child is given too."""
-    return [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 def _checked(check: Callable[[object], T], found: object) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import stat
 import sys
@@ -50,16 +51,17 @@ class Walls:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """What `described` has made."""
+        """Read what dataclasses.asdict has made."""
         return cls(**{**said, "read": tuple(said["read"]), "hidden": tuple(said["hidden"])})
 
 
 def around_command(
     command: Sequence[str], folder: Path, walls: Walls, *, imports: Sequence[Path]
 ) -> tuple[list[str], Path, Walls]:
-    """Host's side: the command line to start, the folder that the process writes in, and what its inside has to enforce.
+    """Make, as the host, the command line to start. Returns with it the process's folder, and the walls of its inside.
 
-    `imports`: folders of modules that it imports beside Python's own.
+    The last argument of the command line names that folder and those walls for `read_order`. So they come from the process that
+    starts it, and no later message can widen them. `imports`: folders of modules that it imports beside Python's own.
     """
     program, _ = bubblewrap.find()
     needed = [*_interpreter(), *map(Path, walls.read)]
@@ -67,7 +69,8 @@ def around_command(
         user = NOBODY if _may_switch_user() and all(_is_public(path, above=True) for path in needed) else None
         if user is not None:
             os.chown(folder, user, user)
-        return list(command), folder, replace(walls, user=user)
+        inside = replace(walls, user=user)
+        return [*command, order(inside, folder)], folder, inside
     read = _around([*system_paths(), *python_paths(), *imports, *map(Path, walls.read)], map(Path, walls.hidden))
     user = NOBODY if os.geteuid() == 0 and all(map(_is_public, needed)) else None
     view = bubblewrap.View(
@@ -77,7 +80,19 @@ def around_command(
         switches_user=user is not None,
         network=walls.network,
     )
-    return bubblewrap.wrap(command, view, program=program), TMP, replace(walls, isolated=True, user=user)
+    inside = replace(walls, isolated=True, user=user)
+    return bubblewrap.wrap([*command, order(inside, TMP)], view, program=program), TMP, inside
+
+
+def order(walls: Walls, folder: Path) -> str:
+    """Write what a process has to enforce of itself, as an argument of its command line."""
+    return json.dumps({"walls": asdict(walls), "folder": str(folder)})
+
+
+def read_order(text: str) -> tuple[Walls, Path]:
+    """Read what `order` has written. Raises ValueError, KeyError and TypeError."""
+    told = json.loads(text)
+    return Walls.of(told["walls"]), Path(told["folder"])
 
 
 def why_not_isolated() -> str:
@@ -172,8 +187,3 @@ def _is_public(path: Path, *, above: bool = False) -> bool:
         return mode & 0o005 == 0o005 and all(each.stat().st_mode & stat.S_IROTH for each in path.iterdir())
     except OSError:
         return False
-
-
-def described(walls: Walls) -> dict[str, Any]:
-    """As JSON for the process."""
-    return asdict(walls)

@@ -1,0 +1,63 @@
+"""Which of a host's environment variables reach processes of environments, and how a process forgets its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+MODULES = "PYTHONPATH"
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", MODULES, "VIRTUAL_ENV", "OMP_NUM_THREADS")
+"""Of our own environment variables; any other may be a secret."""
+FOR_LAUNCHER = ("HOME", "TMPDIR")
+"""Further variables of a launcher, which finds the same folders as its role."""
+FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
+"""Prefix. A variable PRIME_ENVIRONMENT_X of ours is X there: for judges that need a key of their own."""
+SECRET = re.compile(r"TOKEN|KEY|AUTH|SECRET")
+
+
+def passed_on(folder: Path, *, network: bool = False) -> dict[str, str]:
+    """Choose the variables of a process that works in `folder`. Keys of judges go only where the network does."""
+    kept = _harmless()
+    kept |= {name.removeprefix(FOR_ENVIRONMENTS): os.environ[name] for name in keys_of_judges() if network}
+    kept.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+    # The hub's cache may be read there, not written, and a token that may not be read would be an error to its library.
+    of_the_hub = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_TOKEN_PATH": str(folder / "token")}
+    if not network:
+        kept["HF_HUB_OFFLINE"] = "1"  # its library would try for minutes
+    return kept | of_the_hub | {"HOME": str(folder), "TMPDIR": str(folder)}
+
+
+def for_launcher(*, network: bool) -> dict[str, str]:
+    """Choose the variables of a launcher, from which it makes those of its processes by `passed_on`."""
+    names = [name for name in FOR_LAUNCHER if name in os.environ] + (keys_of_judges() if network else [])
+    return _harmless() | {name: os.environ[name] for name in names}
+
+
+def keys_of_judges() -> list[str]:
+    """List the names that begin with PRIME_ENVIRONMENT_."""
+    return [name for name in os.environ if name.startswith(FOR_ENVIRONMENTS)]
+
+
+def forget(names: Iterable[str]) -> None:
+    """Delete variables, and overwrite them where /proc/PID/environ shows them."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    for name in names:
+        place = libc.getenv(os.fsencode(name))
+        if place:
+            ctypes.memset(place, 0, len(os.fsencode(os.environ[name])))
+        del os.environ[name]
+
+
+def module_folders() -> list[Path]:
+    """List the folders of PYTHONPATH, which a process of environments gets too. Relative ones lead elsewhere there."""
+    return [Path(entry) for entry in os.environ.get(MODULES, "").split(os.pathsep) if os.path.isabs(entry)]
+
+
+def _harmless() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON}
+    kept |= {name: value for name, value in os.environ.items() if name.startswith("HF_") and not SECRET.search(name)}
+    return kept | ({MODULES: os.pathsep.join(map(str, module_folders()))} if MODULES in kept else {})
