@@ -217,6 +217,10 @@ def user(_: str) -> str:
     return str(os.getresuid()[0])
 
 
+def variable(name: str) -> str:
+    return str(os.environ.get(name))
+
+
 def mount_tmpfs(_: str) -> str:
     if LIBC.mount(b"x", b"/tmp", b"tmpfs", 0, None):
         raise OSError(ctypes.get_errno(), "mount")

@@ -94,6 +94,73 @@ def test_a_confined_role_starts_isolated_environments_again_and_again(tmp_path: 
     assert ran.returncode == 0, ran.stderr
 
 
+KEYS = """
+import os, sys
+from pathlib import Path
+from prime_node.adapters.sandbox import bubblewrap
+from prime_node.cli.wire_environments import open_launcher, start_environments
+from prime_node.cli.wire_sandbox import confine_role, worker_needs
+from prime_node.config import SandboxSettings
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.worker.config import WorkerConfig
+from prime_protocol.run_spec import EnvironmentSpec
+place, closed = Path(sys.argv[1]), Path("/proc/self/environ")
+settings = EnvironmentSettings(unsafe_network=("judge",))
+assert b"key-of-a-judge" in closed.read_bytes()
+if sys.argv[2] == "without":
+    bubblewrap.find = lambda: ("", "it is switched off here")
+launcher = open_launcher(settings, hidden=[place])
+if launcher is None and sys.argv[2] == "with":
+    sys.exit(77)
+confine_role(SandboxSettings(), place, worker_needs(WorkerConfig(), settings, launcher))
+forgotten = not [name for name in os.environ if name.startswith("PRIME_ENVIRONMENT_")]
+assert forgotten is (b"key-of-a-judge" not in closed.read_bytes())
+if launcher is not None:
+    assert forgotten
+    assert b"key-of-a-judge" not in Path("/proc/self/environ").read_bytes()
+names = ("judge", "other")
+specs = [EnvironmentSpec(name=name, id="reasoning_gym", options={"task": "probe"}) for name in names]
+made = start_environments(specs, place / "model", hidden=[place], settings=settings, launcher=launcher)
+for name in names:
+    try:
+        made[name].score(0, "variable NAME_OF_KEY", finished=True)
+    except Exception as error:
+        print(name, error)
+print("forgotten" if forgotten else "kept")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["with", "without"])
+def test_a_confined_role_forgets_the_keys_of_judges_and_its_environments_still_get_them(
+    tmp_path: Path, launcher: str
+) -> None:
+    """Without a launcher the role has to keep them, as it starts the processes itself."""
+    model(tmp_path / "model")
+    tmp_path.chmod(0o755)  # without a launcher they run as another user in the role's view of files
+    variables = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": str(package(tmp_path / "package")), "PRIME_ENVIRONMENT_NAME_OF_KEY": "key-of-a-judge"}
+    ran = subprocess.run(
+        [sys.executable, "-c", KEYS, tmp_path, launcher], capture_output=True, text=True, check=False, env=variables
+    )
+    if ran.returncode == 77:
+        pytest.skip(bubblewrap.find()[1])
+    assert ran.returncode == 0, ran.stderr
+    judge, other, kept = ran.stdout.splitlines()
+    assert judge.endswith("did: key-of-a-judge")
+    assert other.endswith("did: None")
+    assert kept == ("forgotten" if launcher == "with" else "kept")
+
+
+def test_roles_that_hand_no_keys_on_forget_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prime_node.cli.wire_sandbox import forget_secrets
+
+    monkeypatch.setenv("PRIME_ENVIRONMENT_A", "a")
+    monkeypatch.setenv("PRIME_ENVIRONMENT_B", "b")
+    forget_secrets(["PRIME_ENVIRONMENT_B"], keys_of_judges=True)
+    assert "PRIME_ENVIRONMENT_A" not in os.environ
+    assert "PRIME_ENVIRONMENT_B" in os.environ
+
+
 def walls(**changes: Any) -> Walls:
     bounds = {name: value for name, value in BOUNDS.model_dump().items() if name in Walls.__dataclass_fields__}
     return Walls(**{"read": (), "hidden": (), "network": False, "loopback": True, **bounds, **changes})

@@ -54,7 +54,7 @@ def forget(names: Iterable[str]) -> None:
 
 def module_folders() -> list[Path]:
     """List the folders of PYTHONPATH, which a process of environments gets too. Relative ones lead elsewhere there."""
-    return [Path(entry) for entry in os.environ.get(MODULES, "").split(os.pathsep) if os.path.isabs(entry)]
+    return [Path(entry) for entry in os.environ.get(MODULES, "").split(os.pathsep) if Path(entry).is_absolute()]
 
 
 def _harmless() -> dict[str, str]:

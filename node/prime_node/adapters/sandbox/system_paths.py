@@ -41,7 +41,12 @@ def system_paths() -> tuple[Path, ...]:
 
 def python_paths() -> tuple[Path, ...]:
     """To read: the interpreter, its libraries, and what it imports from; never a whole home, working or temporary folder."""
-    found = [Path(sys.prefix), Path(sys.base_prefix), *_packages(), *(Path(entry) for entry in sys.path if os.path.isabs(entry))]
+    found = [
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *_packages(),
+        *(Path(entry) for entry in sys.path if Path(entry).is_absolute()),
+    ]
     closed = {path.resolve() for path in (*homes(), Path.cwd(), Path(tempfile.gettempdir()))}
     kept = [path for path in _there(found) if not any(path == one or path in one.parents for one in closed)]
     return tuple(dict.fromkeys([*kept, *_there(_packages())]))
