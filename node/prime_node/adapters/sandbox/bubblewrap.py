@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_node.adapters.sandbox.links import links_on_the_way
+
 TRY_S_MAX = 10.0
 
 
@@ -75,25 +77,34 @@ def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
             "--tmpfs",
             folder,
         ]
-    kinds = (("--ro-bind", view.read), ("--bind", view.write), ("--dev-bind", view.devices))
-    wanted = {path: option for option, paths in kinds for path in paths if not _is_made_anew(path, option)}
+    binds, links = _binds(view), links_on_the_way((*view.read, *view.write, *view.devices))
+    links = {place: target for place, target in links.items() if not any(one in binds for one in place.parents)}
     if view.switches_user:
-        above = {folder for path in wanted for folder in (*path.parents, *path.resolve().parents)} - {Path("/")}
+        above = {folder for path in (*binds, *links) for folder in path.parents} - {Path("/")}
         for folder_above in sorted(above, key=lambda path: len(path.parts)):
             line += ["--perms", "0755", "--dir", str(folder_above)]
-    for path in sorted(wanted, key=lambda path: len(path.parts)):  # a folder bound after one of its own would hide it
-        line += _bound(wanted[path], path)
+    for path, option in binds.items():
+        line += [f"{option}-try", str(path), str(path)]
+    for path, target in links.items():  # programs find what they look for under both names
+        line += ["--symlink", str(target), str(path)]
     return [*line, "--chdir", str(view.folder), "--", *command]
 
 
-def _bound(option: str, path: Path) -> list[str]:
-    """A symbolic link is made again as one, so that programs find what they look for under both names."""
-    real = path.resolve()
-    if real == path:
-        return [f"{option}-try", str(path), str(path)]
-    if path.is_symlink():
-        return [f"{option}-try", str(real), str(real), "--symlink", str(path.readlink()), str(path)]
-    return [f"{option}-try", str(real), str(real), f"{option}-try", str(real), str(path)]
+def _binds(view: View) -> dict[Path, str]:
+    """Choose real paths to bind, the outer before the inner: a folder bound after one of its own would hide it."""
+    kinds = (("--ro-bind", view.read), ("--bind", view.write), ("--dev-bind", view.devices))
+    real = {
+        path.resolve(): option
+        for option, paths in kinds
+        for path in paths
+        if not _is_made_anew(path, option) and not _is_made_anew(path.resolve(), option)
+    }
+    found: dict[Path, str] = {}
+    for path in sorted(real, key=lambda path: len(path.parts)):
+        outer = next((one for one in path.parents if one in found), None)
+        if outer is None or found[outer] != real[path]:
+            found[path] = real[path]
+    return found
 
 
 def _is_made_anew(path: Path, option: str) -> bool:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from prime_node.adapters.sandbox.bubblewrap import View
+from prime_node.adapters.sandbox.links import links_on_the_way
 from prime_node.adapters.sandbox.rules import Wall
 
 WHAT = "own file system"
@@ -52,14 +53,15 @@ def _tried(view: View) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        said = b"ok"
+        said = b"a child that tried it failed"
         try:
             _enter(view)
             closed = [path for path in view.write if not os.access(path, os.W_OK | os.X_OK)]
-            if closed:
-                said = f"{closed[0]} could not be written to inside".encode()
-        except OSError as error:
+            said = f"{closed[0]} could not be written to inside".encode() if closed else b"ok"
+        except PermissionError as error:
             said = f"the system does not let this user make namespaces: {error}".encode()
+        except OSError as error:
+            said = f"it cannot be set up: {error}".encode()
         finally:
             os.write(writer, said[:_TRY_BYTES_MAX])
             os._exit(0)
@@ -73,7 +75,7 @@ def _tried(view: View) -> str:
 def _enter(view: View) -> None:
     """Raises OSError."""
     here, uid, gid = Path.cwd(), os.geteuid(), os.getegid()
-    wanted, links = _mounts(view), _links(view)
+    wanted, links = _mounts(view), links_on_the_way((*view.read, *view.write, *view.devices))
     try:
         _check("unshare", _libc().unshare(_NEWNS | _NEWIPC))
     except PermissionError:
@@ -94,11 +96,11 @@ def _enter(view: View) -> None:
     Path(f"{NEW}/proc").mkdir()
     _mount(f"{OLD}/proc", f"{NEW}/proc", None, _BIND | _REC)
     for link, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-        Path(f"{NEW}/dev/{link}").symlink_to(target)
-    for place, target in links:
-        if not os.path.lexists(NEW + place):
-            Path(NEW + place).parent.mkdir(parents=True, exist_ok=True)
-            Path(NEW + place).symlink_to(target)
+        Path(f"{NEW}/dev/{link}").symlink_to(real)
+    for place, real in links.items():
+        if not os.path.lexists(f"{NEW}{place}"):
+            Path(f"{NEW}{place}").parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{NEW}{place}").symlink_to(real)
     for path, attributes in wanted:
         _bind(str(path), attributes)
     _set_attributes(NEW, _Attributes(set=_ATTR_RDONLY), 0)
@@ -107,16 +109,6 @@ def _enter(view: View) -> None:
     _pivot(".", ".")
     _check("umount2", _libc().umount2(b".", _DETACH))
     os.chdir(here if here.is_dir() else (*view.write, Path("/"))[0])
-
-
-def _links(view: View) -> list[tuple[str, str]]:
-    """Symbolic links that lead to what the view names: (where, to what). Programs look for things under both names."""
-    found = {}
-    for path in (*view.read, *view.write, *view.devices):
-        for part in (path, *path.parents):
-            if part.is_symlink():
-                found[str(part)] = str(part.readlink())
-    return sorted(found.items())
 
 
 def _mounts(view: View) -> list[tuple[Path, int]]:
