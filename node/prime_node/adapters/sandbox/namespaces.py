@@ -96,7 +96,7 @@ def _enter(view: View) -> None:
     Path(f"{NEW}/proc").mkdir()
     _mount(f"{OLD}/proc", f"{NEW}/proc", None, _BIND | _REC)
     for link, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-        Path(f"{NEW}/dev/{link}").symlink_to(real)
+        Path(f"{NEW}/dev/{link}").symlink_to(target)
     for place, real in links.items():
         if not os.path.lexists(f"{NEW}{place}"):
             Path(f"{NEW}{place}").parent.mkdir(parents=True, exist_ok=True)
