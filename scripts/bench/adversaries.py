@@ -9,10 +9,9 @@ trained on the spot and kept in DIR): the cheat is banned, and what the trainer 
 the first bundle on that is not what an honest worker would have uploaded, that one included.
 
 Audits in full: every bundle gets a forward pass, and a second run, in which nobody is banned, shows the same cheat's bundles to
-the baselines of cheat_baselines.py (not with --quick or --no-baselines).
-At the floor: the cheat is honest until it is audited as seldom as anybody, one bundle in
-four, and begins then. Of a cheat that shows in every bundle that is audited, the number of bundles until the first refused one
-is geometric: 4 on average, 11 or fewer in 95 of 100.
+the baselines of cheat_baselines.py (not with --quick or --no-baselines). At the floor: the cheat is honest until it is audited as
+seldom as anybody, one bundle in four, and begins then. Of a cheat that shows in every bundle that is audited, the number of
+bundles until the first refused one is geometric: 4 on average, 11 or fewer in 95 of 100.
 """
 
 from __future__ import annotations
