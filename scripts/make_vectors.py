@@ -1,10 +1,10 @@
 """Write golden vectors: inputs as they are on the wire, and what every implementation must make of them.
 
-    python scripts/make_vectors.py tests/vectors/v3
+    python scripts/make_vectors.py tests/vectors/v1.1
 
-A folder is written once. Old vectors stay as they are and keep verifying; a change of the wire gets a new folder, of which only
-the files that differ from the last one's need to be kept. All keys
-and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
+`tests/vectors/v1` is frozen: a test compares its digest. A change of the wire within protocol version 1 adds a folder `v1.1`,
+`v1.2` and so on, which keeps only the files that differ from those of the folder before. All keys and times are fixed, so two
+runs of one version of this script differ at most in how zstd compresses.
 
 A folder holds one JSON list per kind, and binary inputs beside it. A case has a `name`, an `input` (a file in the folder, or
 `hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/vector_kinds.py shows

@@ -1,4 +1,4 @@
-"""Every golden vector of every version, old ones too, means what it meant (vector_kinds.py)."""
+"""Every golden vector means what it meant (vector_kinds.py), and frozen ones do not change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.protocol.vector_kinds import CASES, KINDS, LISTS, ROOT, VECTORS, Case
 
 from prime_protocol import messages
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, PeerError
 
 
@@ -45,6 +46,18 @@ def test_a_golden_vector_means_what_it_meant(path: Path, case: Case) -> None:
         assert_holds(case["expect"], meaning(case, path.parent))
 
 
+FROZEN = {"v1": "6a0a7b5b79b756d41c60abd17197e9c97eb0d5abf984aefcbe6b03bea4a3820a"}
+"""Folder -> digest of its files. An entry never changes; a new folder adds one."""
+
+
+def test_frozen_vectors_do_not_change() -> None:
+    found = {}
+    for folder in VECTORS.glob("v*"):
+        files = {path.name: digest_of(path.read_bytes()) for path in sorted(folder.iterdir())}
+        found[folder.name] = digest_of(json.dumps(files).encode())
+    assert found == FROZEN
+
+
 def test_every_kind_has_good_and_bad_vectors_and_every_file_is_used() -> None:
     assert {path.stem for path in LISTS} == KINDS.keys()
     for folder in sorted(VECTORS.glob("v*")):
@@ -75,7 +88,7 @@ def test_a_folder_of_vectors_is_never_written_twice(tmp_path: Path) -> None:
     assert (again.returncode, "never changed" in again.stderr) == (1, True)
     assert list(tmp_path.iterdir()) == []
     subprocess.run([*script, tmp_path / "new"], check=True)
-    folders = sorted(VECTORS.glob("v*"), key=lambda folder: int(folder.name[1:]))
+    folders = sorted(VECTORS.glob("v*"), key=lambda folder: [int(number) for number in folder.name[1:].split(".")])
     newest = {path.name: path for folder in folders for path in folder.iterdir()}
     for path in (tmp_path / "new").iterdir():
         kept = newest[path.name]
