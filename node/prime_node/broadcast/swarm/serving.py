@@ -36,9 +36,9 @@ from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
+"""All who show no ticket are one peer to the uplink."""
 CHECKED_AGAIN_S = 60.0
 """An authorization is verified again after this many seconds, so that it ends soon after it has expired."""
-"""All who show no ticket are one peer to the uplink."""
 READ_BYTES_MAX = PACE_BYTES
 """Held of one answer at a time; pieces are no longer."""
 
