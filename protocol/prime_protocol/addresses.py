@@ -17,6 +17,9 @@ GLOBAL, LOOPBACK = "global", "loopback"
 ULA_PREFIX_BITS = 48
 """One site has one /48 of the unique local addresses (RFC 4193)."""
 
+NETWORK_BITS = {4: 24, 6: 48}
+"""What one owner of addresses usually has, by the version of IP."""
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _PLACES = tuple(
@@ -81,6 +84,17 @@ def place_of(host: str) -> str | None:
         return str(ipaddress.ip_network((address, ULA_PREFIX_BITS), strict=False))
     is_unicast = address.is_global and not address.is_multicast
     return GLOBAL if is_unicast and (address.version == 4 or address in _UNICAST) else None
+
+
+def network_of(host: str) -> str:
+    """The network whose keys share one bound at a peer: /24 of IPv4, /48 of IPv6. An IPv4 address outside the public internet
+    counts alone, because one household has many of them. What is no address is one network."""
+    address = parse_ip(host)
+    if address is None:
+        return "unknown"
+    if address.version == 4 and place_of(host) != GLOBAL:
+        return str(address)
+    return str(ipaddress.ip_network((address, NETWORK_BITS[address.version]), strict=False))
 
 
 def may_be_named(host: str, *, between: Iterable[str]) -> bool:

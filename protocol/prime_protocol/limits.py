@@ -210,6 +210,8 @@ PEER_RANGE_BYTES_MAX = 16 * 2**20
 """What one answer over libp2p holds of a blob: it is held whole. Over HTTP it is streamed, and only the blob bounds it."""
 PEER_LISTENERS_MAX = 256
 """Peers that hear one peer's news at a time."""
+PEER_LISTENERS_NETWORK_MAX = 64
+"""Of these, peers of one network: a /24 of IPv4, a /48 of IPv6, or one IPv4 address that is not of the public internet."""
 PEER_LISTENERS_EACH_MAX = 2
 """News that one of them hears at a time: an old link may take a while to end."""
 PEER_STRANGERS_LISTENING_MAX = 16
@@ -218,6 +220,8 @@ PEER_TOKENS_MAX = 4_096
 """Tickets that were checked and are remembered."""
 PEER_REQUESTS_WAITING_MAX = 512
 """Requests for pieces that wait for a turn at one peer."""
+PEER_REQUESTS_WAITING_NETWORK_MAX = 128
+"""The same of all members of one network."""
 PEER_REQUESTS_WAITING_EACH_MAX = 32
 """The same of one asker; strangers count as one."""
 PEER_TURN_S_MAX = 3.0

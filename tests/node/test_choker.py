@@ -82,10 +82,52 @@ def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
 def test_strangers_leave_slots_to_members_however_slowly_they_read() -> None:
     choker = Choker(ChokerRules(slots=4))
     turns = [choker.asked("?", number, 0.0, is_member=False) for number in range(4)]
-    assert turns == [Turn.NOW, Turn.NOW, Turn.NOW, Turn.WAIT]
+    assert turns == [Turn.NOW, Turn.NOW, Turn.WAIT, Turn.WAIT]
     assert choker.asked("a", 4, 0.0) is Turn.NOW
     assert choker.done("a", MB, 1.0) is None
-    assert choker.done("?", MB, 1.0) == 3
+    assert choker.done("?", MB, 1.0) == 2
+
+
+def test_many_members_of_one_network_have_a_share_of_the_slots_and_of_the_room_to_wait() -> None:
+    choker = Choker(ChokerRules(slots=8, waiting_max=16, waiting_per_network_max=3))
+    turns = [choker.asked(f"a{number}", number, 0.0, network="a") for number in range(7)]
+    assert turns == [Turn.NOW] * 2 + [Turn.WAIT] * 3 + [Turn.REFUSED] * 2
+    strangers = [choker.asked("?", 10 + number, 0.0, is_member=False) for number in range(5)]
+    assert strangers == [Turn.NOW] * 4 + [Turn.WAIT]
+    assert [choker.asked(f"b{number}", 20 + number, 0.0, network="b") for number in range(2)] == [Turn.NOW] * 2
+    assert choker.done("b0", MB, 1.0) is None, "the slot stays free for others"
+    assert choker.done("a0", MB, 1.0) in (2, 3, 4)
+    assert choker.done("a1", MB, 1.0) in (2, 3, 4)
+    assert choker.asked("a0", 30, 1.0, network="a") is Turn.WAIT
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=80))
+def test_what_is_counted_by_network_comes_back(events: list[tuple[int, int]]) -> None:
+    """Also where a peer's network changes while it is served."""
+    choker = Choker(ChokerRules(slots=4, waiting_max=8))
+    serving: list[str] = []
+    waiting: dict[int, str] = {}
+    for number, (peer, event) in enumerate(events):
+        name = f"peer-{peer}"
+        if event < 2:
+            turn = choker.asked(name, number, float(number), network=f"net-{(peer + event) % 2}")
+            if turn is Turn.NOW:
+                serving.append(name)
+            elif turn is Turn.WAIT:
+                waiting[number] = name
+        elif event == 2 and waiting:
+            request, name = waiting.popitem()
+            choker.withdrawn(name, request)
+        elif serving and (following := choker.done(serving.pop(0), MB, float(number))) is not None:
+            serving.append(waiting.pop(following))
+        assert all(num <= 1 for num in choker._served_in.values())
+    while serving:
+        following = choker.done(serving.pop(0), MB, 1_000.0)
+        if following is not None:
+            serving.append(waiting.pop(following))
+    assert not choker._served_in
+    assert not choker._waiting_in
+    assert not waiting
 
 
 def test_one_answer_at_a_time_goes_to_a_member_and_several_to_strangers() -> None:

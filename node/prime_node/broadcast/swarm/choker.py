@@ -4,12 +4,13 @@ At most `slots` answers are on their way at one time, one to each member; other 
 A free slot goes to the peer that has received the least for what it has given here, both remembered with a half-life:
 proportional response, under which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant
 lets newcomers begin; members of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets
-the same.
+the same. One network has no more than a share of the slots and of the waiting room, however many members' keys it has: keys are
+cheap, and slow readers hold their slots.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -41,11 +42,14 @@ class ChokerRules:
     each_max: int = 1
     """Of these, to one member. One by one, pieces are whole sooner than side by side, and of a request that is taken over
     elsewhere while it waits, nothing was sent."""
-    members_share: float = 0.25
+    members_share: float = 0.5
     """Of the slots, only for members: strangers, who are one peer and may be anybody, could keep all others by reading slowly."""
+    network_share: float = 0.25
+    """Of the slots, for all members of one network. One such network and all strangers leave slots to the others."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Requests that wait, of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
+    waiting_per_network_max: int = limits.PEER_REQUESTS_WAITING_NETWORK_MAX
     half_life_s: float = 30.0
     """What was given and received counts half after this time."""
     member_grant_bytes: float = 2**22
@@ -60,6 +64,8 @@ class _Account:
     received_bytes: float = 0.0
     settled_s: float = 0.0
     is_member: bool = True
+    network: str = ""
+    """That its requests come from; empty where it counts alone."""
 
 
 class Choker:
@@ -74,19 +80,26 @@ class Choker:
         self._num_waiting = 0
         self._served: dict[str, int] = {}
         """Answers on their way, by peer."""
+        self._served_in: Counter[str] = Counter()
+        """The same, by network."""
+        self._waiting_in: Counter[str] = Counter()
 
-    def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True) -> Turn:
-        """A peer wants something."""
+    def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> Turn:
+        """A peer wants something. `network`: all members there together have a bounded share; empty for none."""
         account = self._account(peer, now_s)
         account.is_member = is_member
+        if peer not in self._served and peer not in self._waiting:  # else what it has there could not be given back
+            account.network = network
         if self.serving < self.rules.slots and self._may_have_one(peer):
             self._begin(peer)
             return Turn.NOW
-        queue = self._waiting.get(peer, ())
-        if self._num_waiting >= self.rules.waiting_max or len(queue) >= self.rules.waiting_per_peer_max:
+        rules, queue = self.rules, self._waiting.get(peer, ())
+        if self._num_waiting >= rules.waiting_max or len(queue) >= rules.waiting_per_peer_max:
+            return Turn.REFUSED
+        if account.network and self._waiting_in[account.network] >= rules.waiting_per_network_max:
             return Turn.REFUSED
         self._waiting.setdefault(peer, deque()).append(request)
-        self._num_waiting += 1
+        self._count_waiting(peer, 1)
         return Turn.WAIT
 
     def done(self, peer: str, sent_bytes: int, now_s: float) -> int | None:
@@ -96,6 +109,7 @@ class Choker:
         self._served[peer] -= 1
         if not self._served[peer]:
             del self._served[peer]
+        _add(self._served_in, self._accounts[peer].network, -1)
         if not self._waiting and len(self._accounts) > ACCOUNTS_IDLE_MAX:
             self._forget(now_s)
         longest = islice(filter(self._may_have_one, self._waiting), COMPARED_MAX)
@@ -107,7 +121,7 @@ class Choker:
         if queue:
             self._waiting[chosen] = queue
         self._begin(chosen)
-        self._num_waiting -= 1
+        self._count_waiting(chosen, -1)
         return request
 
     def gave(self, peer: str, num_bytes: int, now_s: float) -> None:
@@ -119,19 +133,25 @@ class Choker:
         queue = self._waiting.get(peer)
         if queue is not None and request in queue:
             queue.remove(request)
-            self._num_waiting -= 1
+            self._count_waiting(peer, -1)
             if not queue:
                 del self._waiting[peer]
 
     def _may_have_one(self, peer: str) -> bool:
-        rules = self.rules
-        is_member = self._accounts[peer].is_member
-        most = rules.each_max if is_member else max(1, rules.slots - int(rules.slots * rules.members_share))
+        rules, account = self.rules, self._accounts[peer]
+        if account.network and self._served_in[account.network] >= max(1, int(rules.slots * rules.network_share)):
+            return False
+        most = rules.each_max if account.is_member else max(1, rules.slots - int(rules.slots * rules.members_share))
         return self._served.get(peer, 0) < most
 
     def _begin(self, peer: str) -> None:
         self.serving += 1
         self._served[peer] = self._served.get(peer, 0) + 1
+        _add(self._served_in, self._accounts[peer].network, 1)
+
+    def _count_waiting(self, peer: str, num: int) -> None:
+        self._num_waiting += num
+        _add(self._waiting_in, self._accounts[peer].network, num)
 
     def _received_for_given(self, peer: str, now_s: float) -> float:
         account = self._account(peer, now_s)
@@ -161,3 +181,11 @@ class Choker:
                 and account.received_bytes < 1.0
             ):
                 del self._accounts[peer]
+
+
+def _add(counts: Counter[str], network: str, num: int) -> None:
+    """Count in a network, and forget it at 0: others choose how many networks there are."""
+    if network:
+        counts[network] += num
+        if not counts[network]:
+            del counts[network]

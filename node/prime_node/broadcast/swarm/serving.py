@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
+from prime_protocol.addresses import network_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.identity import KeyId, SigningKey
@@ -65,7 +67,8 @@ class PeerService:
     """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
     _members: dict[tuple[int, str], tuple[str, int]] = field(default_factory=dict)
     """Authorizations that were checked, and the key ring that held then."""
-    _listeners: dict[str, int] = field(default_factory=dict)
+    _listeners: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """News that are heard at the moment, by who hears them and his network."""
     _is_closing: bool = False
 
     def __post_init__(self) -> None:
@@ -166,7 +169,10 @@ class PeerService:
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         member = self.member(request)
-        give_back = await self.uplink.slot(member or STRANGERS, end - start, is_member=member is not None)
+        network = "" if member is None else network_of(request.remote)
+        give_back = await self.uplink.slot(
+            member or STRANGERS, end - start, is_member=member is not None, network=network
+        )
         body: bytes | AsyncIterator[bytes]
         try:
             is_short = end - start <= READ_BYTES_MAX
@@ -211,47 +217,56 @@ class PeerService:
     # News
 
     async def _have(self, request: Request) -> Response:
-        listener = self._listener(request)
+        listener, network = self._listener(request)
         each_max = limits.PEER_STRANGERS_LISTENING_MAX if listener == STRANGERS else limits.PEER_LISTENERS_EACH_MAX
-        self._check_room(listener, each_max)
-        return Response(self._lines(listener), content_type="application/x-ndjson")
+        self._check_room(listener, network, each_max)
+        return Response(self._lines(listener, network), content_type="application/x-ndjson")
 
-    def _listener(self, request: Request) -> str:
-        """A newcomer has no ticket while the coordinator is away, so strangers hear news too: all of them together are one."""
+    def _listener(self, request: Request) -> tuple[str, str]:
+        """Who hears news, and his network. A newcomer has no ticket while the coordinator is away, so strangers hear news too:
+        all of them together are one."""
         member = self.member(request)
-        if member is not None:
-            self.met(member)
-        return member or STRANGERS
+        if member is None:
+            return STRANGERS, STRANGERS
+        self.met(member)
+        return member, network_of(request.remote)
 
-    def _check_room(self, listener: str, each_max: int) -> None:
-        if self._listeners.get(listener, 0) >= each_max or len(self._listeners) >= limits.PEER_LISTENERS_MAX:
+    def _check_room(self, listener: str, network: str, each_max: int) -> None:
+        """Raises PeerError where the listener, its network or all together hear as much as they may."""
+        hears = sum(num for (who, _), num in self._listeners.items() if who == listener)
+        in_network = sum(1 for who, where in self._listeners if where == network and who != listener)
+        if (
+            hears >= each_max
+            or in_network >= limits.PEER_LISTENERS_NETWORK_MAX
+            or len(self._listeners) >= limits.PEER_LISTENERS_MAX
+        ):
             raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
 
     @contextlib.contextmanager
-    def _listening(self, listener: str) -> Iterator[None]:
-        self._listeners[listener] = self._listeners.get(listener, 0) + 1
+    def _listening(self, listener: str, network: str) -> Iterator[None]:
+        self._listeners[listener, network] += 1
         try:
             yield
         finally:
-            self._listeners[listener] -= 1
-            if not self._listeners[listener]:
-                del self._listeners[listener]
+            self._listeners[listener, network] -= 1
+            if not self._listeners[listener, network]:
+                del self._listeners[listener, network]
 
-    async def _lines(self, listener: str) -> AsyncIterator[bytes]:
-        with self._listening(listener):
+    async def _lines(self, listener: str, network: str) -> AsyncIterator[bytes]:
+        with self._listening(listener, network):
             async with contextlib.aclosing(self._telling.lines()) as lines:
                 async for line in lines:
                     yield line
 
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
         """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
-        listener = self._listener(request)
+        listener, network = self._listener(request)
         if not cursor:
             return told(self.holdings.news(0))
-        if listener != STRANGERS:  # whose requests are bounded one by one
-            return told(await self._fresh(listener, cursor, head))
-        self._check_room(listener, limits.PEER_STRANGERS_LISTENING_MAX)
-        with self._listening(listener):
+        is_stranger = listener == STRANGERS
+        each_max = limits.PEER_STRANGERS_LISTENING_MAX if is_stranger else limits.PEER_REQUESTS_MAX
+        self._check_room(listener, network, each_max)
+        with self._listening(listener, network):
             return told(await self._fresh(listener, cursor, head))
 
     async def _fresh(self, member: str, cursor: int, head: int) -> News:

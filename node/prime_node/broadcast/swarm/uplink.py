@@ -144,14 +144,15 @@ class Uplink:
         """A peer has given us verified bytes: it is served before those who did not."""
         self._choker.gave(peer, num_bytes, self._clock.monotonic_s())
 
-    async def slot(self, peer: str, num_bytes: int, *, is_member: bool) -> Callable[[], None]:
-        """A slot for an answer; what is returned gives it back, once the answer was sent.
+    async def slot(self, peer: str, num_bytes: int, *, is_member: bool, network: str = "") -> Callable[[], None]:
+        """A slot for an answer; what is returned gives it back, once the answer was sent. All members of one `network` have a
+        share; an empty one counts for none.
 
         Raises PeerError(UNAVAILABLE) where there is none for this peer now.
         """
         if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
             raise _does_not_serve()
-        await self._turn(peer, is_member=is_member)
+        await self._turn(peer, is_member=is_member, network=network)
         if not self._may_serve() or (self._cap is not None and not self._cap.take(num_bytes)):
             self._done(peer, 0)  # while it waited
             raise _does_not_serve()
@@ -174,10 +175,10 @@ class Uplink:
         self.served_bytes += sent_bytes
         self._pass_on(self._choker.done(peer, sent_bytes, self._clock.monotonic_s()))
 
-    async def _turn(self, peer: str, *, is_member: bool) -> None:
+    async def _turn(self, peer: str, *, is_member: bool, network: str) -> None:
         self._requests += 1
         request = self._requests
-        turn = self._choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member)
+        turn = self._choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member, network=network)
         if turn is Turn.NOW:
             return
         if turn is Turn.REFUSED:
