@@ -282,6 +282,10 @@ PEER_DIAL_BACKS_PER_MINUTE_MAX = 120
 """Dial-backs that a coordinator makes for one network (/24, /48), and that a peer makes to one IP address, in a minute."""
 PEER_OFFERS_PER_NETWORK_MAX = 256
 """Peers of one network (/24, /48) that a coordinator remembers to list; those of trusted keys do not count."""
+PEER_GUESTS_MAX = 64
+"""Peers that do not take part and that a coordinator of an open run remembers to list, apart from its members."""
+PEER_GUESTS_LISTED_MAX = 16
+"""Of these, in one list."""
 DIAL_BACKS_MAX = 64
 """The same at the coordinator."""
 DIAL_BACK_S_MAX = 5.0

@@ -295,8 +295,8 @@ class PeersReply(WireModel):
 
     peers: EnvelopeText
     """A PeerList."""
-    ticket: EnvelopeText
-    """A PeerTicket for the asker."""
+    ticket: EnvelopeText = Field(default="", exclude_if=_is_default)
+    """A PeerTicket for the asker. Empty for one that does not take part: peers serve it as a stranger."""
     reachable: bool | None = None
     """Whether the coordinator could reach him at the offered port; None while that is not known, or nothing was offered."""
 

@@ -163,7 +163,11 @@ async def swarm(
 ) -> AsyncIterator[Swarm]:
     """A coordinator, with these parts of its own replaced, a trainer's seeder, and a worker for each key."""
     server, run = CutServer(), run or make_run()
-    parts = dataclasses.replace(memory_parts(run), **{"web": server, "dial_back": HttpDialBack(run.digest), **replaced})
+    members = [
+        key.key_id for key in (*WORKERS, *keys)
+    ]  # as those that the operator names: no test sends heartbeats for them
+    own = {"web": server, "dial_back": HttpDialBack(run.digest)}
+    parts = dataclasses.replace(memory_parts(run, seeders=members), **{**own, **replaced})
     await parts.public.put(CONFIG_JSON)
     async with running(parts) as world, contextlib.AsyncExitStack() as stack:
         client = world.client(TRAINER)

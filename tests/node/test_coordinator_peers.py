@@ -115,6 +115,7 @@ async def test_an_address_where_somebody_else_answers_is_not_listed() -> None:
 @pytest.mark.parametrize("fields", [{}, {"peers_max": 0}])
 async def test_who_offers_nothing_gets_a_ticket_and_is_not_listed(fields: dict[str, object]) -> None:
     async with running(memory_parts(RUN)) as world:
+        await world.join(ANNA)
         reply = await find(world, ANNA, **fields)
         assert reply.reachable is None
         shown = authorization(reply.ticket, BEN.key_id, RUN.digest, ANNA, now_ms=world.parts.clock.now_ms())

@@ -124,6 +124,8 @@ async def announce_lies(made: Swarm, victim: Victim) -> list[Liar]:
         client = Liar(made.world.url, run=run.digest, clock=SystemClock(), key=key, bounds=run.spec.limits)
         clients.append(client)
         port = victim.port if number % 3 else None
+        if number % 2:  # the others have not joined, and announce as guests
+            await made.world.join(key)
         await client.find_peers(PeersRequest(port=port, addresses=next(told)))
     return clients
 

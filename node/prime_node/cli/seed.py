@@ -16,6 +16,7 @@ from prime_protocol.run_spec import JoinLink
 if TYPE_CHECKING:
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.peer import Peer
+    from prime_node.ports.swarm import PeerFinder
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.identity import SigningKey
 
@@ -72,6 +73,7 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: Signi
 
         async def serve() -> None:
             run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
+            await require_admission(client, key)
             async with wire_swarm.mirror(run, key, client, folder, settings) as (mirror, peer):
                 try:
                     async with asyncio.TaskGroup() as tasks:
@@ -82,6 +84,27 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: Signi
 
         await unless(stop.wait(), serve())
     return 0
+
+
+async def require_admission(client: PeerFinder, key: SigningKey) -> None:
+    """Raises PeerError where the run names its peers to no such key. A coordinator that is away is asked again later."""
+    from prime_node.ports.transport import Unreachable
+    from prime_protocol.errors import PeerError
+    from prime_protocol.messages import PeersRequest
+
+    try:
+        reply = await client.find_peers(PeersRequest())
+    except (Unreachable, PeerError) as error:
+        if isinstance(error, PeerError) and not error.is_transient:
+            raise
+        log.warning("the coordinator does not say yet whether this seeder may take part: %s", error)
+        return
+    if not reply.ticket:
+        log.info(
+            "this key has not joined: peers serve it in the share that they keep for strangers, and few are told of it; "
+            "the operator makes it a member by coordinator.seeders: %s",
+            key.key_id,
+        )
 
 
 async def _tell(peer: Peer, holdings: Holdings) -> NoReturn:

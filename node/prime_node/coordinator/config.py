@@ -129,6 +129,9 @@ class CoordinatorConfig(Settings):
     """Keys that may join; empty: any may."""
     invites_needed: bool = False
     """New keys need an invitation; `prime-node operate invite` makes one."""
+    seeders: tuple[KeyId, ...] = ()
+    """Keys of seeders (`prime-node seed`) that do not join and count as members of the swarm. A run that takes invited or listed
+    workers alone names its peers to no other key that has not joined."""
     software_min: str = Field(default="", pattern=r"^(\d{1,6}(\.\d{1,6}){0,3})?$")
     """Workers with an older prime-node are told to upgrade; empty: none is."""
     requests_per_second: float = Field(default=50.0, gt=0.0)

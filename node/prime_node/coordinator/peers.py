@@ -3,7 +3,7 @@
 An address is told to others only after the offering key has answered a dial-back there, over HTTP and libp2p alike. Dial-backs go
 only to addresses that the offer itself comes from, so the list can neither send a swarm to a stranger's machine nor be used to
 scan one. An address that is not of the public internet is told only inside the network where it was heard. The asker gets a
-random sample, and a ticket that shows other peers that its key belongs to the run.
+random sample, of members before guests: guests are keys that do not take part, and have places of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -57,6 +56,8 @@ class _Offer:
     heard_s: float
     network: str
     """Which network it counts against; empty for one that is not of the public internet."""
+    is_guest: bool = False
+    """Its key does not take part in the run."""
     verdicts: dict[str, _Verdict] = field(default_factory=dict)
     """By address, for those that may be dialled back."""
 
@@ -82,8 +83,8 @@ class Peers:
         """The IP addresses that a peer's direct links to that host come from; None where it is not linked."""
         self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
         self._offers: dict[KeyId, _Offer] = {}
-        self._networks: Counter[str] = Counter()
-        self._dials: set[asyncio.Task[None]] = set()
+        self._dials: dict[asyncio.Task[None], bool] = {}
+        """Dial-backs under way, and whether they are for guests."""
         per_minute = limits.PEER_DIAL_BACKS_PER_MINUTE_MAX
         self._rates = Buckets(per_second=per_minute / 60, burst=per_minute)
 
@@ -91,21 +92,33 @@ class Peers:
         return sum(offer.is_listed for offer in self._offers.values())
 
     def offer(
-        self, record: PeerRecord, now_s: float, *, seen_at: str, offers_max: int, is_trusted: bool = False
+        self,
+        record: PeerRecord,
+        now_s: float,
+        *,
+        seen_at: str,
+        offers_max: int,
+        is_trusted: bool = False,
+        is_guest: bool = False,
     ) -> bool | None:
         """Take an offer that came from the IP address `seen_at` in, or up again. Returns whether the peer is reached over
         HTTP, as far as that is known.
 
-        A trusted key, the trainer's say, may name addresses that its offer does not come from.
+        A trusted key, the trainer's say, may name addresses that its offer does not come from. `offers_max` bounds members;
+        PEER_GUESTS_MAX bounds guests.
         """
         self._forget(now_s)
         known = self._offers.get(record.peer)
+        if known is not None and known.is_guest != is_guest:  # it has joined or left, and counts among the others now
+            self.withdraw(record.peer)
+            known = None
         if known is None:
             network = _network_of(seen_at)
-            if not (is_trusted or self._has_room(network, offers_max)):
+            if not (
+                is_trusted or self._has_room(network, limits.PEER_GUESTS_MAX if is_guest else offers_max, is_guest)
+            ):
                 return None
-            known = self._offers[record.peer] = _Offer(record, now_s, network)
-            self._networks[network] += 1
+            known = self._offers[record.peer] = _Offer(record, now_s, network, is_guest)
         known.record, known.heard_s = record, now_s
         hosts = {seen_at, *(self.link_hosts(record.peer) or ())}
         own = {parsed for host in hosts if (parsed := parse_ip(host)) is not None}
@@ -124,27 +137,25 @@ class Peers:
         return known.reachable
 
     def withdraw(self, peer: KeyId) -> None:
-        offer = self._offers.pop(peer, None)
-        if offer is not None:
-            self._networks[offer.network] -= 1
-            if not self._networks[offer.network]:
-                del self._networks[offer.network]
+        self._offers.pop(peer, None)
 
     def sample(
         self, asker: KeyId, peers_max: int, now_s: float, rng: random.Random, *, address: str
     ) -> tuple[PeerRecord, ...]:
-        """Some peers that can be reached from the asker's IP address, in random order; before them the coordinator's own host,
-        where it has one."""
+        """Some peers that can be reached from the asker's IP address: the coordinator's own host, where it has one, members in
+        random order, and then a few guests where there is room."""
         self._forget(now_s)
         own = self.own()
         told = None if own is None else own.model_copy(update={"addresses": _named(own.addresses, address)})
         first = (told,) if told is not None and told.addresses else ()
-        found = [
-            shown
-            for peer, offer in self._offers.items()
-            if peer != asker and (shown := self._shown(offer, address, told)) is not None
-        ]
-        return (*first, *rng.sample(found, min(peers_max, len(found))))[:peers_max]
+        members: list[PeerRecord] = []
+        guests: list[PeerRecord] = []
+        for peer, offer in self._offers.items():
+            if peer != asker and (shown := self._shown(offer, address, told)) is not None:
+                (guests if offer.is_guest else members).append(shown)
+        chosen = rng.sample(members, min(peers_max, len(members)))
+        strange = rng.sample(guests, min(limits.PEER_GUESTS_LISTED_MAX, len(guests)))
+        return (*first, *chosen, *strange)[:peers_max]
 
     def _shown(self, offer: _Offer, asker: str, relay: PeerRecord | None) -> PeerRecord | None:
         """What an asker at an address is told: where the key has answered, and the way over our own relay while it is linked."""
@@ -158,12 +169,15 @@ class Peers:
             return None
         return PeerRecord(peer=offer.record.peer, urls=urls, addresses=addresses)
 
-    def _has_room(self, network: str, offers_max: int) -> bool:
-        """One network may not take all places, and offers at which nobody answers give way."""
-        if network and self._networks[network] >= limits.PEER_OFFERS_PER_NETWORK_MAX:
+    def _has_room(self, network: str, offers_max: int, is_guest: bool) -> bool:
+        """One network may not take all places, and offers at which nobody answers give way. Guests of one network have a quarter
+        of the guests' places, and take none of its members'."""
+        alike = {peer: offer for peer, offer in self._offers.items() if offer.is_guest == is_guest}
+        of_network = sum(offer.network == network for offer in alike.values())
+        if network and of_network >= (offers_max // 4 if is_guest else limits.PEER_OFFERS_PER_NETWORK_MAX):
             return False
-        if len(self._offers) >= offers_max:
-            given_up = next((peer for peer, offer in self._offers.items() if not offer.is_listed), None)
+        if len(alike) >= offers_max:
+            given_up = next((peer for peer, offer in alike.items() if not offer.is_listed), None)
             if given_up is None:
                 return False
             self.withdraw(given_up)
@@ -177,6 +191,8 @@ class Peers:
         dial_back = self._dial_backs["http" if address.startswith("http://") else "libp2p"]
         if dial_back is None or len(self._dials) >= limits.DIAL_BACKS_MAX:
             return
+        if offer.is_guest and sum(self._dials.values()) >= limits.DIAL_BACKS_MAX // 4:
+            return
         if offer.network:
             try:
                 self._rates.require(offer.network, now_s)
@@ -185,8 +201,8 @@ class Peers:
             self._rates.charge(offer.network, now_s)
         verdict.tried_s, verdict.is_under_way = now_s, True
         task = asyncio.create_task(self._dial(offer.record.peer, address, verdict, dial_back))
-        self._dials.add(task)
-        task.add_done_callback(self._dials.discard)
+        self._dials[task] = offer.is_guest
+        task.add_done_callback(self._dials.pop)
 
     async def _dial(self, peer: KeyId, address: str, verdict: _Verdict, dial_back: DialBack) -> None:
         try:

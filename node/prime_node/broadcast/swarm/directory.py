@@ -103,7 +103,9 @@ class Directory:
                 self.hinted.clear()
             except (PeerError, Unreachable) as error:
                 if not self.is_alone:  # said once, until it answers again: the worker tells how long it is away
-                    log.info("the coordinator names no peers: %s", error)
+                    is_refused = isinstance(error, PeerError) and error.code is ErrorCode.NOT_INVITED
+                    level = logging.WARNING if is_refused else logging.INFO
+                    log.log(level, "the coordinator names no peers: %s", error)
                 self.is_alone = True
                 await self._exchange(links())
             tell()
@@ -174,6 +176,8 @@ class Directory:
 
     def _keep_ticket(self, ticket: str) -> None:
         """A new one costs every peer three signatures to check."""
+        if not ticket:
+            return  # we do not take part now; one from before is good until it expires
         now_s = self._clock.monotonic_s()
         is_old = self._ticket_ring != self._run.keys.version or now_s - self._ticket_at_s > TICKET_KEPT_S
         if self._ticket is None or is_old:

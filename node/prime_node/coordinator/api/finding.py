@@ -1,14 +1,21 @@
-"""Finding peers: the asker offers itself, and gets a signed list of others and a ticket. SPEC, "Peers over HTTP"."""
+"""Finding peers: the asker offers itself, and gets a signed list of others and a ticket. SPEC, "Peers over HTTP".
+
+members (active workers, the run's keys, the operator's seeders)   a ticket and a list, and they are listed
+other keys ("guests"), in a run that any key may join              a list and no ticket; listed apart, in a bounded share
+other keys, in a run for invited or listed workers                 NOT_INVITED
+"""
 
 from __future__ import annotations
 
 import random
 
 from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, is_in, without_port
+from prime_node.coordinator.api.requests import is_stranger
 from prime_node.coordinator.core import Core
 from prime_node.ports.web import Request
 from prime_protocol.addresses import parse_ip
 from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
 
@@ -17,7 +24,14 @@ TICKET_S = 24 * 3_600.0
 
 
 async def find(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
-    """Answer a verified request that came from `address`."""
+    """Answer a verified request that came from `address`. Raises PeerError."""
+    is_guest = signer not in core.config.seeders and is_stranger(signer, run=core.run, state=core.state)
+    if is_guest and (core.config.invites_needed or core.config.allowed_workers):
+        raise PeerError(
+            ErrorCode.NOT_INVITED,
+            "this run names its peers to its members alone: join it first; for a seeder, the operator adds its key to "
+            f"coordinator.seeders and restarts the coordinator; tell him {signer}",
+        )
     now_s, now_ms = core.clock.monotonic_s(), core.clock.now_ms()
     record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)
     reachable = None
@@ -28,6 +42,7 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
             seen_at=address,
             offers_max=core.run.spec.limits.workers_max,
             is_trusted=signer in core.run.keys.current.trainer,
+            is_guest=is_guest,
         )
     else:
         core.peers.withdraw(signer)
@@ -36,12 +51,16 @@ async def find(core: Core, signer: str, request: PeersRequest, *, address: str) 
         issued_at_ms=now_ms,
         peers=core.peers.sample(signer, request.peers_max, now_s, random.Random(), address=address),
     )
-    ticket = PeerTicket(run=core.run.digest, peer=signer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
     return PeersReply(
         peers=seal(listed, PayloadType.PEER_LIST, core.key).to_bytes().decode(),
-        ticket=seal(ticket, PayloadType.PEER_TICKET, core.key).to_bytes().decode(),
+        ticket="" if is_guest else _ticket(core, signer, now_ms),
         reachable=reachable,
     )
+
+
+def _ticket(core: Core, peer: str, now_ms: int) -> str:
+    ticket = PeerTicket(run=core.run.digest, peer=peer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
+    return seal(ticket, PayloadType.PEER_TICKET, core.key).to_bytes().decode()
 
 
 def announced_from(core: Core, request: Request) -> str:
