@@ -1,5 +1,5 @@
-"""Asking until there is an answer, with growing pauses, for days if it must be; ending a wait when something else happens; and
-which fault to report where several tasks fall together.
+"""Asking until there is an answer, with growing pauses, for days if it must be; ending a wait when something else happens; a
+switch that can be waited for; and which fault to report where several tasks fall together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,26 @@ T = TypeVar("T")
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 30.0
 SAY_AGAIN_S = 30.0
 """While the reason stays the same, it is logged this often."""
+
+
+class Switch:
+    """On or off, and both can be waited for. Off at first."""
+
+    def __init__(self) -> None:
+        self._on, self._off = asyncio.Event(), asyncio.Event()
+        self._off.set()
+
+    def turn(self, *, on: bool) -> None:
+        (self._on if on else self._off).set()
+        (self._off if on else self._on).clear()
+
+    async def on(self) -> None:
+        """Waits until it is on."""
+        await self._on.wait()
+
+    async def off(self) -> None:
+        """Waits until it is off."""
+        await self._off.wait()
 
 
 class Backoff:

@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.node.coordinator_process import crash_run, start
@@ -23,6 +24,7 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.coordinator_world import make_run as make_plain_run
+from tests.node.swarm_world import LOCAL
 from tests.node.table_engine import TableEngine
 from tests.node.test_worker_with_coordinator import Digits, publish, validate
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run, until
@@ -31,6 +33,8 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.cli import wire_swarm
+from prime_node.patience import Switch
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import run
 from prime_node.worker.reporting import status_of
@@ -46,6 +50,9 @@ from prime_protocol.messages import (
     ReturnLeaseRequest,
 )
 from prime_protocol.run_spec import PinnedRun
+
+if TYPE_CHECKING:
+    from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 
 HEARTBEAT_S = 0.2
 RUN = make_run(lease_seconds=60.0, heartbeat_seconds=HEARTBEAT_S, max_steps=100, groups_per_step=64)
@@ -118,6 +125,64 @@ async def test_of_two_real_workers_with_one_key_one_works_and_the_other_goes_on_
         assert await waiting is Ending.STOPPED
         assert one.receipts.tally().refused == two.receipts.tally().refused == {}
         assert (await world.status())["rollouts"]["refused"] == {}
+
+
+@contextlib.asynccontextmanager
+async def machine_with_host(client: HttpClient, folder: Path) -> AsyncIterator[tuple[Worker, Libp2pNetwork]]:
+    """The same, with the libp2p host that a worker of the command line has."""
+    settings = WorkerConfig(swarm=LOCAL.model_copy(update={"p2p": "on", "p2p_listen": ("/ip4/127.0.0.1/tcp/0",)}))
+    accepted = Switch()
+    following = wire_swarm.swarm_follower(RUN, WORKER, client, folder, settings, accepted=accepted)
+    async with following as (follower, trust, peer):
+        assert peer is not None
+        made = machine(RUN, client, folder / "worker")
+        made = dataclasses.replace(made, folder=folder / "own", follower=follower, trust=trust, accepted=accepted)
+        yield made, cast("Libp2pNetwork", peer.network)
+
+
+@pytest.mark.timeout(60)
+async def test_a_machine_that_the_coordinator_refuses_opens_no_swarm_host(tmp_path: Path) -> None:
+    pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+    async with (
+        site() as world,
+        client_of(world) as first,
+        client_of(world) as second,
+        machine_with_host(first, tmp_path / "one") as (one, host_one),
+        machine_with_host(second, tmp_path / "two") as (two, host_two),
+    ):
+        assert not host_one.addresses(), "nothing is open before the coordinator has answered"
+        stop_one, stop_two = asyncio.Event(), asyncio.Event()
+        working = asyncio.create_task(run(one, stop_one))
+        await until(host_one.addresses)
+        waiting = asyncio.create_task(run(two, stop_two))
+        await until(lambda: two.session.in_use)
+        assert await never_opens(host_two, seconds=4 * HEARTBEAT_S)
+        stop_one.set()
+        assert await working is Ending.STOPPED
+        await until(host_two.addresses)
+        # The first one comes back while the second one was cut off for a while, and the second one hears of it.
+        await client_leaves(second, two)
+        await first.join(join(ONE))
+        await until(lambda: two.session.in_use)
+        await until(lambda: not host_two.addresses())
+        await first.leave(LeaveRequest(session=ONE))
+        await until(host_two.addresses)
+        stop_two.set()
+        assert await waiting is Ending.STOPPED
+
+
+async def never_opens(host: Libp2pNetwork, *, seconds: float) -> bool:
+    """Whether a host stays closed for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not host.addresses():  # noqa: ASYNC110 - a host that opens tells nobody
+                await asyncio.sleep(0.01)
+    return not host.addresses()
+
+
+async def client_leaves(client: HttpClient, worker: Worker) -> None:
+    """Ends a session without its worker's knowledge, as four missed heartbeats do."""
+    await client.leave(LeaveRequest(session=worker.session.name))
 
 
 @pytest.mark.timeout(60)

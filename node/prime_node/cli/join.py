@@ -112,7 +112,7 @@ async def _join(
 ) -> int:
     from prime_node.cli import wire, wire_swarm
     from prime_node.observe import BestEffort, JsonLines
-    from prime_node.patience import unless
+    from prime_node.patience import Switch, unless
     from prime_node.worker.loop import run as run_worker
     from prime_node.worker.worker import Worker
 
@@ -136,7 +136,10 @@ async def _join(
             run, engine, environments = ready
             timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
             try:
-                following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)
+                accepted = Switch()
+                following = wire_swarm.swarm_follower(
+                    run, key, client, folder, settings, accepted=accepted, on_progress=on_progress
+                )
                 async with following as (follower, trust, peer):
                     worker = Worker(
                         run=run,
@@ -153,6 +156,7 @@ async def _join(
                         environments=environments,
                         rng=random.Random(),
                         timeline=timeline,
+                        accepted=accepted,
                     )
                     return (await run_worker(worker, stop)).exit_code
             finally:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.swarm.seeding import Seeding
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+    from prime_node.patience import Switch
     from prime_node.ports.peers import PeerNetwork
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
@@ -203,9 +204,13 @@ async def swarm_follower(
     folder: Path,
     settings: FollowerSettings,
     *,
+    accepted: Switch | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
-    """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model."""
+    """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model.
+
+    With `accepted`, this machine takes part in the swarm only while that is on.
+    """
     from prime_node.broadcast.follow.follower import Follower
 
     async with contextlib.AsyncExitStack() as stack:
@@ -236,6 +241,7 @@ async def swarm_follower(
                 pool=follower.pool,
                 network=network,
             )
+            peer.accepted = accepted
             await stack.enter_async_context(peer.running())
             if (neighbours := peer.neighbours) is not None:
                 trusted.peers = lambda: list(zip(neighbours.linked, neighbours.links(), strict=True))

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
-from prime_node.patience import Backoff
+from prime_node.patience import Backoff, Switch
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, PeerError
@@ -37,7 +37,14 @@ class Session:
     """What the coordinator has said last, and how to ask it."""
 
     def __init__(
-        self, run: PinnedRun, port: WorkerPort, request: JoinRequest, *, clock: Clock, rng: random.Random
+        self,
+        run: PinnedRun,
+        port: WorkerPort,
+        request: JoinRequest,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        accepted: Switch | None = None,
     ) -> None:
         self.run = run
         self.port = port
@@ -48,6 +55,8 @@ class Session:
         self.notice = ""
         self.in_use = ""
         """Why the coordinator does not let this machine in; empty where it does."""
+        self.accepted = accepted or Switch()
+        """On while the coordinator counts this machine as the one that uses our key, as far as it has said."""
         self.draining = asyncio.Event()
         """Set once the coordinator wants no more work from us."""
         self.away_since_s: float | None = None
@@ -85,6 +94,7 @@ class Session:
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head, self.in_use = reply.step, reply.head, ""
+            self.accepted.turn(on=True)
             # One that is gone by the next heartbeat was about a moment; one that stays, the owner wants to know.
             if reply.notice and reply.notice == self.notice != said:
                 log.warning("the coordinator says: %s", reply.notice)
@@ -128,6 +138,8 @@ class Session:
             self.away_since_s = None
             if error.code is ErrorCode.IN_USE:
                 self.in_use = error.detail
+            if error.code in (ErrorCode.IN_USE, ErrorCode.BANNED):
+                self.accepted.turn(on=False)
             if error.code is ErrorCode.UNKNOWN_FIELD:  # coordinators are upgraded first (SPEC.md, section 18)
                 detail = (
                     f"the coordinator runs an older release ({error.detail}): wait for its operator, or install his"
@@ -164,4 +176,5 @@ class Session:
         if reply.notice:
             log.warning("the coordinator says: %s", reply.notice)
         self.step, self.head, self.in_use = reply.step, reply.head, ""
+        self.accepted.turn(on=True)
         self._joins += 1

@@ -17,6 +17,7 @@ from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.folder_lock import FolderLock
 from prime_node.observe import Recorder, Recorders
+from prime_node.patience import Switch
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine
 from prime_node.ports.environment import TurnEnvironment
@@ -97,6 +98,8 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     speed: Speed | None = None
     """What the rehearsal showed, for the coordinator."""
+    accepted: Switch = field(default_factory=Switch)
+    """On while the coordinator counts this machine as the one that uses our key: the swarm host runs only then."""
     quit: asyncio.Event = field(default_factory=asyncio.Event)
     """Take no new work: we were asked to stop, or the coordinator drains us."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -119,7 +122,9 @@ class Worker:
             hardware=self.hardware,
             session=secrets.token_hex(16),
         )
-        self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=self.rng)
+        self.session = Session(
+            self.run, self.coordinator, request, clock=self.clock, rng=self.rng, accepted=self.accepted
+        )
 
     def seconds_left(self, lease: Lease) -> float:
         """Until the lease expires by the coordinator's clock; below 0 once it has."""

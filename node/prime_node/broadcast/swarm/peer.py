@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.broadcast.swarm.mesh import Mesh
@@ -19,8 +20,11 @@ from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.tended import Tended
+from prime_node.patience import Switch, unless
 from prime_node.ports.peers import PeerNetwork
+from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import WebServer
+from prime_protocol.errors import LocalError
 from prime_protocol.messages import PeersRequest
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,8 @@ class Peer:
     """Over which peers behind a NAT are reached."""
     mesh: Mesh | None = None
     """Keeps links over that network."""
+    accepted: Switch | None = None
+    """Where there is one, the swarm hears of this machine only while it is on: another machine may use the same key."""
     port: int | None = None
     """Where it serves."""
     tended: Tended = field(init=False)
@@ -67,9 +73,9 @@ class Peer:
         if not self.config.private:
             self.port = await self.web.start(self.service.routes(), host=self.config.host, port=self.config.port)
             log.info("serving peers on port %d", self.port)
-        if self.network is not None:
+        if self.network is not None and self.accepted is None:
             await self.network.start()
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._run() if self.accepted is None else self._run_while(self.accepted))
         try:
             yield
         finally:
@@ -108,6 +114,28 @@ class Peer:
                 tasks.create_task(self.tended.keep("peers' directory", self._ask))
             if self.mesh is not None:
                 tasks.create_task(self.tended.keep("the peer network", functools.partial(self._keep_links, self.mesh)))
+
+    async def _run_while(self, accepted: Switch) -> NoReturn:
+        """Open the network and take part while `accepted` is on; leave and close it otherwise."""
+        while True:
+            await accepted.on()
+            try:
+                await unless(accepted.off(), self._open_and_run())
+            finally:
+                if self.network is not None:
+                    await self.network.close()
+
+    async def _open_and_run(self) -> None:
+        if self.network is not None:
+            starting = asyncio.ensure_future(self.network.start())
+            try:
+                await asyncio.shield(starting)
+            except asyncio.CancelledError:  # a network that is half open cannot be closed
+                await asyncio.gather(starting, return_exceptions=True)
+                raise
+            except (LocalError, Unreachable) as error:
+                self.tended.note("the peer network", error)  # `_keep_links` opens it again
+        await self._run()
 
     async def _ask(self) -> None:
         await self.directory.run(list, lambda: None)
