@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, is_in, without_port
-from prime_node.coordinator.api.requests import is_stranger
+from prime_node.coordinator.api.requests import sender_of
 from prime_node.coordinator.core import Core
 from prime_node.ports.web import Request
 from prime_protocol.addresses import parse_ip
@@ -25,7 +25,7 @@ TICKET_S = 24 * 3_600.0
 
 async def find(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
     """Answer a verified request that came from `address`. Raises PeerError."""
-    is_guest = signer not in core.config.seeders and is_stranger(signer, run=core.run, state=core.state)
+    is_guest = signer not in core.config.seeders and sender_of(signer, run=core.run, state=core.state) is None
     if is_guest and (core.config.invites_needed or core.config.allowed_workers):
         raise PeerError(
             ErrorCode.NOT_INVITED,
