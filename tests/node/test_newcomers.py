@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -342,17 +341,3 @@ def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_goes_on_pay
     assert {"named", "invited"} <= run.state.workers.keys(), "whom the operator named or let in"
     assert newcomers.pause_ms(run.state, "theirs", run.now_ms) == pause_ms > 0
     assert run.state.invites == {"ab" * 16: 1}
-
-
-def test_a_snapshot_with_lists_of_keys_is_read() -> None:
-    run = world_of(THOUSAND[:20])
-    run.refuse(run.upload(run.granted("key 1", 0)), RejectReason.SEED_MISMATCH)
-    run.do(ev.WorkerBanned("key 2", "by hand"))
-    run.do(ev.WorkerLeft("key 1"))
-    old = json.loads(snapshot.to_json(run.state))
-    del old["by_away"], old["invites"]
-    keys = [worker["worker"] for worker in old["workers"].values() if worker["network"]]
-    old["networks"] = {"theirs": {"workers": keys, "crowd": 17}}
-    for worker in old["workers"].values():
-        del worker["counted"]
-    assert snapshot.from_json(json.dumps(old)) == run.state
