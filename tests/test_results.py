@@ -92,7 +92,7 @@ def test_json_is_alone_on_stdout_whatever_else_prints() -> None:
 )
 def test_every_json_option_goes_through_the_one_output(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    if path.stem not in ("results", "shading"):
+    if path.stem != "results":
         assert "Output(as_json=" in text
         assert '{"checks"' not in text
 

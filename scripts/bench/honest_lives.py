@@ -22,15 +22,14 @@ Letters: C completions, T tokens, V tokens to choose from, W workers, N completi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from checks import Check, Output, at_most
 from shading import LIMIT, SIZE
 
 from prime_node.cli.shipped import shipped_calibration
@@ -277,19 +276,19 @@ def calibrated(kind: Kind) -> dict[str, Moments]:
     return moments
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter lives, under a minute")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON and nothing else")
     options = parser.parse_args()
+    output = Output(as_json=options.json)
     workers, rollouts, size = (50, 2_000, 10_000) if options.quick else (200, 20_000, 100_000)
     rows: list[tuple[Kind, Pool, Lived]] = []
     began = time.perf_counter()
     for number, kind in enumerate(kinds()):
         pool = pool_of(kind, size, 10**6 * number)
         rows.append((kind, pool, live(kind, pool, workers, rollouts, number)))
-        if not options.json:
-            print(_row(*rows[-1]), flush=True)
+        print(_row(*rows[-1]), flush=True)
     seconds = time.perf_counter() - began
     banned = sum(int((lived.highest >= LIMIT).sum()) for _, _, lived in rows)
     hurt = sum(
@@ -299,20 +298,16 @@ def main() -> None:
     differ = max(lived.chances_differ for _, _, lived in rows)
     apart = max(lived.checked for _, _, lived in rows)
     name = f"honest workers hurt, of {len(rows)} x {workers}, {rollouts} rollouts each"
-    checks: list[dict[str, Any]] = [
-        {"name": name, "value": hurt, "bar": 0, "ok": hurt == 0},
-        {"name": "of them banned by evidence", "value": banned, "bar": 0, "ok": banned == 0},
-        {"name": "honest workers ever at 10, the most of any class, share", "value": at_ten, "bar": 0.1, "ok": at_ten <= 0.1},
-        {"name": "nats between these sums and evidence.folded", "value": apart, "bar": 1e-6, "ok": apart <= 1e-6},
-        {"name": "chances of a reward differ between engines, the most", "value": differ, "bar": REWARD_SLACK,
-         "ok": 0 < differ <= REWARD_SLACK},
-    ]  # fmt: skip
-    if options.json:
-        print(json.dumps({"checks": checks}))
-        return
     print(f"{seconds:.0f} s")
-    for check in checks:
-        print(f"{'ok  ' if check['ok'] else 'BAD '} {check['name']}: {check['value']:g} (bar {check['bar']:g})")
+    slack = f"above 0, <= {REWARD_SLACK:g}"
+    checks = [
+        at_most(name, hurt, 0),
+        at_most("of them banned by evidence", banned, 0),
+        at_most("honest workers ever at 10, the most of any class, share", at_ten, 0.1),
+        at_most("nats between these sums and evidence.folded", apart, 1e-6),
+        Check("chances of a reward differ between engines, the most", differ, slack, 0 < differ <= REWARD_SLACK),
+    ]
+    return output.finish(checks)
 
 
 def _row(kind: Kind, pool: Pool, lived: Lived) -> str:
@@ -325,4 +320,4 @@ def _row(kind: Kind, pool: Pool, lived: Lived) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

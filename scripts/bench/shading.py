@@ -14,13 +14,13 @@ Letters: W workers, N completions of a bundle, T tokens of a completion, K entri
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from checks import Check, Output, at_most
 
 from prime_protocol.evidence import Sums, folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX
@@ -200,11 +200,12 @@ BARRED = ("0.1 low where rewarded", "0.05 low where rewarded")
 TOKENS = (16, 64, 256)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter lives")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON and nothing else")
     arguments = parser.parse_args()
+    output = Output(as_json=arguments.json)
     check_against_the_protocol()
     workers, rollouts = (50, 2_000) if arguments.quick else (200, 20_000)
     cheats, tokens = (21, TOKENS[:2]) if arguments.quick else (61, TOKENS)
@@ -218,21 +219,17 @@ def main() -> None:
     hurt = sum(int((each >= LIMIT).sum()) for each in lives.values())
     at_ten = float(np.mean([each >= math.log(10) for each in lives.values()]))
     checks = [
-        {"name": f"honest workers banned, of {len(lives)} x {workers}, {rollouts} rollouts each", "value": hurt,
-         "bar": 0, "ok": hurt == 0},
-        {"name": "honest workers ever at 10, share", "value": at_ten, "bar": 0.1, "ok": at_ten <= 0.1},
-    ]  # fmt: skip
+        at_most(f"honest workers banned, of {len(lives)} x {workers}, {rollouts} rollouts each", hurt, 0),
+        at_most("honest workers ever at 10, share", at_ten, 0.1),
+    ]
     differ = {name: chances_differ(name, 16) for name in ENGINES}
     most = max(differ.values())
-    name = "chances of a reward differ between engines, the most"
-    checks.append({"name": name, "value": most, "bar": REWARD_SLACK, "ok": 0 < most <= REWARD_SLACK})
+    name, bar = "chances of a reward differ between engines, the most", f"above 0, <= {REWARD_SLACK:g}"
+    checks.append(Check(name, most, bar, 0 < most <= REWARD_SLACK))
     for cheat in BARRED:
         worst = max(float(high) for (name, _, _), (_, high) in table.items() if name == cheat)
         name = f"{cheat}: audited rollouts until a ban, 95 of 100, the worst of all engines and lengths"
-        checks.append({"name": name, "value": worst, "bar": 64, "ok": worst <= 64})
-    if arguments.json:
-        print(json.dumps({"checks": checks}))
-        return
+        checks.append(at_most(name, worst, 64))
     print("| claims | " + " | ".join(f"{name}, {length} tokens" for name in ENGINES for length in tokens) + " |")
     print("|---" * (1 + len(ENGINES) * len(tokens)) + "|")
     for cheat in CHEATS:
@@ -246,9 +243,8 @@ def main() -> None:
             f"honest, {name}: highest evidence of {workers} workers {each.max():.1f} nats, ever at 10: {share:.1%}, "
             f"chances of a reward differ by {differ[name]:.4f}"
         )
-    for check in checks:
-        print(f"{'ok  ' if check['ok'] else 'BAD '} {check['name']}: {check['value']:g} (bar {check['bar']:g})")
+    return output.finish(checks)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -17,13 +17,15 @@ from prime_protocol.run_spec import EVIDENCE_MAX
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     """The simulation of scripts/bench/shading.py, whose full size the bench runs."""
-    path = Path(__file__).parents[2] / "scripts" / "bench" / "shading.py"
-    spec = importlib.util.spec_from_file_location("bench_shading", path)
+    folder = Path(__file__).parents[2] / "scripts" / "bench"
+    spec = importlib.util.spec_from_file_location("bench_shading", folder / "shading.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        spec.loader.exec_module(module)
     return module
 
 
