@@ -215,8 +215,8 @@ class Members:
         """Seconds until somebody new is answered over a new connection."""
         began, key = time.perf_counter(), SigningKey(os.urandom(32))
         request = JoinRequest(name="late", software="1", engine=ENGINE, rollouts_max=1)
-        while time.perf_counter() - began < 2 * RECOVERY_S_MAX:
-            async with self._client(key) as client:
+        async with self._client(key) as client:
+            while time.perf_counter() - began < 2 * RECOVERY_S_MAX:
                 try:
                     await client.join(request)
                     break

@@ -16,6 +16,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 
 from prime_node.adapters.web.shares import Turns
 from prime_node.ports.web import Sender, Walls
@@ -26,8 +27,10 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1_024
 """Connections that the system keeps until they are accepted."""
-WORK_AT_ONCE, WORK_OF_ACCEPTING = 256, 16
-"""One wake-up resets 256 connections at most, or accepts 16: those who wait for their answers come in between."""
+WORK_AT_ONCE, WORK_OF_ACCEPTING = 32, 16
+"""One wake-up resets 32 connections at most, or accepts 2: those who wait for their answers come in between."""
+RESET_AT_CLOSE, FINISH_AT_CLOSE = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
+"""Values of SO_LINGER. With the first, nothing of a closed connection remains in the system's tables."""
 PAUSE_S = 1.0
 """The listener rests so long where the system has no descriptor left."""
 STRANGERS_SHARE = 0.2
@@ -40,6 +43,8 @@ DEBT_S_MAX = 2.0
 """Of strangers' requests that wait for their turn. More are refused at once, so that a flood is over soon after its end."""
 COSTS_REMEMBERED = 32
 """Requests that the average of their costs goes back."""
+ADDRESSES_REMEMBERED = 4_096
+"""Addresses whose network is not worked out again."""
 MEMBER_BURST_S = 10.0
 """Of its rate, what a member's key may use at once."""
 DESCRIPTORS_KEPT = 512
@@ -96,12 +101,16 @@ class Doors:
         self._requests = _turns(walls.requests_per_second, burst_s=0.25)
         self._member_requests = _turns(walls.member_requests_per_second, burst_s=MEMBER_BURST_S)
         self._cost_s, self._lane_s = COST_S_MAX, 0.0
+        # Parsing an address costs more than all else that a refused connection takes.
+        self._place_of = lru_cache(ADDRESSES_REMEMBERED)(
+            lambda address: (walls.network_of(address, ""), walls.is_proxy(address))
+        )
 
     def enter(self, address: str) -> Entry | None:
         """A new connection; None where it is not taken."""
         if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
-        network, is_proxy = self.walls.network_of(address, ""), self.walls.is_proxy(address)
+        network, is_proxy = self._place_of(address)
         if not is_proxy:
             if self.num_strangers >= self._scaled(limits.HTTP_STRANGERS_MAX):
                 return None
@@ -212,10 +221,11 @@ class Listener:
             entry = self._doors.enter(str(address[0]))
             if entry is None:
                 work -= 1
-                _reset(accepted)
+                accepted.close()
                 continue
             work -= WORK_OF_ACCEPTING
             accepted.setblocking(False)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FINISH_AT_CLOSE)
             task = self._loop.create_task(self._take(entry, accepted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -236,6 +246,7 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)  # accepted sockets inherit it
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
@@ -249,13 +260,6 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def _reset(accepted: socket.socket) -> None:
-    """Close without a farewell, so that nothing of it remains in the system's tables."""
-    with contextlib.suppress(OSError):
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    accepted.close()
 
 
 def connections_max() -> int:

@@ -137,7 +137,10 @@ class Gate:
 
 
 class _Blame:
-    """A context that calls `charge` for each PeerError that passes."""
+    """A context that calls `charge` for each PeerError that passes, but for TOO_MANY_REQUESTS.
+
+    Charging that would keep an address out for as long as anybody behind it tries again.
+    """
 
     def __init__(self, charge: Callable[[], None]) -> None:
         self._charge = charge
@@ -146,7 +149,7 @@ class _Blame:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PeerError):
+        if isinstance(error, PeerError) and error.code is not ErrorCode.TOO_MANY_REQUESTS:
             self._charge()
 
 
