@@ -13,7 +13,8 @@ from prime_node.coordinator.api import status
 from prime_node.coordinator.measure import report
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "docs/operating.md")
+GUIDES = ("README.md", "docs/joining.md", "docs/operating.md", "docs/verifying.md")
+DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "scripts/bench/RESULTS.md")
 COMMANDS = dict(Commands())
 
 
@@ -62,25 +63,29 @@ def test_every_path_and_link_of_a_document_exists(name: str) -> None:
     text = text_of(name)
     paths = set(re.findall(r"`((?:scripts|configs|protocol|node|tests)/[\w./-]+)`", text))
     links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
-    missing = [path for path in paths | links if not (ROOT / path).exists()]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
     assert missing == []
 
 
-def test_settings_that_the_readme_shows_exist() -> None:
-    text = text_of("README.md")
+def known_settings() -> set[tuple[str, str]]:
+    return {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
+
+
+def test_settings_that_the_guides_show_exist() -> None:
+    text = "\n".join(map(text_of, GUIDES))
     shown = re.findall(r"PRIME_([A-Z]+)_([A-Z_]+)=", text) + re.findall(r"--set ([a-z]+)\.([a-z_]+)=", text)
     assert shown
-    known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
-    assert {(section.lower(), field.lower()) for section, field in shown} <= known
+    assert {(section.lower(), field.lower()) for section, field in shown} <= known_settings()
 
 
-def test_settings_and_metrics_of_the_operators_book_exist() -> None:
-    text = text_of("docs/operating.md")
+def test_settings_and_metrics_that_the_guides_name_exist() -> None:
+    text = "\n".join(map(text_of, GUIDES))
     settings = set(re.findall(r"\b(run|coordinator|trainer|validator|worker)\.([a-z_]+)\b(?![/.])", text))
-    known = {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
+    known = known_settings() | {("run", "json")}
     assert settings
-    assert settings <= known | {("run", "json")}, settings - known
-    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_[a-z_]+", text)}
+    assert settings <= known, settings - known
+    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b)[a-z_]+", text)}
     assert metrics
     declared = {metric.name for metric in (*status.METRICS, *report.METRICS)}
     assert metrics <= declared, metrics - declared
