@@ -152,8 +152,13 @@ def speed(seconds: list[float], gigabytes: float) -> tuple[float, float]:
 
 
 def bench_deltas(
-    name: str, base: Weights, new: Weights, rate: float, rounds: int, patience_s: float, out: Report
+    name: str, base: Weights, new: Weights, rate: float, rounds: int, patience_s: float | None, out: Report
 ) -> None:
+    """Measure deltas.
+
+    Without `patience_s`, speeds that are close have no bar: two threads beside one, PULSE, dense deltas. These need large
+    checkpoints and quiet rounds.
+    """
     bounds = delta_bounds(base, new)
     elements = bounds["elements"]
     density = bounds["changes"] / elements
@@ -175,19 +180,22 @@ def bench_deltas(
         out.check(f"{name}: size / XOR+zstd-1", mine.num_bytes / single["xor+zstd-1"].num_bytes, "<=", 0.36)
     out.check(f"{name}: size / B1", bits / bounds["b1"], "<=", 1.07)
     if density <= 0.025:
-        for other in ("xor+zstd-1", "pulse"):
+        for other in ("xor+zstd-1",) if patience_s is None else ("xor+zstd-1", "pulse"):
             out.check(f"{name}: decode beside the base / {other}", mine.beside / single[other].beside, ">=", 1.0)
             out.check(f"{name}: decode in place / {other}", mine.decode / single[other].decode, ">=", 1.0)
             out.check(f"{name}: encode / {other}", mine.encode / single[other].encode, ">=", 1.0)
         out.check(f"{name}: decode in place / memcpy (stretch)", mine.decode / single["memcpy"].decode, ">=", 0.4)
-        gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds, patience_s)
-        out.line("\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.of.items()))
-        out.line(
-            f"(the {gains.counted} quietest of {gains.tried} rounds: others took at most {gains.others:.2f} of a processor)"
-        )
-        for direction in ("encode", "decode", "decode in place"):
-            out.check(f"{name}: two threads, {direction}", gains.of[direction], ">=", 1.6)
-    elif rate == DENSE_RATE:
+        if patience_s is not None:
+            gains = scaling(ours("ours"), repeated(base, elements), repeated(new, elements), rounds, patience_s)
+            out.line(
+                "\nTwo threads against one: " + ", ".join(f"{key} {value:.2f}x" for key, value in gains.of.items())
+            )
+            out.line(
+                f"(the {gains.counted} quietest of {gains.tried} rounds: others took at most {gains.others:.2f} of a processor)"
+            )
+            for direction in ("encode", "decode", "decode in place"):
+                out.check(f"{name}: two threads, {direction}", gains.of[direction], ">=", 1.6)
+    elif rate == DENSE_RATE and patience_s is not None:
         out.check(f"{name}: decode / xor+zstd-1", mine.decode / single["xor+zstd-1"].decode, ">=", 1.0)
         out.check(f"{name}: encode / xor+zstd-1", mine.encode / single["xor+zstd-1"].encode, ">=", 1.0)
 
@@ -303,7 +311,7 @@ def main() -> int:
             files = sorted((options.checkpoints / f"lr{rate:g}").glob("step*.npz"))
             base, new = load(files[-2]), load(files[-1])
             name = f"lr {rate:g}"
-        bench_deltas(name, base, new, rate, rounds, 5.0 if options.quick else 30.0, report)
+        bench_deltas(name, base, new, rate, rounds, None if options.quick else 30.0, report)
     bench_anchor(name, new, rounds, report)
     if not options.rates:
         bench_memory(1.0 if options.quick else 14.0, 0.2 if options.quick else 1.0, report)
