@@ -16,7 +16,7 @@ from prime_protocol.assignment import Name
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.visible import VISIBLE
-from prime_protocol.weights import FLOATS, Weights, WeightTensor, floats, rounded
+from prime_protocol.weights import FLOATS, Weights, WeightTensor, floats, rounded_to
 
 PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
 
@@ -75,4 +75,4 @@ def _changed(
     if len(weight.shape) != 2 or found != wanted:
         raise AdapterMismatch(f"{name}: factors of shapes {found} where {wanted} belong to {weight.shape}")
     scale = np.float32(spec.alpha / spec.rank)
-    return rounded(floats(weight) + scale * (floats(factor_b) @ floats(factor_a)), weight.dtype)
+    return rounded_to(floats(weight) + scale * (floats(factor_b) @ floats(factor_a)), weight.dtype)

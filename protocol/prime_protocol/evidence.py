@@ -126,7 +126,7 @@ class Weighed(BundleEvidence):
     """Nats of evidence after this bundle."""
 
 
-def calibrate(
+def calibrate_statistics(
     honest: npt.NDArray[np.floating],
     *,
     cap: float,

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.proof_polynomial import PRIME, evaluate, interpolate
+from prime_protocol.proof_polynomial import PRIME, evaluate_polynomial, interpolate
 
 CHUNK_TOKENS = 32
 TOP_VALUES = 128
@@ -87,7 +87,7 @@ def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: S
     num_chunks = len(proofs_CB)
     errors = ProofErrors(*np.zeros((2, num_chunks), np.int64), *np.zeros((3, num_chunks)))
     for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
-        claimed_CK = evaluate(coefficients_CK[chunks], places_CK % moduli_C[chunks][:, None])
+        claimed_CK = evaluate_polynomial(coefficients_CK[chunks], places_CK % moduli_C[chunks][:, None])
         agree_CK = (claimed_CK >> 7) == (bits_CK >> 7)
         num_agree_C = agree_CK.sum(axis=1)
         apart_CK = np.where(agree_CK, np.abs((claimed_CK & 0x7F) - (bits_CK & 0x7F)), 2**15)  # the others sort last

@@ -41,7 +41,7 @@ def interpolate(x_CK: Integers, y_CK: Integers) -> Integers:
     return _canonical(_residue(np.rint(product[:, :count])))
 
 
-def evaluate(coefficients_CK: Integers, x_CP: Integers) -> Integers:
+def evaluate_polynomial(coefficients_CK: Integers, x_CP: Integers) -> Integers:
     """Values [C, P] of each polynomial at its points."""
     num_chunks, count = coefficients_CK.shape
     padded = np.zeros((num_chunks, -(-count // _BLOCK) * _BLOCK))

@@ -227,13 +227,13 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
             bounds.rollout_decompressed_bytes_max,
             code=ErrorCode.DECOMPRESSED_TOO_LARGE,
         )
-    tensors = unpack_tensors(decompress(body, size=header.decompressed_bytes), _LAYOUT, optional=_OPTIONAL)
+    tensors = unpack_tensors(decompress_body(body, size=header.decompressed_bytes), _LAYOUT, optional=_OPTIONAL)
     rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]  # the others are there
     _check_consistent(rollouts, header, bounds)
     return rollouts
 
 
-def decompress(body: bytes | memoryview, *, size: int) -> bytes:
+def decompress_body(body: bytes | memoryview, *, size: int) -> bytes:
     """The `size` bytes of a body that is one zstd frame and nothing else. Raises PeerError.
 
     zstandard obeys the size that a frame declares, not `max_output_size` (a declared tebibyte is a MemoryError), and stops

@@ -65,7 +65,7 @@ def committed(secrets: list[bytes]) -> SeedChain:
     return SeedChain(end=link(secrets[0]).hex(), length=len(secrets))
 
 
-def opened(chain: SeedChain, told: OpenSecret) -> list[bytes]:
+def opened_secrets(chain: SeedChain, told: OpenSecret) -> list[bytes]:
     """The secrets from number 0 to the one that was told. Raises PeerError where it is not the chain's."""
     if told.number < chain.length:
         secrets = chain_from(bytes.fromhex(told.secret), told.number + 1)

@@ -64,11 +64,11 @@ class Admission:
     def check(self, step: int, policy_version: int, *, current_step: int) -> StepFault | None:
         """Judge a rollout's tags when it arrives, the trainer working at `current_step`. None means admissible.
 
-        In order: `check` below. Otherwise a step that is past may still wait for its slot; whether it is stale is judged when a
-        batch would take it.
+        In order: `check_step` below. Otherwise a step that is past may still wait for its slot. Whether it is stale is judged
+        when a batch would take it.
         """
         if self.is_in_order:
-            return check(step, policy_version, async_level=self.lag_leased, current_step=current_step)
+            return check_step(step, policy_version, async_level=self.lag_leased, current_step=current_step)
         if not 0 <= policy_version <= current_step or step > self.last_step(policy_version):
             return StepFault.FUTURE
         return None
@@ -93,7 +93,7 @@ def newest_step(policy_version: int, async_level: int) -> int:
     return policy_version + async_level
 
 
-def check(step: int, policy_version: int, *, async_level: int, current_step: int) -> StepFault | None:
+def check_step(step: int, policy_version: int, *, async_level: int, current_step: int) -> StepFault | None:
     """Judge a rollout's tags at a moment when the trainer works at `current_step`. None means admissible.
 
     A step below `current_step` has been trained already. A step above `current_step + async_level` cannot have been

@@ -188,7 +188,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     return found
 
 
-def measure(rollouts: Rollouts, prefill: Prefill) -> Measured:
+def measure_logprobs(rollouts: Rollouts, prefill: Prefill) -> Measured:
     """The numbers that the run's thresholds are for."""
     return summary(statistics(rollouts, prefill))
 

@@ -81,7 +81,7 @@ def empty_like(dtype: str, shape: tuple[int, ...]) -> WeightTensor:
 
 
 FLOATS = ("bf16", "fp16", "fp32")
-"""Types whose values `floats` and `rounded` know."""
+"""Types whose values `floats` and `rounded_to` know."""
 
 
 def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
@@ -95,7 +95,7 @@ def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
     return values.reshape(tensor.shape)
 
 
-def rounded(values: npt.NDArray[np.float32], dtype: str) -> WeightTensor:
+def rounded_to(values: npt.NDArray[np.float32], dtype: str) -> WeightTensor:
     """float32 to the nearest value of `dtype`, ties to even; NaN stays NaN."""
     assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1)

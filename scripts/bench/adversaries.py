@@ -44,7 +44,7 @@ from tests.adversaries.policies import Policies, kept_policies
 from tests.adversaries.watching import Judged, Outcome, Part
 
 from prime_node.sim.adversaries.table import ADVERSARIES
-from prime_node.sim.adversaries.uploads import opened
+from prime_node.sim.adversaries.uploads import opened_upload
 from prime_protocol.errors import PeerError
 
 QUICK = (
@@ -201,7 +201,7 @@ class Bench:
         """Completions that are not an honest worker's."""
         slots = [group.slot for group in judged.lease.groups for _ in group.seeds]
         try:
-            _, rollouts = opened(judged.parcel)
+            _, rollouts = opened_upload(judged.parcel)
         except PeerError:
             return [Wrong(slot, True) for slot in slots]
         honest, found = await self._arena.honest(judged.lease), []

@@ -15,7 +15,7 @@ from tests.adversaries.watching import Judged
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
-from prime_node.sim.adversaries.uploads import opened
+from prime_node.sim.adversaries.uploads import opened_upload
 from prime_protocol.errors import PeerError
 from prime_protocol.proof import compare_proofs
 from prime_protocol.verdict import RejectReason
@@ -57,7 +57,7 @@ class Baselines:
     async def numbers(self, judged: Judged) -> Numbers:
         reason = None if judged.verdict is None else judged.verdict.reason
         try:
-            _, rollouts = opened(judged.parcel)
+            _, rollouts = opened_upload(judged.parcel)
         except PeerError:
             return Numbers(form=True)
         if judged.lease.policy_version != self._loaded:

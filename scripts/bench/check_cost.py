@@ -33,7 +33,7 @@ from prime_node.adapters.engines import transformers_engine
 from prime_node.adapters.engines.hidden_rows import HiddenRows
 from prime_node.adapters.engines.token_scores import score_tokens
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import Engine, GenerateRequest, ScoreRequest
 from prime_protocol import verify
 from prime_protocol.assignment import Sampling
@@ -214,7 +214,7 @@ async def engines(shape: Shape, rounds: int, folder: Path, engine: Engine) -> di
         ]
 
         async def judge() -> None:
-            found = verify.measure(rollouts, await scorer.prefill(to_score, how))
+            found = verify.measure_logprobs(rollouts, await scorer.prefill(to_score, how))
             assert found.seed_flips_share < 0.01, "these are honest rollouts"
 
         return judge
@@ -249,7 +249,7 @@ def rollouts_of(asked: list[GenerateRequest], completions: list[Completion]) -> 
 def model_folder(shape: Shape, parent: Path) -> Path:
     folder = parent / shape.name
     folder.mkdir()
-    files = model_files(
+    files = tiny_model_files(
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         num_heads=4,

@@ -42,12 +42,12 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.api import leasing
-from prime_node.coordinator.daemon import open_core, serve
+from prime_node.coordinator.daemon import open_core, serve_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.assignment import Lease, Sampling
@@ -76,7 +76,7 @@ async def serve_daemon(folder: Path, ready: Callable[[int], None]) -> None:
     parts = await folder_parts(
         make_run(**bench_run()), folder, requests_per_second=1e9, faults_per_second=1e9, snapshot_events=1_000_000
     )
-    await serve(parts, asyncio.Event(), ready=ready)
+    await serve_coordinator(parts, asyncio.Event(), ready=ready)
 
 
 async def serve_bare(folder: Path, ready: Callable[[int], None]) -> None:
@@ -244,12 +244,12 @@ def make_uploads(port: int, digest: str, epoch: str, count: int) -> list[bytes]:
 def bench_events(num_workers: int, steps: int) -> list[float]:
     """Events per second of the state machine with its scheduler: lease, upload, verdict, batch, manifest."""
     rates = []
-    rules = Rules("r" * 64, 2, 1_024, 8, 10**6, 60_000, 2, 10**6, 64, 128)
+    rules = SchedulerRules("r" * 64, 2, 1_024, 8, 10**6, 60_000, 2, 10**6, 64, 128)
     for _ in range(ROUNDS):
         state, number = State(rules), 0
         for index in range(num_workers):
             tick(state, ev.WorkerJoined(f"w{index}", "n", "1", "e", 128), 0)
-        tick(state, ev.ManifestPublished(0, "d", (Route(None, 1),)), 0)
+        tick(state, ev.ManifestPublished(0, "d", (UpdateRoute(None, 1),)), 0)
         began = time.perf_counter()
         for step in range(steps):
             turn = 0
@@ -265,7 +265,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
                 tick(state, ev.VerdictGiven(bundle, None, "", rewards, 64, "v"), 0)
                 number += 3
             tick(state, ev.BatchFixed(step, tuple(range(step * 1_024, (step + 1) * 1_024))), 0)
-            tick(state, ev.ManifestPublished(step + 1, "d", (Route(None, 1),)), 0)
+            tick(state, ev.ManifestPublished(step + 1, "d", (UpdateRoute(None, 1),)), 0)
             tick(state, ev.TrainerDurable(step), 0)
         rates.append(number / (time.perf_counter() - began))
     return rates
@@ -278,7 +278,7 @@ async def bench_waiting(num_waiting: int, num_leases: int) -> float:
     names = [f"w{number}" for number in range(num_leases + num_waiting)]
     for name in names:
         core.decide(ev.WorkerJoined(name, name, "1", "e", 8))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     ask = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=8, wait_s=WAIT_S_MAX)
     for name in names[:num_leases]:
         await leasing.lease(core, name, ask)

@@ -41,7 +41,7 @@ from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.cli import wire
 from prime_node.cli.calibrate import random_model
-from prime_node.validator.calibrating import make_leases, sample
+from prime_node.validator.calibrating import make_leases, sample_honestly
 from prime_protocol.calibration import evidence_of, speaks_for
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
@@ -156,7 +156,7 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
         world = World(engine, liar, judge_engine, weights, leases)
         for each in (engine, liar, judge_engine):
             await each.load(weights, policy_version=0)
-        sampled = await sample(engine, leases)
+        sampled = await sample_honestly(engine, leases)
         honest = await world.parts(sampled)
         honest_bundles = bundles_of(honest, size.bundles, 10**6)
         for name in missing:

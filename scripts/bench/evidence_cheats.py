@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prime_node.adapters.engines.torch_noise import gumbel_noise
+from prime_node.adapters.engines.torch_noise import torch_gumbel_noise
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.engine import Engine, Scorer
-from prime_node.sim.adversaries.weights import INT4_GROUP, mapped, rounded
-from prime_node.validator.calibrating import measure_pair, sample
+from prime_node.sim.adversaries.weights import INT4_GROUP, mapped, quantised
+from prime_node.validator.calibrating import measure_pair, sample_honestly
 from prime_protocol.assignment import Lease
 from prime_protocol.rollout import Rollouts
 from prime_protocol.weights import Weights, WeightTensor
@@ -47,7 +47,7 @@ class World:
     async def by(self, weights: Weights) -> list[Rollouts]:
         """The leases sampled with other weights."""
         await self.engine.load(weights, policy_version=1)
-        sampled = await sample(self.engine, self.leases)
+        sampled = await sample_honestly(self.engine, self.leases)
         await self.engine.load(self.weights, policy_version=0)
         return sampled
 
@@ -56,7 +56,7 @@ class World:
         changed = [
             lease.model_copy(update={"sampling": lease.sampling.model_copy(update=sampling)}) for lease in self.leases
         ]
-        return await sample(self.engine, changed)
+        return await sample_honestly(self.engine, changed)
 
     async def rescored(self, sampled: list[Rollouts]) -> list[Rollouts]:
         """The same tokens with the right policy's logprobs. Its proofs would be right too, so there are none to compare."""
@@ -101,8 +101,8 @@ def changed_weights(weights: Weights, older: dict[str, str]) -> dict[str, Callab
         "one sign step, lr 1e-6": lambda: sign_step(weights, 1e-6, 1),
         "one sign step, lr 1e-5": lambda: sign_step(weights, 1e-5, 1),
         "one sign step, lr 1e-4": lambda: sign_step(weights, 1e-4, 1),
-        "int8 weights": lambda: mapped(weights, lambda v: rounded(v, group=v.shape[-1], largest=127)),
-        "int4 weights": lambda: mapped(weights, lambda v: rounded(v, group=INT4_GROUP, largest=7)),
+        "int8 weights": lambda: mapped(weights, lambda v: quantised(v, group=v.shape[-1], largest=127)),
+        "int4 weights": lambda: mapped(weights, lambda v: quantised(v, group=INT4_GROUP, largest=7)),
         "noise, 1 % of the spread": lambda: mapped(weights, lambda v: v + noise.normal(0, 0.01 * v.std(), v.shape)),
         "noise, 10 % of the spread": lambda: mapped(weights, lambda v: v + noise.normal(0, 0.1 * v.std(), v.shape)),
         "a layer less": lambda: fewer_layers(weights),
@@ -130,7 +130,7 @@ def cheats(weights: Weights, older: dict[str, str]) -> dict[str, Make]:
         return make
 
     async def forged(world: World) -> dict[str, list[Part]]:
-        return {"own": await world.parts(await sample(world.engine, leases_like(world.leases)))}
+        return {"own": await world.parts(await sample_honestly(world.engine, leases_like(world.leases)))}
 
     by_weights = {name: with_weights(make) for name, make in changed_weights(weights, older).items()}
     temperatures = {"temperature 0.95": at(0.95), "temperature 0.8": at(0.8), "greedy": at(0.0)}
@@ -160,7 +160,7 @@ def noisy_scores(model: CausalModel, weights: Weights, lease: Lease, sampled: Ro
         rows, first_1H = model.begin([prompt], spare=LENGTH)
         later_TH = model.extend(rows, torch.tensor([completion.token_ids[:-1]]))[0]
         logits_TV = model.logits(torch.cat([first_1H, later_TH]))
-        noise_TV = gumbel_noise([seed] * LENGTH, list(range(LENGTH)), logits_TV.shape[1], logits_TV.device)
+        noise_TV = torch_gumbel_noise([seed] * LENGTH, list(range(LENGTH)), logits_TV.shape[1], logits_TV.device)
         found.append((logits_TV + noise_TV).numpy())
     return np.concatenate(found)
 
@@ -170,8 +170,8 @@ def escalation(folder: Path, world: World, honest: list[Rollouts]) -> list[str]:
     model, rows = CausalModel(folder, dtype="fp32", device="cpu"), []
     leases = [(lease, one) for lease, one in zip(world.leases, honest, strict=True) if len(lease.groups) > 1][:1]
     cheap_ones = {
-        "int8": mapped(world.weights, lambda v: rounded(v, group=v.shape[-1], largest=127)),
-        "int4": mapped(world.weights, lambda v: rounded(v, group=INT4_GROUP, largest=7)),
+        "int8": mapped(world.weights, lambda v: quantised(v, group=v.shape[-1], largest=127)),
+        "int4": mapped(world.weights, lambda v: quantised(v, group=INT4_GROUP, largest=7)),
     }
     with torch.inference_mode():
         right_TV = np.concatenate([noisy_scores(model, world.weights, *each) for each in leases])

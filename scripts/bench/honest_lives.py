@@ -34,7 +34,7 @@ from shading import LIMIT, SIZE
 
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.validator.calibrating import CAP_MIN, CAP_OVER_TAIL, HEADROOM, RATIO_CAP, SPREAD, Errors
-from prime_protocol.evidence import Moments, Sums, calibrate, folded, log_evidence
+from prime_protocol.evidence import Moments, Sums, calibrate_statistics, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.excess_flips import SLACK as FLIP_SLACK
 from prime_protocol.excess_flips import STAKES as FLIP_STAKES
@@ -271,7 +271,7 @@ def calibrated(kind: Kind) -> dict[str, Moments]:
     for name in LIKELIHOOD_RATIOS:  # as calibrating.choice_moments
         raised = np.log1p(SPREAD * apart * np.exp(np.minimum(found[name], RATIO_CAP))).ravel()
         cap = max(CAP_OVER_TAIL * float(np.quantile(raised, 0.999)), CAP_MIN)
-        slack = calibrate(raised, cap=cap, lambdas=[1.0], lengths=lengths, headroom=HEADROOM)
+        slack = calibrate_statistics(raised, cap=cap, lambdas=[1.0], lengths=lengths, headroom=HEADROOM)
         moments[name] = slack.model_copy(update={"cap": RATIO_CAP})
     return moments
 

@@ -46,10 +46,10 @@ from prime_node.adapters.engines.torch_weights import to_torch, to_weights
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.pretrained_model import pretrained_weights
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import Schedule
+from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
@@ -134,7 +134,7 @@ class Bench:
     """The parts that all runs of a task and a seed share."""
 
     def __init__(self, folder: Path, out: Path, task: str, seed: int, *, evaluation: int) -> None:
-        for name, data in model_files().items():
+        for name, data in tiny_model_files().items():
             (folder / name).write_bytes(data)
         self._folder, self._seed = folder, seed
         spec = environment_spec(task, seed, folder)
@@ -157,7 +157,7 @@ class Bench:
             return
         backend = TorchBackend(self._folder, seed=self._seed, threads=1, published_dtype="fp32")
         backend.new_optimizer(OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.01))
-        loss, schedule = find_loss("sft"), Schedule(2e-3, 30, 1, 1.0)
+        loss, schedule = find_loss("sft"), ParameterSchedule(2e-3, 30, 1, 1.0)
         for step in range(steps_max):
             if step and step % 5 == 0:
                 weights = _rounded(backend)

@@ -30,7 +30,7 @@ from typing import Any
 
 from checks import Check, Output, at_least, at_most
 
-from prime_node.sim.world import Costs, Scenario, World
+from prime_node.sim.world import Costs, Scenario, SimulatedRun
 from prime_protocol.schedule import Schedule
 
 GROUPS, WORKERS, MEAN_S = 512, 64, 130.0 * 64 / 512
@@ -81,7 +81,7 @@ class Row:
 
 def run(name: str, scenario: Scenario) -> Row:
     began_s = time.perf_counter()
-    world = World(scenario)
+    world = SimulatedRun(scenario)
     world.run()
     usable_s = world.published_s[0] + scenario.broadcast_seconds
     measured = [at_s - usable_s for at_s in world.published_s[1:]]

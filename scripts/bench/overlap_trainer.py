@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import OptimizerSettings, TrainSample
@@ -21,7 +21,9 @@ class RealTrainer:
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as name:
-            for file, data in model_files(hidden_size=128, num_layers=2, num_heads=4, intermediate_size=384).items():
+            for file, data in tiny_model_files(
+                hidden_size=128, num_layers=2, num_heads=4, intermediate_size=384
+            ).items():
                 (Path(name) / file).write_bytes(data)
             self._backend = TorchBackend(Path(name), seed=1, threads=1)
         self._backend.new_optimizer(OptimizerSettings())

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
@@ -72,7 +72,7 @@ def _row(name: str, gpus: int) -> dict[str, float]:
 def measure(*, repeats: int) -> tuple[list[Check], dict[str, float]]:
     """Return what this machine can check of the formula, as measured / predicted, and figures without a bar."""
     folder = Path(tempfile.mkdtemp())
-    for name, data in model_files(
+    for name, data in tiny_model_files(
         hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS, intermediate_size=INTERMEDIATE
     ).items():
         (folder / name).write_bytes(data)

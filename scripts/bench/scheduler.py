@@ -24,7 +24,7 @@ from typing import Any
 
 from checks import Output, at_least
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.endings import leases_remembered
@@ -51,7 +51,7 @@ def begin(preset: str, num_workers: int) -> tuple[State, list[str]]:
     state, names = State(rules), [f"w{number}" for number in range(num_workers)]
     for name in names:
         tick(state, ev.WorkerJoined(name, name, "1", "engine", 64), 0)
-    tick(state, ev.ManifestPublished(0, "d", (Route(None, 1),)), 0)
+    tick(state, ev.ManifestPublished(0, "d", (UpdateRoute(None, 1),)), 0)
     return state, names
 
 
@@ -119,7 +119,7 @@ def _train(state: State, version: int, now_ms: int) -> int:
         assert chosen is not None
         tick(state, ev.BatchFixed(step, chosen), now_ms + 700)
         count += 1
-    tick(state, ev.ManifestPublished(version + 1, "d", (Route(None, 1),)), now_ms + 900)
+    tick(state, ev.ManifestPublished(version + 1, "d", (UpdateRoute(None, 1),)), now_ms + 900)
     tick(state, ev.TrainerDurable(forgettable_step(state, version)), now_ms + 900)
     return count + 2
 

@@ -52,7 +52,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.coordinator.daemon import serve
+from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import PeerError
@@ -110,7 +110,7 @@ def serve_daemon(folder: str, core: int | None, pipe: Connection) -> None:
 
     async def main() -> None:
         parts = await folder_parts(siege_run(), Path(folder), requests_per_second=1e9)
-        await serve(parts, asyncio.Event(), ready=pipe.send)
+        await serve_coordinator(parts, asyncio.Event(), ready=pipe.send)
 
     asyncio.run(main())
 

@@ -31,7 +31,7 @@ import prime_protocol
 from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules
 from prime_node.sim.homes import Home, draw_homes
-from prime_node.sim.network import Result, Simulation, World
+from prime_node.sim.network import Result, SimulatedSwarm, Simulation
 from prime_node.trainer.config import TrainerConfig
 from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECES_WISHED
 
@@ -55,7 +55,7 @@ def simulate(count: int, *, nat_share: float, churn: float, seed: int) -> Result
     """A download by `count` homes. Larger swarms take longer strides, to stay within minutes."""
     homes = draw_homes(count, random.Random(seed), nat_share=nat_share, churn=churn, churn_s=15.0)
     is_large = count > 2_000
-    world = World(
+    world = SimulatedSwarm(
         homes,
         Home(1_000, 1_000),
         FILE_BYTES,
@@ -76,7 +76,7 @@ def crossing(count: int, file_bytes: int, topology: Topology) -> Result:
     piece_bytes = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, file_bytes // PIECES_WISHED))
     rules = TopologyRules(tree_bytes_max=file_bytes if topology is Topology.TREE else 0, tree_peers_min=2)
     homes = draw_homes(count, random.Random(1))
-    world = World(
+    world = SimulatedSwarm(
         homes, Home(200, 200), file_bytes, piece_bytes,
         seed=1, origin_is_peer=True, time_s_max=300.0, origin_choker=ORIGIN_CHOKER, topology=rules,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def crossings(counts: Sequence[int]) -> list[dict[str, Any]]:
 def validation(row: Row) -> float:
     """The ratio that the simulator gives for a row of the bench with namespaces."""
     origin, *others = (Home(link.up_mbit, link.down_mbit, delay_ms=0.1) for link in row.links)
-    world = World(
+    world = SimulatedSwarm(
         others,
         origin,
         int(row.size_mb * 1e6),

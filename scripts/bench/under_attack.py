@@ -32,7 +32,7 @@ from checks import Check, Output, at_least, at_most
 from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row, missing_of, run_each
 from learning_plot import bands
 
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 from prime_node.ports.engine import Engine
 from prime_node.ports.train_backend import Group
@@ -97,7 +97,7 @@ class AttackedBench(Bench):
         self._run = build_run_spec(
             config,
             keys=self._keys,
-            model_files=model_files(),
+            model_files=tiny_model_files(),
             vocab_size=self._tokenizer.vocab_size,
             stop_token_ids=self._sampling.stop_token_ids,
             now_ms=0,

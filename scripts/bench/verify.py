@@ -38,7 +38,7 @@ from memory import peak_bytes
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.compare import compare
-from prime_node.broadcast.audit.export import export
+from prime_node.broadcast.audit.export import export_checkpoint
 from prime_node.broadcast.audit.one_tensor import prove_tensor
 from prime_node.broadcast.audit.safetensors_file import read_weights
 from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, bound_threads, feed_parts
@@ -217,7 +217,7 @@ class Bench:
         assert proof is not None
 
     def export(self, folder: Path) -> None:
-        export(self.verified[0], folder, software="bench")
+        export_checkpoint(self.verified[0], folder, software="bench")
 
     def compare(self, exported: Path) -> None:
         assert compare(self.verified[0].weights, read_weights(exported)).equal

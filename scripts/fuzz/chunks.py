@@ -66,7 +66,7 @@ def outcomes(data: bytes, dtype: str) -> list[list[int] | None]:
     decoders: list[Any] = [lambda: reference.decode(data, base.tolist(), dtype=dtype, count=COUNT), public]
     head = write_head(Mode.CLASS, element, COUNT)
     if element.has_classes and data.startswith(head) and len(data) <= chunk_bytes_max(element, COUNT):
-        decoders += [lambda: class_portable.decode_classes(data, base, element).tolist()]
+        decoders += [lambda: class_portable.portable_decode_classes(data, base, element).tolist()]
         decoders += [lambda wide=wide: kernels(wide) for wide in (False, HAS_WIDE)]
     results: list[list[int] | None] = []
     for decode in decoders:
@@ -134,7 +134,7 @@ def with_atheris(seconds: float) -> None:
             judge(write_head(Mode(octets[0] // 4 % 5), TYPES[dtype], COUNT) + octets[1:], dtype)
 
     # The plain decoders are instrumented; the kernels follow the same branches, and are compared with them.
-    for holder in (reference, class_portable, portable, planes, reference.Bits, class_portable.Bits):
+    for holder in (reference, class_portable, portable, planes, reference.ReferenceBits, class_portable.BitReader):
         for function in vars(holder).values():
             if inspect.isfunction(function) and function.__module__.startswith("prime_protocol.codec"):
                 atheris.instrument_func(function)

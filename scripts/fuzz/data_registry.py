@@ -158,14 +158,16 @@ def _bundles() -> list[Parser]:
             [tensors],
             ("tensor_file.unpack_tensors",),
         ),
-        Parser("bundle", compressed, [body, in_turns], ("rollout.parse_body", "rollout.decompress")),
+        Parser("bundle", compressed, [body, in_turns], ("rollout.parse_body", "rollout.decompress_body")),
         Parser(
             "bundle_inside",
             plain,
-            [rollout.decompress(body, size=size), rollout.decompress(in_turns, size=turns_size)],
+            [rollout.decompress_body(body, size=size), rollout.decompress_body(in_turns, size=turns_size)],
             ("rollout.parse_body", "tensor_file.unpack_tensors"),
         ),
-        Parser("decompress", lambda data: rollout.decompress(data, size=2**20), [body], ("rollout.decompress",)),
+        Parser(
+            "decompress", lambda data: rollout.decompress_body(data, size=2**20), [body], ("rollout.decompress_body",)
+        ),
         Parser("proofs", proven, [proofs], ("proof.parse_proofs", "proof.compare_proofs")),
     ]
 

@@ -41,7 +41,7 @@ def judge(frame: bytes) -> bool:
     declared = int.from_bytes(frame[len(huffman.HEAD) : huffman.HEAD_BYTES], "little")
     size = declared if 0 < declared <= 2 * huffman.BLOCK_BYTES else SIZES[0]
     guarded = np.full(size + 2 * GUARD, 0x5A, np.uint8)
-    taken = bool(huffman.read_frame(np.frombuffer(frame, np.uint8), guarded[GUARD:-GUARD]))
+    taken = bool(huffman.read_huffman_frame(np.frombuffer(frame, np.uint8), guarded[GUARD:-GUARD]))
     assert (guarded[:GUARD] == 0x5A).all(), f"wrote before its plane: {frame.hex()}"
     assert (guarded[-GUARD:] == 0x5A).all(), f"wrote behind its plane: {frame.hex()}"
     if taken:

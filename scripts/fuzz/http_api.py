@@ -336,7 +336,7 @@ async def _check_kept(folder: Path) -> None:
     store = await open_sqlite(folder / "state.db")
     try:
         number, state = await restore_state(store, rules_of(cw.make_run(**crash_run())))
-        invariants.check(state)
+        invariants.check_invariants(state)
         print(f"state of {number} events: its invariants hold")
     except (AssertionError, LocalError) as error:
         raise Finding(f"what the daemon kept is wrong: {error!r}") from None

@@ -18,19 +18,19 @@ from valid_messages import VECTORS, example
 
 from prime_node.adapters.models.hf_tokenizer import chat_template, tokenizer_at_fault
 from prime_node.adapters.models.model_folder import read_config, read_tokenizer, regex_fault
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.peers.mdns import read_records
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_answers import explained
 from prime_node.adapters.web.http_ranges import RangeClient
 from prime_node.adapters.web.plain_gets import BulkRoutes
-from prime_node.adapters.web.request_head import find_end, read_head
+from prime_node.adapters.web.request_head import find_end, read_request_head
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
-from prime_node.broadcast.swarm.network_peer import Question
+from prime_node.broadcast.swarm.network_peer import PeerQuestion
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.config import parse_overrides, read_toml
 from prime_node.coordinator.api.routes import preferred_wait_s
-from prime_node.envs.dataset import read_json_lines
+from prime_node.envs.dataset import rows_of_json_lines
 from prime_node.ports.peers import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
@@ -74,7 +74,7 @@ def _http() -> list[Parser]:
         end = find_end(data, 0) if data else -1
         if end < 0:
             return
-        found = read_head(data[:end])
+        found = read_request_head(data[:end])
         framework = HttpRequestParser(ResponseHandler(_loop()), _loop(), 2**16)
         try:
             read, is_upgraded, _ = framework.feed_data(data[:end])
@@ -151,15 +151,15 @@ def _peers() -> list[Parser]:
         ),
         Parser(
             "peer_question",
-            lambda data: parse_json(data, Question),
-            [b'{"path": "/v1/blobs/ab", "start": 0, "end": 9}', json.dumps(example(Question)).encode()],
+            lambda data: parse_json(data, PeerQuestion),
+            [b'{"path": "/v1/blobs/ab", "start": 0, "end": 9}', json.dumps(example(PeerQuestion)).encode()],
         ),
     ]
 
 
 def _files() -> list[Parser]:
     folder = Path(tempfile.mkdtemp(prefix="prime-fuzz-"))
-    files = model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
+    files = tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
     for name, data in files.items():
         (folder / name).write_bytes(data)
     shard, settings = folder / "model.safetensors", folder / "settings.toml"
@@ -228,7 +228,7 @@ def _files() -> list[Parser]:
         ),
         Parser(
             "json_lines",
-            lambda data: list(read_json_lines(data)),
+            lambda data: list(rows_of_json_lines(data)),
             [b'{"question": "2 + 2", "answer": "4"}\n'],
             refusals=(ValueError,),
         ),

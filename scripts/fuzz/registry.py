@@ -37,7 +37,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, KeyRing
 from prime_protocol.manifest import open_manifest, sign_manifest
 from prime_protocol.run_spec import open_run_spec
-from prime_protocol.seed_chain import OpenSecret, SeedChain, opened
+from prime_protocol.seed_chain import OpenSecret, SeedChain, opened_secrets
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.verdict import Receipt
 from prime_protocol.weights import WeightTensor
@@ -111,7 +111,7 @@ def _statements() -> list[Parser]:
         peers.check_authorization(header, VALIDATOR.key_id, RUN, now_ms=NOW_MS)
 
     def chain(payload: bytes) -> None:
-        opened(SeedChain(end="0" * 64, length=4), parse_json(payload, OpenSecret))
+        opened_secrets(SeedChain(end="0" * 64, length=4), parse_json(payload, OpenSecret))
 
     def signed_as(kind: PayloadType, key: SigningKey, parse: Callable[[Any], object]) -> Callable[[bytes], object]:
         return lambda payload: parse(seal(payload, kind, key))
@@ -202,5 +202,5 @@ def _statements() -> list[Parser]:
             [json_of(answer)],
             ("peers.check_answer",),
         ),
-        Parser("open_secret", chain, of_our_run("OpenSecret"), ("seed_chain.opened",)),
+        Parser("open_secret", chain, of_our_run("OpenSecret"), ("seed_chain.opened_secrets",)),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from prime_protocol.adapters import PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT, AdapterSpec, merged
-from prime_protocol.weights import WeightTensor, rounded
+from prime_protocol.weights import WeightTensor, rounded_to
 from vectors.folder import Case, Folder
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -24,7 +24,7 @@ def _case(name: str, dtype: str, rank: int, alpha: int) -> Case:
 
     def tensor(shape: tuple[int, int], dtype: str) -> WeightTensor:
         values = random.integers(-8, 9, shape) * 2.0 ** random.integers(-4, 3)
-        return rounded(values.astype(np.float32), dtype)
+        return rounded_to(values.astype(np.float32), dtype)
 
     spec = AdapterSpec(base="someone/model", base_root="00" * 32, rank=rank, alpha=alpha)
     tensors = {

@@ -32,10 +32,10 @@ from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
-from prime_node.validator.loop import run as run_validator
+from prime_node.validator.loop import run_validator as run_validator
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import requests_for
-from prime_node.worker.loop import run as run_worker
+from prime_node.worker.loop import run_worker as run_worker
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
@@ -137,7 +137,7 @@ def logits_of(folder: Path, weights: Weights) -> Logits:
 
 def _write(folder: Path, shape: Shape) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in model_files(**shape).items():
+    for name, data in tiny_model_files(**shape).items():
         (folder / name).write_bytes(data)
     return folder
 

@@ -8,7 +8,7 @@ from tests.node.table_engine import STOP_TOKEN, TableEngine, table_weights
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.adversaries.table import ADVERSARIES, STANDALONE, cheating_engine
-from prime_node.sim.adversaries.weights import mapped, rounded
+from prime_node.sim.adversaries.weights import mapped, quantised
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
@@ -56,7 +56,7 @@ def test_changing_weights_leaves_the_original_alone(dtype: str) -> None:
 
 def test_rounding_has_as_many_levels_as_it_says() -> None:
     values = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
-    found = rounded(values, group=32, largest=7)
+    found = quantised(values, group=32, largest=7)
     assert max(len(np.unique(group)) for group in found.reshape(-1, 32)) <= 15
     assert np.abs(found - values).max() <= np.abs(values).max() / 14 + 1e-6
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import PROOF_BYTES, compare_proofs
@@ -71,7 +71,7 @@ Engine = DeafTransformers  # what the tests see: the port, and the switch
 
 
 def write_model(folder: Path) -> Path:
-    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
         (folder / name).write_bytes(data)
     return folder
 

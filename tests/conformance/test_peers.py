@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
-from prime_node.ports.peers import Answer, Judgement, PeerAddress, PeerNetwork, Reachability
+from prime_node.ports.peers import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
@@ -58,19 +58,19 @@ class Node:
     async def big(self, asker: KeyId, payload: bytes) -> bytes:
         return bytes(int(payload))
 
-    async def counted(self, asker: KeyId, payload: bytes) -> Answer:
-        return Answer(payload, self.count)
+    async def counted(self, asker: KeyId, payload: bytes) -> DeferredAnswer:
+        return DeferredAnswer(payload, self.count)
 
     def count(self) -> None:
         self.sent += 1
         self.news.set()
 
-    async def judge(self, sender: KeyId, data: bytes) -> Judgement:
+    async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
         self.judged.append(data)
         self.news.set()
         if data.startswith(b"bad"):
-            return Judgement.REJECT
-        return Judgement.IGNORE if data.startswith(b"old") else Judgement.ACCEPT
+            return GossipJudgement.REJECT
+        return GossipJudgement.IGNORE if data.startswith(b"old") else GossipJudgement.ACCEPT
 
     async def handle(self, author: KeyId, data: bytes) -> None:
         self.heard.append((author, data))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.builder import build_header, build_lease, build_spec, pinned, role_keys
 
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.ports.transport import Unreachable
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import GroupAssignment, Problem, Sampling
@@ -39,7 +39,7 @@ GROUPS, ROLLOUTS = 3, 4
 
 @lru_cache
 def tiny_files() -> Mapping[str, bytes]:
-    return model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
+    return tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
 
 
 def write_model(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from prime_node.adapters.training.leading_backend import LeadingBackend, dismiss
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import make_backend
 from prime_node.files import write_durably
-from prime_node.trainer.loop import run
+from prime_node.trainer.loop import run_trainer
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.manifest import open_manifest
 
@@ -74,7 +74,7 @@ def main() -> None:
     backend = LeadingBackend(build, ranks)
 
     async def train() -> None:
-        assert await run(
+        assert await run_trainer(
             make_trainer(folder, coordinator, config=CLUSTER, backend=backend, fuse=Fuse()), asyncio.Event()
         )
 

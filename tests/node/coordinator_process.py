@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.node.coordinator_world import folder_parts, make_run
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.coordinator.daemon import serve
+from prime_node.coordinator.daemon import serve_coordinator
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ async def main(folder: Path, port: int, clock_ahead_s: float, **settings: float)
     given = {"snapshot_events": 20, "requests_per_second": 10_000, **settings}
     parts = await folder_parts(make_run(**crash_run()), folder, port=port, **given)
     parts = replace(parts, clock=WrongClock(clock_ahead_s))
-    await serve(parts, asyncio.Event(), ready=lambda port: print(port, flush=True))
+    await serve_coordinator(parts, asyncio.Event(), ready=lambda port: print(port, flush=True))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.coordinator.daemon import Parts, serve
+from prime_node.coordinator.daemon import Parts, serve_coordinator
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.checkpoint import encode_checkpoint
@@ -314,7 +314,7 @@ async def refused(world: World, code: ErrorCode, path: str, body: bytes, **heade
 async def running(parts: Parts) -> AsyncIterator[World]:
     """Start a daemon; stop it in the end, and fail where it failed."""
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
-    daemon = asyncio.create_task(serve(parts, stop, ready=port.set_result))
+    daemon = asyncio.create_task(serve_coordinator(parts, stop, ready=port.set_result))
     await asyncio.wait({daemon, port}, return_when=asyncio.FIRST_COMPLETED)
     if daemon.done():
         daemon.result()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.state import batching, records
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.rules import Rules
-from prime_node.coordinator.state.scheduler import Refusal, choose_slots
+from prime_node.coordinator.state.rules import SchedulerRules
+from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.verdict import RejectReason
 
-RULES = Rules(
+RULES = SchedulerRules(
     run="r" * 64,
     async_level=2,
     groups_per_step=6,
@@ -30,7 +30,7 @@ RULES = Rules(
 class Run:
     """A state with its log, driven by the decisions that the daemon's handlers take."""
 
-    def __init__(self, rules: Rules = RULES) -> None:
+    def __init__(self, rules: SchedulerRules = RULES) -> None:
         self.state = State(rules)
         self.log: list[tuple[ev.Event, int]] = []
         self.now_ms = 1_000
@@ -49,9 +49,9 @@ class Run:
 
     def publish(self) -> None:
         version = self.state.head + 1
-        self.do(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 100),)))
+        self.do(ev.ManifestPublished(version, f"{version:064d}", (UpdateRoute(None, 100),)))
 
-    def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | Refusal:
+    def lease(self, worker: str, policy_version: int, rollouts_max: int = 64) -> records.LeaseRecord | NothingToLease:
         found = choose_slots(
             self.state,
             self.state.workers[worker],
@@ -59,7 +59,7 @@ class Run:
             rollouts_max=rollouts_max,
             now_ms=self.now_ms,
         )
-        if isinstance(found, Refusal):
+        if isinstance(found, NothingToLease):
             return found
         lease_id = f"lease-{self.state.num_leases}"
         expires = self.now_ms + self.state.rules.lease_ms

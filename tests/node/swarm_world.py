@@ -27,7 +27,7 @@ from prime_node.broadcast.swarm.seeding import Seeding
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import Request, Response, Route, Walls
+from prime_node.ports.web import CallerBounds, Request, Response, Route
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, PeerError
@@ -58,7 +58,7 @@ class CutServer(AiohttpServer):
     num_bytes = 0
     """Of blobs that were asked for."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: Walls | None = None) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
         return await super().start([self._cuttable(route) for route in routes], host=host, port=port, walls=walls)
 
     def _cuttable(self, route: Route) -> Route:

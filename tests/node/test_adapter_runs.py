@@ -16,7 +16,7 @@ from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.algo.losses import find_loss
 from prime_node.broadcast.audit.audit import Verified
-from prime_node.broadcast.audit.export import export
+from prime_node.broadcast.audit.export import export_checkpoint
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
 from prime_node.cli import wire_adapters, wire_training
 from prime_node.cli.new import make_run as make_run_folder
@@ -25,7 +25,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path
 from prime_node.ports.engine import ScoreRequest
 from prime_node.trainer.config import LoraConfig, TrainerConfig
-from prime_node.trainer.loop import run
+from prime_node.trainer.loop import run_trainer
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
@@ -59,7 +59,7 @@ def trained(base: Path, tmp_path: Path) -> BatchCoordinator:
     model = write_model(tmp_path / "trainer" / "model")
     backend = wire_training.train_backend(config, coordinator.run.spec, None, model=model)
     trainer = make_trainer(tmp_path / "trainer", coordinator, config=config, backend=backend)
-    assert asyncio.run(run(trainer, asyncio.Event()))
+    assert asyncio.run(run_trainer(trainer, asyncio.Event()))
     return coordinator
 
 
@@ -108,9 +108,11 @@ def test_an_export_is_an_adapter_for_peft_or_a_merged_model(
     signed = trained.manifests[-1]
     files = {file.name: (base / file.name).read_bytes() for file in trained.run.spec.model_files}
     verified = Verified(trained.run, signed, trained.decode(signed), files)
-    written = export(verified, tmp_path / "adapter", software="test 1")
+    written = export_checkpoint(verified, tmp_path / "adapter", software="test 1")
     assert {"adapter_model.safetensors", "adapter_config.json"} < written.keys()
-    assert "model.safetensors" in export(verified, tmp_path / "merged", software="test 1", base=read_weights(base))
+    assert "model.safetensors" in export_checkpoint(
+        verified, tmp_path / "merged", software="test 1", base=read_weights(base)
+    )
     ids = torch.tensor([[72, 105, 33, 50]])
     auto = transformers.AutoModelForCausalLM
     plain = auto.from_pretrained(base, dtype=torch.float32)
@@ -129,7 +131,7 @@ def test_an_export_is_merged_into_the_run_s_own_base_alone(
     verified = Verified(trained.run, signed, trained.decode(signed), {})
     other = initial_weights(base, seed=5)
     with pytest.raises(LocalError, match="the base has state root"):
-        export(verified, tmp_path / "merged", software="test 1", base=other)
+        export_checkpoint(verified, tmp_path / "merged", software="test 1", base=other)
     spec = trained.run.spec.adapters
     assert spec is not None
     whole = merged(read_weights(base), verified.weights, spec)

@@ -16,7 +16,7 @@ from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect, Settled
-from prime_node.coordinator.state.records import LeaseRecord, Worker
+from prime_node.coordinator.state.records import LeaseRecord, WorkerRecord
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
@@ -45,15 +45,15 @@ def settled_in(effects: list[Effect]) -> list[Settled]:
     return [effect for effect in effects if isinstance(effect, Settled)]
 
 
-def anna(run: Run) -> Worker:
+def anna(run: Run) -> WorkerRecord:
     return run.state.workers["anna"]
 
 
 def test_the_share_falls_with_the_audits_that_were_passed_and_never_below_the_floor() -> None:
-    worker = Worker("anna", "", "", "", 1, 0)
+    worker = WorkerRecord("anna", "", "", "", 1, 0)
     shares = []
     for worker.streak in (0, 1, 2, 3, 4, 8, 9, 1_000):
-        shares.append(audits.share(AUDITED, worker))
+        shares.append(audits.audit_share(AUDITED, worker))
     assert shares == [1.0, 1.0, 1.0, 2 / 3, 0.5, 0.25, 0.25, 0.25]
 
 
@@ -77,7 +77,7 @@ def test_where_all_is_audited_tokens_are_credited_at_once(run: Run) -> None:
     run.join("anna")
     run.publish()
     assert accept(run, run.granted("anna", 0), audited=True).num_tokens == 10
-    assert audits.share(RULES, anna(run)) == 1.0
+    assert audits.audit_share(RULES, anna(run)) == 1.0
 
 
 def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: Run) -> None:
@@ -88,7 +88,7 @@ def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: 
         assert "10 tokens are credited when 3 more" in settled.detail
     assert credited == [0, 0, 0, 10, 10, 10]
     assert anna(run).streak == 3
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_a_dishonest_bundle_takes_back_what_was_not_audited_and_not_trained(run: Run) -> None:
@@ -113,8 +113,8 @@ def test_a_dishonest_bundle_takes_back_what_was_not_audited_and_not_trained(run:
     assert trusted.slots[0] in run.state.steps[0].open, "others may fill it"
     assert kept_pending in run.state.bundles, "it will be judged in full"
     assert run.state.accepted == 2
-    invariants.check(run.state)
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    invariants.check_invariants(run.state)
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
 def test_what_is_trained_stays_trained_but_is_not_credited(run: Run) -> None:
@@ -125,7 +125,7 @@ def test_what_is_trained_stays_trained_but_is_not_credited(run: Run) -> None:
     (receipt,) = [effect for effect in effects if isinstance(effect, Settled) and effect.bundle == lease.bundle]
     assert (receipt.status, receipt.num_tokens) == (BundleStatus.REFUSED, 0)
     assert lease.slots[0] in run.state.steps[0].taken
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_bad_luck_takes_nothing_back(run: Run) -> None:
@@ -137,10 +137,10 @@ def test_bad_luck_takes_nothing_back(run: Run) -> None:
 def test_a_lease_without_a_bundle_costs_passed_audits(run: Run) -> None:
     for _ in range(6):
         accept(run, run.granted("anna", 0, rollouts_max=2), audited=True)
-    before = audits.share(AUDITED, anna(run))
+    before = audits.audit_share(AUDITED, anna(run))
     run.do(ev.LeaseReturned(run.granted("anna", 0).lease_id))
     assert (anna(run).streak, anna(run).abandoned) == (2, 1)
-    assert audits.share(AUDITED, anna(run)) > before
+    assert audits.audit_share(AUDITED, anna(run)) > before
 
 
 def test_the_last_step_is_not_over_while_something_may_be_taken_back() -> None:
@@ -214,9 +214,9 @@ def test_when_the_run_ends_the_surety_is_credited_once_all_is_judged() -> None:
     assert credited + released.num_tokens == 60, "the last receipt says what it said, and what was withheld"
     assert released.weighed == last.weighed
     assert not audits.is_releasable(run.state, anna(run))
-    assert ev.from_json(ev.to_json(run.log[-1][0])) == run.log[-1][0]
-    invariants.check(run.state)
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    assert ev.event_from_json(ev.event_to_json(run.log[-1][0])) == run.log[-1][0]
+    invariants.check_invariants(run.state)
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
 def test_who_leaves_is_credited_no_sooner(run: Run) -> None:

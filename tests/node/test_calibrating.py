@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.cli.calibrate import random_model
 from prime_node.cli.main import app
 from prime_node.cli.shipped import read_calibration, shipped_calibration
 from prime_node.coordinator.new_run import covers
 from prime_node.sim.adversaries.weights import mapped
-from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample
+from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample_honestly
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of
 from prime_protocol.errors import LocalError
@@ -47,7 +47,7 @@ class Judged:
     async def cheating(self, weights: Weights) -> list[Rollouts]:
         """The same leases by other weights; the engine holds the right ones again afterwards."""
         await self.engine.load(weights, policy_version=1)
-        sampled = await sample(self.engine, self.leases)
+        sampled = await sample_honestly(self.engine, self.leases)
         await self.engine.load(self.weights, policy_version=0)
         return sampled
 
@@ -96,7 +96,7 @@ async def test_honest_workers_of_a_model_that_was_not_measured_are_not_suspected
     """Many workers, each with bundles in an order of its own, looked at after every bundle: Ville holds with room to spare."""
     judge = TransformersEngine(folder, dtype=dtype, threads=1)
     await judge.load(judged.weights, policy_version=0)
-    parts = completions_of(await judged.statistics(await sample(judged.engine, judged.leases), judge))
+    parts = completions_of(await judged.statistics(await sample_honestly(judged.engine, judged.leases), judge))
     await judge.close()
     rng, highest = np.random.default_rng(0), []
     for _ in range(60):
@@ -139,7 +139,7 @@ async def test_another_temperature_is_banned_though_its_logprobs_are_the_right_o
         lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
         for lease in judged.leases
     ]
-    sampled = await rescored(judged, await sample(judged.engine, colder))
+    sampled = await rescored(judged, await sample_honestly(judged.engine, colder))
     assert tokens_needed(await judged.statistics(sampled)) <= tokens_max
 
 
@@ -158,7 +158,7 @@ async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
         )
         for lease, theirs in zip(judged.leases, forged, strict=True)
     ]
-    assert tokens_needed(await judged.statistics(await sample(judged.engine, forged))) <= LENGTH
+    assert tokens_needed(await judged.statistics(await sample_honestly(judged.engine, forged))) <= LENGTH
 
 
 def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_an_engine_that_nobody_has_is_told(tmp_path: Path) -> None:
 
 
 def test_the_shipped_calibration_covers_the_demo_and_nothing_larger() -> None:
-    assert covers(CALIBRATION, model_files()["config.json"])
-    assert not covers(CALIBRATION, model_files(hidden_size=256)["config.json"])
-    assert not covers(CALIBRATION, model_files(num_layers=3)["config.json"])
+    assert covers(CALIBRATION, tiny_model_files()["config.json"])
+    assert not covers(CALIBRATION, tiny_model_files(hidden_size=256)["config.json"])
+    assert not covers(CALIBRATION, tiny_model_files(num_layers=3)["config.json"])
     assert not covers(CALIBRATION, b'{"model_type": "other"}')

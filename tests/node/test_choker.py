@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
 
 MB = 2**20
 
@@ -21,7 +21,7 @@ def serve(choker: Choker, peers: dict[str, bool], *, answers: int, first_s: floa
         for extra in range(4):
             request = number * 1_000 + extra
             owner[request] = peer
-            if choker.asked(peer, request, first_s, is_member=peers[peer]) is Turn.NOW:
+            if choker.asked(peer, request, first_s, is_member=peers[peer]) is UploadTurn.NOW:
                 serving.append(request)
     fresh = 10**6
     for step in range(answers):
@@ -31,7 +31,7 @@ def serve(choker: Choker, peers: dict[str, bool], *, answers: int, first_s: floa
         fresh += 1
         owner[fresh] = owner[request]
         turn = choker.asked(owner[request], fresh, now_s, is_member=peers[owner[request]])
-        assert turn is Turn.WAIT
+        assert turn is UploadTurn.WAIT
         following = choker.done(owner[request], MB, now_s)
         assert following is not None
         serving.append(following)
@@ -65,7 +65,15 @@ def test_what_was_given_is_forgotten_in_time() -> None:
 def test_requests_that_wait_are_bounded_per_peer_and_in_all() -> None:
     choker = Choker(ChokerRules(slots=1, waiting_max=3, waiting_per_peer_max=2))
     turns = [choker.asked(peer, number, 0.0) for number, peer in enumerate("aaaabbb")]
-    assert turns == [Turn.NOW, Turn.WAIT, Turn.WAIT, Turn.REFUSED, Turn.WAIT, Turn.REFUSED, Turn.REFUSED]
+    assert turns == [
+        UploadTurn.NOW,
+        UploadTurn.WAIT,
+        UploadTurn.WAIT,
+        UploadTurn.REFUSED,
+        UploadTurn.WAIT,
+        UploadTurn.REFUSED,
+        UploadTurn.REFUSED,
+    ]
 
 
 def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
@@ -82,8 +90,8 @@ def test_a_request_that_is_wanted_no_more_gives_its_place_up() -> None:
 def test_strangers_leave_slots_to_members_however_slowly_they_read() -> None:
     choker = Choker(ChokerRules(slots=4))
     turns = [choker.asked("?", number, 0.0, is_member=False) for number in range(4)]
-    assert turns == [Turn.NOW, Turn.NOW, Turn.WAIT, Turn.WAIT]
-    assert choker.asked("a", 4, 0.0) is Turn.NOW
+    assert turns == [UploadTurn.NOW, UploadTurn.NOW, UploadTurn.WAIT, UploadTurn.WAIT]
+    assert choker.asked("a", 4, 0.0) is UploadTurn.NOW
     assert choker.done("a", MB, 1.0) is None
     assert choker.done("?", MB, 1.0) == 2
 
@@ -91,14 +99,14 @@ def test_strangers_leave_slots_to_members_however_slowly_they_read() -> None:
 def test_many_members_of_one_network_have_a_share_of_the_slots_and_of_the_room_to_wait() -> None:
     choker = Choker(ChokerRules(slots=8, waiting_max=16, waiting_per_network_max=3))
     turns = [choker.asked(f"a{number}", number, 0.0, network="a") for number in range(7)]
-    assert turns == [Turn.NOW] * 2 + [Turn.WAIT] * 3 + [Turn.REFUSED] * 2
+    assert turns == [UploadTurn.NOW] * 2 + [UploadTurn.WAIT] * 3 + [UploadTurn.REFUSED] * 2
     strangers = [choker.asked("?", 10 + number, 0.0, is_member=False) for number in range(5)]
-    assert strangers == [Turn.NOW] * 4 + [Turn.WAIT]
-    assert [choker.asked(f"b{number}", 20 + number, 0.0, network="b") for number in range(2)] == [Turn.NOW] * 2
+    assert strangers == [UploadTurn.NOW] * 4 + [UploadTurn.WAIT]
+    assert [choker.asked(f"b{number}", 20 + number, 0.0, network="b") for number in range(2)] == [UploadTurn.NOW] * 2
     assert choker.done("b0", MB, 1.0) is None, "the slot stays free for others"
     assert choker.done("a0", MB, 1.0) in (2, 3, 4)
     assert choker.done("a1", MB, 1.0) in (2, 3, 4)
-    assert choker.asked("a0", 30, 1.0, network="a") is Turn.WAIT
+    assert choker.asked("a0", 30, 1.0, network="a") is UploadTurn.WAIT
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=80))
@@ -111,9 +119,9 @@ def test_what_is_counted_by_network_comes_back(events: list[tuple[int, int]]) ->
         name = f"peer-{peer}"
         if event < 2:
             turn = choker.asked(name, number, float(number), network=f"net-{(peer + event) % 2}")
-            if turn is Turn.NOW:
+            if turn is UploadTurn.NOW:
                 serving.append(name)
-            elif turn is Turn.WAIT:
+            elif turn is UploadTurn.WAIT:
                 waiting[number] = name
         elif event == 2 and waiting:
             request, name = waiting.popitem()
@@ -132,9 +140,9 @@ def test_what_is_counted_by_network_comes_back(events: list[tuple[int, int]]) ->
 
 def test_one_answer_at_a_time_goes_to_a_member_and_several_to_strangers() -> None:
     choker = Choker(ChokerRules(slots=4))
-    assert [choker.asked("a", number, 0.0) for number in (1, 2)] == [Turn.NOW, Turn.WAIT]
-    assert choker.asked("b", 3, 0.0) is Turn.NOW
-    assert [choker.asked("?", number, 0.0, is_member=False) for number in (4, 5)] == [Turn.NOW, Turn.NOW]
+    assert [choker.asked("a", number, 0.0) for number in (1, 2)] == [UploadTurn.NOW, UploadTurn.WAIT]
+    assert choker.asked("b", 3, 0.0) is UploadTurn.NOW
+    assert [choker.asked("?", number, 0.0, is_member=False) for number in (4, 5)] == [UploadTurn.NOW, UploadTurn.NOW]
     assert choker.done("b", MB, 1.0) is None
     assert choker.done("a", MB, 1.0) == 2
 
@@ -151,9 +159,9 @@ def test_slots_are_never_exceeded_nor_left_empty_while_somebody_who_may_have_one
         if event < 2:
             turn = choker.asked(name, number, float(number))
             owner[number] = name
-            if turn is Turn.NOW:
+            if turn is UploadTurn.NOW:
                 serving.add(number)
-            elif turn is Turn.WAIT:
+            elif turn is UploadTurn.WAIT:
                 waiting.add(number)
         elif serving:
             request = serving.pop()

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_settings import SettingsConfigDict
 
-from prime_node.cli.config import all_settings, describe
+from prime_node.cli.config import all_settings, describe_settings
 from prime_node.cli.options import SECTIONS, Options
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 from prime_protocol.errors import LocalError
@@ -89,4 +89,4 @@ def test_every_setting_is_explained(settings: type[Settings]) -> None:
     unexplained = [name for name, field in settings.model_fields.items() if not field.description]
     assert unexplained == []
     assert settings.section in SECTIONS
-    assert next(iter(describe(settings, settings.section))) == f"[{settings.section}]"
+    assert next(iter(describe_settings(settings, settings.section))) == f"[{settings.section}]"

@@ -83,7 +83,7 @@ def test_only_environments_that_the_settings_name_get_the_network_and_keys_of_ju
 def test_root_becomes_another_user_only_where_all_that_is_read_is_readable_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why := bubblewrap.find()[1]:
+    if why := bubblewrap.find_bubblewrap()[1]:
         pytest.skip(why)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     file = tmp_path / "rows"

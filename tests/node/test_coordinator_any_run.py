@@ -81,7 +81,7 @@ class AnyRun(RuleBasedStateMachine):
         )
         self.verdicts: dict[str, bool] = {}
         self.batches: dict[int, list[tuple[int, ...]]] = {}
-        self.snapshot: tuple[int, str] = (0, snapshot.to_json(self.run_.state))
+        self.snapshot: tuple[int, str] = (0, snapshot.state_to_json(self.run_.state))
         self.run_.join("a", "b")
         self.run_.publish()
 
@@ -196,17 +196,17 @@ class AnyRun(RuleBasedStateMachine):
     @rule(fresh=st.booleans())
     def restart(self, fresh: bool) -> None:
         if fresh:
-            self.snapshot = (len(self.run_.log), snapshot.to_json(self.state))
+            self.snapshot = (len(self.run_.log), snapshot.state_to_json(self.state))
         number, payload = self.snapshot
-        restored = snapshot.from_json(payload)
+        restored = snapshot.state_from_json(payload)
         for event, at_ms in self.run_.log[number:]:
-            tick(restored, ev.from_json(ev.to_json(event)), at_ms)
+            tick(restored, ev.event_from_json(ev.event_to_json(event)), at_ms)
         assert restored == self.state
         self.run_.state = restored
 
     @invariant()
     def holds(self) -> None:
-        invariants.check(self.state)
+        invariants.check_invariants(self.state)
         for step, batches in self.batches.items():
             if self.state.is_given(step):
                 assert self.state.batches[step] == batches, "a batch changed"

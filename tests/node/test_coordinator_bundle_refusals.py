@@ -20,7 +20,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.api import intake, leasing
 from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import events as ev
@@ -134,7 +134,7 @@ async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict
     core, anna, ben = await open_core(memory_parts(make_run(limits=bounds))), ANNA.key_id, BEN.key_id
     for worker in (anna, ben):
         core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     asked = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=2)
 
     async def leased(worker: str) -> LeaseRecord:

@@ -26,7 +26,7 @@ from tests.node.coordinator_world import (
 from prime_node.adapters.storage.memory_blobs import MemoryBlobs
 from prime_node.adapters.storage.memory_store import MemoryStore
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.coordinator.api.limiter import Buckets
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
@@ -195,7 +195,7 @@ async def test_old_checkpoints_are_deleted_as_set(tmp_path: Path) -> None:
 def test_what_a_delta_needs_is_kept() -> None:
     state = State(rules_of(make_run(async_level=0)), head=9)
     state.published = {
-        version: Publication("", (Route(None if version in (0, 5) else version - 1, 1),)) for version in range(10)
+        version: Publication("", (UpdateRoute(None if version in (0, 5) else version - 1, 1),)) for version in range(10)
     }
     assert kept_encodings(state, 2) == {(0, None), (5, None), (6, 5), (7, 6), (8, 7), (9, 8)}
 

@@ -29,7 +29,7 @@ from tests.node.worker_world import next_ring
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import audit
 from prime_node.coordinator.api.requests import Caller, require_role
-from prime_node.coordinator.daemon import Parts, serve
+from prime_node.coordinator.daemon import Parts, serve_coordinator
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.assignment import Lease
@@ -214,7 +214,7 @@ async def test_a_coordinator_whose_key_is_taken_away_ends_and_its_successor_goes
         await _serve_until_revoked(await folder_parts(run, tmp_path), leases)
     assert ended.group_contains(LocalError, match="start with the key that is")
     with pytest.raises(LocalError, match="start with the key that is"):
-        await serve(await folder_parts(clients_run(run), tmp_path), asyncio.Event())
+        await serve_coordinator(await folder_parts(clients_run(run), tmp_path), asyncio.Event())
     successor = clients_run(run)
     async with running(replace(await folder_parts(successor, tmp_path), key=NEW)) as world:
         await world.client(ANNA).upload(make_parcel(leases[1], ANNA))

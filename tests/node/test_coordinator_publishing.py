@@ -21,7 +21,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.adapters.storage.memory_blobs import MemoryBlobs
-from prime_node.broadcast.follow.paths import Route, search
+from prime_node.broadcast.follow.paths import UpdateRoute, search
 from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants
@@ -162,27 +162,27 @@ async def test_a_failure_between_any_two_writes_leaves_the_old_head_or_the_new(
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[Route, ...]]:
+def histories(draw: st.DrawFn) -> list[tuple[UpdateRoute, ...]]:
     """What some trainer publishes: always a way from nothing, otherwise anything."""
-    history: list[tuple[Route, ...]] = [(Route(None, 50),)]
+    history: list[tuple[UpdateRoute, ...]] = [(UpdateRoute(None, 50),)]
     for version in range(1, draw(st.integers(2, 30))):
         bases = draw(
             st.sets(st.sampled_from([None, version - 1, max(0, version - 4), max(0, version - 16), 0]), min_size=1)
         )
-        history.append(tuple(Route(base, draw(st.integers(1, 60))) for base in bases))
+        history.append(tuple(UpdateRoute(base, draw(st.integers(1, 60))) for base in bases))
     return history
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(history=histories(), kept=st.integers(1, 6), async_level=st.integers(0, 3))
 def test_whatever_is_forgotten_a_way_to_the_head_stays(
-    history: list[tuple[Route, ...]], kept: int, async_level: int
+    history: list[tuple[UpdateRoute, ...]], kept: int, async_level: int
 ) -> None:
     state = State(rules_of(make_run(async_level=async_level, max_steps=100)))
     for version, routes in enumerate(history):
         known = {number: publication.routes for number, publication in state.published.items()}
         if search(version, {**known, version: routes}).path is None:
-            routes = (*routes, Route(None, 50))  # the coordinator refuses the other one
+            routes = (*routes, UpdateRoute(None, 50))  # the coordinator refuses the other one
         tick(state, ev.ManifestPublished(version, f"{version:064d}", routes), 0)
         names = {(number, route.base_version) for number, it in state.published.items() for route in it.routes}
         stays = kept_encodings(state, kept)
@@ -230,7 +230,7 @@ async def test_deletions_that_a_crash_cut_short_are_finished_at_the_next_start(t
 
 def test_an_unreachable_policy_is_no_state() -> None:
     state = State(rules_of(RUN))
-    tick(state, ev.ManifestPublished(0, "0" * 64, (Route(None, 1),)), 0)
+    tick(state, ev.ManifestPublished(0, "0" * 64, (UpdateRoute(None, 1),)), 0)
     tick(state, ev.EncodingsForgotten(((0, None),)), 0)
     with pytest.raises(AssertionError, match="no way leads to policy 0"):
         invariants.check_ways(state)

@@ -10,8 +10,8 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import endings, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, Banned, BundleForgotten, Settled
-from prime_node.coordinator.state.scheduler import Refusal
+from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, BundleForgotten, Settled, WorkerWasBanned
+from prime_node.coordinator.state.scheduler import NothingToLease
 from prime_protocol.verdict import RejectReason
 
 
@@ -28,7 +28,7 @@ def test_a_worker_holds_no_more_leases_than_the_run_lets(run: Run) -> None:
     for _ in range(run.state.rules.leases_per_worker_max):
         run.granted("anna", 0, rollouts_max=2)
     refusal = run.lease("anna", 0, rollouts_max=2)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert refusal.reason == "you hold 3 leases, the most allowed"
 
 
@@ -82,7 +82,7 @@ def test_a_policy_serves_its_own_step_and_k_later_ones_and_no_others() -> None:
         run.upload(lease)
     assert steps == [0, 1, 2]
     refusal = run.lease("anna", 0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert refusal.is_worth_waiting
 
 
@@ -92,7 +92,7 @@ def test_a_worker_with_an_old_policy_is_told_to_fetch_the_new_one() -> None:
     run.publish()
     run.train("anna", 0)
     refusal = run.lease("anna", 0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert "fetch policy 1" in refusal.reason
     assert not refusal.is_worth_waiting
     assert run.granted("anna", 1).step == 1
@@ -103,12 +103,12 @@ def test_nothing_is_leased_beyond_the_last_step() -> None:
     run.join("anna")
     run.publish()
     run.accept(run.upload(run.granted("anna", 0)))
-    assert isinstance(run.lease("anna", 0), Refusal)
+    assert isinstance(run.lease("anna", 0), NothingToLease)
     assert not run.state.is_complete, "what no batch has taken may be taken back, and wanted again"
     assert run.fix()
     assert run.state.is_complete
     refusal = run.lease("anna", 0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert "all rollouts of the run are in" in refusal.reason
 
 
@@ -139,7 +139,7 @@ def test_a_late_bundle_is_taken_while_nobody_else_was_leased_its_slots(run: Run)
     assert ended is not None
     assert run.state.is_redeemable(ended)
     run.accept(run.upload(ended))
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     assert sorted(run.state.steps[0].accepted) == [0, 1, 2]
 
 
@@ -207,12 +207,12 @@ def test_a_worker_that_wastes_its_leases_waits_ever_longer_for_one_group_at_a_ti
         pauses_s.append(max(0, pause_ms) // 1_000)
         if pauses_s[-1]:
             refusal = run.lease("anna", 0)
-            assert isinstance(refusal, Refusal)
+            assert isinstance(refusal, NothingToLease)
             assert refusal.pause_s == pauses_s[-1]
             run.now_ms += pause_ms
     assert pauses_s == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     held = run.granted("anna", 0)
-    assert isinstance(run.lease("anna", 0), Refusal), "one at a time"
+    assert isinstance(run.lease("anna", 0), NothingToLease), "one at a time"
     run.accept(run.upload(held))
     assert len(run.granted("anna", 0).slots) == 3, "an accepted bundle makes it like any other"
 
@@ -235,13 +235,13 @@ def test_two_dishonest_bundles_ban_and_what_waits_is_refused(run: Run) -> None:
     effects = run.refuse(bundles[1], RejectReason.SEED_MISMATCH)
     anna = run.state.workers["anna"]
     assert anna.banned is not None
-    assert Banned("anna", anna.banned) in effects
+    assert WorkerWasBanned("anna", anna.banned) in effects
     assert anna.banned.evidence == bundles[1]
     settled = {effect.bundle: effect.reason for effect in effects if isinstance(effect, Settled)}
     assert settled == {bundles[1]: RejectReason.SEED_MISMATCH, bundles[2]: RejectReason.BANNED}
     assert held.lease_id not in run.state.leases
     assert run.granted("ben", 0).slots == (0, 1, 2, 3, 4, 5), "the whole step is open again, and ben is alone"
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 @pytest.mark.parametrize("reason", [reason for reason in RejectReason if not reason.is_dishonest])
@@ -286,7 +286,7 @@ def test_a_worker_whose_bundles_wait_for_validators_gets_no_more_work() -> None:
     run.publish()
     bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
     refusal = run.lease("anna", 0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert "validator" in refusal.reason
     run.accept(bundle)
     assert run.granted("anna", 0).slots[0] == 1
@@ -299,7 +299,7 @@ def test_a_key_without_history_is_forgotten_when_it_leaves(run: Run) -> None:
 
 def test_a_draining_run_leases_nothing_more(run: Run) -> None:
     run.do(ev.DrainSet())
-    assert isinstance(run.lease("anna", 0), Refusal)
+    assert isinstance(run.lease("anna", 0), NothingToLease)
 
 
 def test_the_window_is_all_that_is_kept() -> None:
@@ -317,8 +317,8 @@ def test_an_event_and_a_snapshot_survive_json(run: Run) -> None:
     run.granted("anna", 0)
     run.refuse(run.upload(run.granted("ben", 0)), RejectReason.STALE)
     for event, _ in run.log:
-        assert ev.from_json(ev.to_json(event)) == event
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+        assert ev.event_from_json(ev.event_to_json(event)) == event
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
 def test_where_many_take_part_fewer_ended_leases_of_each_are_remembered(
@@ -336,4 +336,4 @@ def test_where_many_take_part_fewer_ended_leases_of_each_are_remembered(
     assert len(run.state.workers["anna"].ended) == 8
     run.accept(run.upload(last))
     assert run.state.lease_of(last.lease_id, "anna") is last
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)

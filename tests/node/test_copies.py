@@ -46,7 +46,7 @@ def test_who_says_it_later_is_refused_and_the_first_is_not(run: Run) -> None:
     assert receipts(accept(run, second, OTHER, MARK)) == {second: RejectReason.COPIED}
     assert run.state.workers["ben"].banned is not None
     assert run.state.workers["anna"].strikes == 0
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_a_worker_that_repeats_itself_in_another_slot_is_refused(run: Run) -> None:
@@ -66,7 +66,7 @@ def test_a_copy_that_was_judged_first_is_taken_back(run: Run) -> None:
         for effect in effects
     )
     assert 1 in run.state.steps[0].open, "its group is wanted again"
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     third = uploaded(run, "anna")
     assert receipts(accept(run, third, MARK)) == {third: RejectReason.COPIED}
 
@@ -97,7 +97,7 @@ def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
     accept(run, honest, OTHER)
     assert receipts(accept(run, forged, OTHER)) == {forged: None}
     assert run.state.workers["ben"].strikes == 0
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_an_unseeded_bundle_accuses_no_seeded_one_and_is_the_copy_itself(run: Run) -> None:
@@ -106,7 +106,7 @@ def test_an_unseeded_bundle_accuses_no_seeded_one_and_is_the_copy_itself(run: Ru
     accept(run, framed, MARK)
     assert receipts(accept(run, honest, MARK)) == {honest: None, framed: RejectReason.COPIED}
     assert (run.state.workers["ben"].strikes, run.state.workers["anna"].banned is not None) == (0, True)
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_an_unseeded_copy_of_what_seeds_gave_is_refused_whenever_it_came(run: Run) -> None:
@@ -135,7 +135,7 @@ def test_a_copy_that_is_not_audited_is_found(run: Run) -> None:
 
 def test_the_index_survives_a_restart_and_is_bounded(run: Run) -> None:
     accept(run, uploaded(run, "anna"), MARK)
-    run.state = snapshot.from_json(snapshot.to_json(run.state))
+    run.state = snapshot.state_from_json(snapshot.state_to_json(run.state))
     second = uploaded(run, "ben")
     assert receipts(accept(run, second, MARK)) == {second: RejectReason.COPIED}
     many = [f"{n:024x}" for n in range(copies.FINGERPRINTS_KEPT_MAX)]

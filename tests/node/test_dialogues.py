@@ -16,17 +16,17 @@ from tests.node.worker_world import COORDINATOR, WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.algo.advantages import inputs_of
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs import episodes
 from prime_node.envs.episodes import bounds_of
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
-from prime_node.replay.bundles import groups_of, open_batch, open_bundle
+from prime_node.replay.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.evaluate import Evaluator, HeldOut, Question, held_out
+from prime_node.trainer.evaluate import Evaluator, HeldOutPrompt, HeldOutSets, held_out
 from prime_node.trainer.recipe import Recipe
 from prime_node.validator import judge
 from prime_node.worker.episodes import NothingSampled, Sample, play_lease
@@ -53,7 +53,7 @@ ENVIRONMENTS = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    for name, data in model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64).items():
+    for name, data in tiny_model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64).items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -155,7 +155,7 @@ async def test_what_is_said_between_two_answers_travels_is_checked_and_is_not_tr
         ),
     )
     opened = open_batch(seal(batch, PayloadType.BATCH, COORDINATOR), run, step=0)
-    bundle = open_bundle(parcel, digest=digest_of(parcel), worker=WORKER.key_id, run=run)
+    bundle = open_trained_bundle(parcel, digest=digest_of(parcel), worker=WORKER.key_id, run=run)
     first, second = groups_of(opened, {digest_of(parcel): bundle}, run)
     views = inputs_of(first).rollouts
     assert [view.num_turns for view in views] == turns[:4].tolist()
@@ -310,7 +310,9 @@ async def test_a_held_out_problem_whose_environment_fails_is_not_right(run: Pinn
         score = is_correct
 
     problem: Any = Broken()
-    questions = HeldOut(tuple(Question(name, (1,), problem, name == "again") for name in ("again", "words")), ())
+    questions = HeldOutSets(
+        tuple(HeldOutPrompt(name, (1,), problem, name == "again") for name in ("again", "words")), ()
+    )
     made = Evaluator(
         TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
     )
@@ -340,7 +342,7 @@ async def test_a_held_out_episode_that_blocks_costs_the_others_nothing(run: Pinn
             return 1.0
 
     problems: list[Any] = [Dying(number) for number in range(3)]
-    questions = HeldOut(tuple(Question("again", (1,), problem, answers=True) for problem in problems), ())
+    questions = HeldOutSets(tuple(HeldOutPrompt("again", (1,), problem, answers=True) for problem in problems), ())
     made = Evaluator(
         TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
     )

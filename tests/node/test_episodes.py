@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from prime_node.envs.episodes import Bounds, CutShort, Recorder, WrongContext, replayed, scored
+from prime_node.envs.episodes import Bounds, CutShort, EpisodeRecorder, WrongContext, replayed, scored
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask
 from prime_protocol.rollout import Completion, FinishReason
@@ -25,7 +25,7 @@ async def test_every_turn_has_its_seed_and_the_bounds_end_an_episode() -> None:
         asked.append(request)
         return answer(1)
 
-    recorder = Recorder(7, Bounds(turns_max=3, prompt_tokens_max=4), engine)
+    recorder = EpisodeRecorder(7, Bounds(turns_max=3, prompt_tokens_max=4), engine)
     assert await recorder((1, 2, 3, 4, 5)) is None, "too long"
     assert [await recorder((number,)) for number in range(4)] == [answer(1)] * 3 + [None]
     assert [request.seed for request in asked] == [turn_seed(7, number) for number in range(3)]

@@ -227,8 +227,8 @@ def run() -> Run:
 
 
 def checked(run: Run) -> State:
-    invariants.check(run.state)
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    invariants.check_invariants(run.state)
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
     return run.state
 
 

@@ -13,11 +13,11 @@ import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import STRANGER, TRAINER, MemorySource, make_run
 
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.broadcast.audit.attestation import PAYLOAD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE
 from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.compare import compare
-from prime_node.broadcast.audit.export import PROVENANCE_FILE, SIGNED_PROVENANCE_FILE, export, shards_of
+from prime_node.broadcast.audit.export import PROVENANCE_FILE, SIGNED_PROVENANCE_FILE, export_checkpoint, shards_of
 from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, read_weights
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, pre_authentication_encoding
@@ -26,7 +26,7 @@ from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import ModelFile, open_run_spec
 from prime_protocol.weights import Weights, WeightTensor
 
-FILES = model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+FILES = tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 
 
 def changed(weights: Weights, seed: int) -> Weights:
@@ -69,7 +69,7 @@ def exported(tmp_path: Path) -> tuple[Path, Verified, Weights]:
     """The head of a tiny run as a directory."""
     source, weights = tiny_run(tmp_path)
     found = verified(source)
-    export(found, tmp_path / "out", software="test 1", key=STRANGER)
+    export_checkpoint(found, tmp_path / "out", software="test 1", key=STRANGER)
     return tmp_path / "out", found, weights[-1]
 
 
@@ -152,14 +152,14 @@ def test_the_signature_is_over_the_statement_and_its_type(exported: tuple[Path, 
 
 def test_an_earlier_policy_can_be_exported(tmp_path: Path) -> None:
     source, weights = tiny_run(tmp_path)
-    export(verified(source, 1), tmp_path / "out", software="test")
+    export_checkpoint(verified(source, 1), tmp_path / "out", software="test")
     assert compare(weights[1], read_weights(tmp_path / "out")).equal
     assert not (tmp_path / "out" / SIGNED_PROVENANCE_FILE).exists()
 
 
 def test_large_weights_are_sharded_with_an_index_that_transformers_follows(tmp_path: Path) -> None:
     source, weights = tiny_run(tmp_path)
-    files = export(verified(source), tmp_path / "out", software="test", shard_bytes=20_000)
+    files = export_checkpoint(verified(source), tmp_path / "out", software="test", shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / INDEX_FILE).read_bytes())
     assert index["weight_map"].keys() == weights[-1].keys()
     assert set(index["weight_map"].values()) == {name for name in files if name.endswith(".safetensors")}
@@ -181,14 +181,14 @@ def test_an_export_never_touches_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_bytes(b"mine")
     with pytest.raises(LocalError, match="not empty"):
-        export(verified(source), tmp_path / "out", software="test")
+        export_checkpoint(verified(source), tmp_path / "out", software="test")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     source, _ = tiny_run(tmp_path)
     (tmp_path / "out").mkdir()
-    export(verified(source), tmp_path / "out", software="test")
+    export_checkpoint(verified(source), tmp_path / "out", software="test")
     assert (tmp_path / "out" / PROVENANCE_FILE).is_file()
 
 
@@ -196,7 +196,9 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 def test_a_model_file_that_would_pass_for_one_of_the_export_is_refused(tmp_path: Path, name: str) -> None:
     source, _ = tiny_run(tmp_path)  # no RunSpec names such a file: this is the second wall
     with pytest.raises(LocalError, match="writes a file of that name itself"):
-        export(replace(verified(source), model_files=FILES | {name: b"{}"}), tmp_path / "out", software="test")
+        export_checkpoint(
+            replace(verified(source), model_files=FILES | {name: b"{}"}), tmp_path / "out", software="test"
+        )
     assert not list(tmp_path.glob("out*"))
 
 
@@ -204,5 +206,5 @@ def test_an_export_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
     source, _ = tiny_run(tmp_path)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(LocalError, match="export to"):
-        export(verified(source), tmp_path / "file" / "out", software="test")
+        export_checkpoint(verified(source), tmp_path / "file" / "out", software="test")
     assert (tmp_path / "file").read_bytes() == b""

@@ -9,10 +9,10 @@ import pytest
 from tests.node.coordinator_world import ANNA, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import Run
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator import curation
 from prime_node.coordinator.api import leasing
-from prime_node.coordinator.api.status import status
+from prime_node.coordinator.api.status import status_of_run
 from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
@@ -38,7 +38,7 @@ def fail(run: Run, worker: str) -> tuple[int, ...]:
     lease = run.granted(worker, 0, rollouts_max=2)
     run.do(ev.LeaseReturned(lease.lease_id))
     run.do(ev.EpisodesFailed(worker, lease.slots))
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     return lease.slots
 
 
@@ -47,7 +47,7 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
     workers = [SigningKey(bytes([number]) * 32).key_id for number in (7, 8, 9)]
     for worker in workers:
         core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     broken, _ = core.assigner.problem(0)
     told: list[str] = []
     for turn, worker in zip(range(100), cycle(workers), strict=False):
@@ -66,10 +66,10 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
             core.decide(ev.VerdictGiven(bundle, None, "", (1.0,) * count, 9, "v"))
         if (chosen := choose_batch(state)) is not None:
             core.decide(ev.BatchFixed(next_step(state), chosen))
-            core.decide(ev.ManifestPublished(state.head + 1, "d" * 64, (Route(None, 1),)))
+            core.decide(ev.ManifestPublished(state.head + 1, "d" * 64, (UpdateRoute(None, 1),)))
     assert core.state.head == 2
     assert core.state.curriculum.draws == {0: 1}
-    assert status(core)["problems"] == {"failing": 0, "redrawn": 1}
+    assert status_of_run(core)["problems"] == {"failing": 0, "redrawn": 1}
     assert told == [
         "2 problems that fail, the first at slot 0: 1 of 3 have said so",
         "2 problems that fail, the first at slot 0: 2 of 3 have said so",
@@ -187,18 +187,18 @@ def test_what_was_said_survives_a_restart_and_older_snapshots_hold_none_of_it(ru
     fail(run, "anna")
     again = State(run.state.rules)
     for event, at_ms in run.log:
-        tick(again, ev.from_json(ev.to_json(event)), at_ms)
-    assert again == run.state == snapshot.from_json(snapshot.to_json(run.state))
-    older = json.loads(snapshot.to_json(run.state))
+        tick(again, ev.event_from_json(ev.event_to_json(event)), at_ms)
+    assert again == run.state == snapshot.state_from_json(snapshot.state_to_json(run.state))
+    older = json.loads(snapshot.state_to_json(run.state))
     del older["failing"], older["num_redrawn"]
-    assert snapshot.from_json(json.dumps(older)).failing == {}
+    assert snapshot.state_from_json(json.dumps(older)).failing == {}
 
 
 async def test_a_lease_keeps_the_problem_it_drew_when_the_curriculum_has_forgotten_the_draw() -> None:
     core = await open_core(memory_parts(make_run(groups_per_step=4, max_steps=2)))
     worker = SigningKey(bytes([7]) * 32).key_id
     core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     first, _ = core.assigner.problem(0)
     core.state.curriculum.redraw.add(0)
     await leasing.lease(core, worker, LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=64))
@@ -211,7 +211,7 @@ async def test_a_lease_keeps_the_problem_it_drew_when_the_curriculum_has_forgott
 
 async def test_another_problem_is_drawn_though_prompts_before_the_failing_one_were_too_long() -> None:
     core = await open_core(memory_parts(make_run(groups_per_step=16, limits=limits.Limits(prompt_tokens_max=21))))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     slot = next(slot for slot in range(16) if core.assigner.asked_draw(slot, 0) > 0)
     broken, _ = core.assigner.problem(slot)
     core.state.curriculum.redraw.add(slot)
@@ -221,7 +221,7 @@ async def test_another_problem_is_drawn_though_prompts_before_the_failing_one_we
 
 async def test_no_slot_draws_beyond_what_an_auditor_tries() -> None:
     core = await open_core(memory_parts(make_run(groups_per_step=16)))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (Route(None, 1),)))
+    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     for drawn in (0, 1_000, limits.LEASE_DRAWS_MAX):
         core.state.curriculum.draws[0] = drawn
         core.state.curriculum.redraw.add(0)

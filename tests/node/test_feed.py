@@ -27,7 +27,7 @@ from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
-from prime_node.replay.bundles import groups_of, open_batch, open_bundle
+from prime_node.replay.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.replay.feed import Feed, StepBatch
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
@@ -217,7 +217,8 @@ def open_all(
     batch = TrainBatch.model_validate({"run": run.digest, "step": 3, "groups": tuple(groups)} | changes)
     opened = open_batch(seal(batch, PayloadType.BATCH, key), run, step=3)
     bundles = {
-        group.bundle: open_bundle(bundle, digest=group.bundle, worker=group.worker, run=run) for group in opened.groups
+        group.bundle: open_trained_bundle(bundle, digest=group.bundle, worker=group.worker, run=run)
+        for group in opened.groups
     }
     assert len(groups_of(opened, bundles, run)) == len(groups)
 
@@ -261,7 +262,7 @@ def test_a_bundle_that_was_never_taken_in_is_an_error_that_names_it_and_its_work
     damaged[place] ^= 1
     digest = digest_of(bytes(damaged))
     with pytest.raises(PeerError, match=f"bundle {digest[:12]} of worker {WORKER.key_id[:12]}: "):
-        open_bundle(bytes(damaged), digest=digest, worker=WORKER.key_id, run=coordinator.run)
+        open_trained_bundle(bytes(damaged), digest=digest, worker=WORKER.key_id, run=coordinator.run)
 
 
 TAMPERED: dict[str, tuple[Callable[[BatchGroup], dict[str, Any]], str]] = {

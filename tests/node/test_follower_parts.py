@@ -8,7 +8,7 @@ import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MemorySource, following, make_follower, make_run, settle
 
-from prime_node.broadcast.follow.follower import Progress
+from prime_node.broadcast.follow.follower import DownloadProgress
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.ports.transport import Unreachable
 from prime_protocol.digest import digest_of
@@ -34,11 +34,11 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
         await settle()
     assert len(source.blobs_asked) == 3
     source.before_blob = lambda _: None
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     async with following(make_follower(tmp_path, source, on_progress=seen.append)) as follower:
         await follower.wait_newer(-1)
     assert sorted(source.blobs_asked) == sorted(blob.digest for blob in encoding.blobs)
-    assert seen[0] == Progress(0, 0, encoding.sent_bytes)
+    assert seen[0] == DownloadProgress(0, 0, encoding.sent_bytes)
     assert seen[-1].bytes_done == encoding.sent_bytes
 
 

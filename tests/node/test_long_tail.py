@@ -13,7 +13,7 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, scheduler
 from prime_node.coordinator.state.effects import BundleForgotten, Settled
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord
-from prime_node.coordinator.state.scheduler import Refusal
+from prime_node.coordinator.state.scheduler import NothingToLease
 from prime_protocol.schedule import Selection, StalePolicy
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -28,7 +28,7 @@ def with_straggler() -> tuple[Run, LeaseRecord]:
     slow, quick = run.granted("anna", 0, 4), run.granted("ben", 0, 4)
     run.now_ms += 400
     run.accept(run.upload(quick))
-    assert isinstance(run.lease("ben", 0), Refusal), "she has taken no longer than he"
+    assert isinstance(run.lease("ben", 0), NothingToLease), "she has taken no longer than he"
     run.now_ms += 500
     return run, slow
 
@@ -39,7 +39,7 @@ def test_a_stragglers_groups_are_leased_to_an_idle_worker_and_the_first_accepted
     assert copy.slots == slow.slots == (0, 1)
     first = run.upload(copy)
     run.accept(first)
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     assert run.state.is_ready(0)
     assert {group.bundle for slot, group in run.state.steps[0].accepted.items() if slot in slow.slots} == {first}
     anna = run.state.workers["anna"]
@@ -54,7 +54,7 @@ def test_of_a_stragglers_groups_only_those_that_wait_for_somebody_else_are_lease
     copy = run.granted("ben", 0, 2)
     assert copy.slots == (0,)
     assert run.granted("ben", 0, 4).slots == (1,), "of slot 0 he has a copy himself"
-    assert isinstance(run.lease("carl", 0, 4), Refusal), "two work on each"
+    assert isinstance(run.lease("carl", 0, 4), NothingToLease), "two work on each"
     run.accept(run.upload(copy))
     assert (slow.lease_id in run.state.leases, slow.slots) == (True, (0, 1))
     run.do(ev.WorkerLeft("ben"))
@@ -71,7 +71,7 @@ def test_whoever_is_overtaken_after_uploading_is_credited_and_trained_on_by_nobo
     assert [effect.status for effect in effects if isinstance(effect, Settled)] == [BundleStatus.ACCEPTED]
     assert run.state.workers["anna"].accepted == 4
     assert {group.bundle for group in run.state.steps[0].accepted.values()} == {first, "bundle-0"}
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_a_late_copys_bytes_are_deleted_though_its_step_is_long_trained() -> None:
@@ -83,7 +83,7 @@ def test_a_late_copys_bytes_are_deleted_though_its_step_is_long_trained() -> Non
     run.publish()
     assert BundleForgotten(late) not in run.do(ev.TrainerDurable(1)), "a validator may be reading it"
     assert BundleForgotten(late) in run.refuse(late, RejectReason.UNVERIFIABLE)
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_a_copy_that_fails_leaves_the_slot_with_the_first_worker() -> None:
@@ -91,7 +91,7 @@ def test_a_copy_that_fails_leaves_the_slot_with_the_first_worker() -> None:
     copy = run.granted("ben", 0, 4)
     run.refuse(run.upload(copy), RejectReason.UNVERIFIABLE)
     assert run.state.steps[0].open == []
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     run.accept(run.upload(slow))
     assert run.state.is_ready(0)
 
@@ -100,8 +100,8 @@ def test_a_slot_is_leased_no_more_often_than_allowed_and_never_twice_to_one_work
     run, _ = with_straggler()
     run.join("cleo")
     run.granted("ben", 0, 4)
-    assert isinstance(run.lease("cleo", 0), Refusal)
-    assert isinstance(run.lease("anna", 0), Refusal)
+    assert isinstance(run.lease("cleo", 0), NothingToLease)
+    assert isinstance(run.lease("anna", 0), NothingToLease)
 
 
 def paced() -> Run:

@@ -10,7 +10,7 @@ import pytest
 
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.model_config import require_within
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_protocol.errors import LocalError
 
@@ -20,7 +20,7 @@ Build = Callable[[Path], object]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_bytes(model_files(**SIZES)["config.json"])
+    (tmp_path / "config.json").write_bytes(tiny_model_files(**SIZES)["config.json"])
     return tmp_path
 
 

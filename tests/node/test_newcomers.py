@@ -21,13 +21,13 @@ from tests.node.coordinator_world import (
 )
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.api.admission import network_of
+from prime_node.coordinator.api.admission import name_of_network
 from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import endings, invariants, newcomers, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BundleForgotten
-from prime_node.coordinator.state.records import LeaseRecord, Worker
-from prime_node.coordinator.state.scheduler import Refusal, fair_share
+from prime_node.coordinator.state.records import LeaseRecord, WorkerRecord
+from prime_node.coordinator.state.scheduler import NothingToLease, fair_share
 from prime_protocol import limits
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, seal
@@ -69,7 +69,7 @@ def play(run: Run, keys: list[str], judge: Callable[[Run, str], object], rounds:
         for lease in leases:
             judged += len(lease.slots)
             judge(run, run.upload(lease))
-        invariants.check(run.state)
+        invariants.check_invariants(run.state)
     return most, judged
 
 
@@ -107,9 +107,9 @@ def test_who_has_passed_his_audits_stands_for_himself() -> None:
     assert newcomers.budget(run.state, run.state.workers["ben"]) == newcomers.Budget(leases=1, groups=1)
     run.granted("ben", 0)
     refusal = run.lease("ben", 0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NothingToLease)
     assert "newcomers of your network" in refusal.reason
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 async def test_a_run_takes_as_many_workers_as_it_says_and_one_who_leaves_makes_room() -> None:
@@ -220,7 +220,7 @@ async def test_networks_are_told_apart_by_prefixes_and_trusted_ones_have_no_name
     core = await open_core(memory_parts(make_run()))
 
     def name(address: str) -> str:
-        return network_of(core, address)
+        return name_of_network(core, address)
 
     assert name("203.0.113.5") == name("203.0.113.200") == name("::ffff:203.0.113.9")
     assert name("2001:db8:1::1") == name("2001:db8:1:9::2")
@@ -242,24 +242,24 @@ def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
     while isinstance(lease := run.lease("honest", 0), LeaseRecord):
         run.accept(run.upload(lease))
     run.now_ms += scheduler.SILENCE_MS_MIN
-    assert isinstance(run.lease("honest", 0), Refusal), "nobody is hurried"
+    assert isinstance(run.lease("honest", 0), NothingToLease), "nobody is hurried"
     run.now_ms += 1
     taken_over = run.granted("honest", 0)
     assert taken_over.slots == hoarded.slots
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
     run.accept(run.upload(taken_over))
     hoarder = run.state.workers["hoarder"]
     assert (hoarder.leases, hoarder.wasted, hoarder.abandoned) == ((), 1, 1)
     assert run.state.is_ready(0)
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
-class Counted(dict[str, Worker]):
+class Counted(dict[str, WorkerRecord]):
     """Counts how many workers are looked at."""
 
     looked_at = 0
 
-    def __getitem__(self, key: str) -> Worker:
+    def __getitem__(self, key: str) -> WorkerRecord:
         self.looked_at += 1
         return super().__getitem__(key)
 
@@ -294,7 +294,7 @@ def workers_looked_at(num_keys: int) -> dict[str, int]:
         scene()
         found[name] = counted.looked_at
         run.state.workers = dict(counted)
-        invariants.check(run.state)
+        invariants.check_invariants(run.state)
     return found
 
 
@@ -312,10 +312,10 @@ def test_a_network_that_floods_the_memory_pushes_out_its_own_keys() -> None:
         run.join(f"key {number}", network="theirs")
         run.granted(f"key {number}", 0)
         run.do(ev.WorkerLeft(f"key {number}"))
-        invariants.check(run.state)
+        invariants.check_invariants(run.state)
     assert len(run.state.workers) == endings.WORKERS_REMEMBERED_FACTOR * 4
     assert run.state.workers["anna"].accepted == 2
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
 def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_goes_on_paying() -> None:
@@ -334,7 +334,7 @@ def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_goes_on_pay
         run.join(f"key {number}", network="theirs")
         run.granted(f"key {number}", 0)
         forgotten += run.do(ev.WorkerLeft(f"key {number}"))
-        invariants.check(run.state)
+        invariants.check_invariants(run.state)
     assert "cheat" not in run.state.workers
     assert run.state.evidence == []
     assert BundleForgotten(deciding) not in forgotten, "it is deleted with its step"

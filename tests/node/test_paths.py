@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.follow.paths import Route, Routes, search
+from prime_node.broadcast.follow.paths import Routes, UpdateRoute, search
 
 
 def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
@@ -22,17 +22,17 @@ def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
 
 
 @st.composite
-def published(draw: st.DrawFn) -> dict[int, list[Route]]:
+def published(draw: st.DrawFn) -> dict[int, list[UpdateRoute]]:
     """Up to nine policies with any encodings, as sparse or as dense as may be."""
     routes = {}
     for version in range(draw(st.integers(1, 9))):
         bases = draw(st.sets(st.sampled_from([None, *range(version)]), max_size=4))
-        routes[version] = [Route(base, draw(st.integers(1, 50))) for base in bases]
+        routes[version] = [UpdateRoute(base, draw(st.integers(1, 50))) for base in bases]
     return routes
 
 
 @given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
-def test_the_cheapest_way_is_found(routes: dict[int, list[Route]], held: set[int]) -> None:
+def test_the_cheapest_way_is_found(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
     target = max(routes)
     ways = every_way(target, routes, held)
     found = search(target, routes, held)
@@ -44,7 +44,7 @@ def test_the_cheapest_way_is_found(routes: dict[int, list[Route]], held: set[int
 
 
 @given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
-def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[Route]], held: set[int]) -> None:
+def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
     path = search(max(routes), routes, held).path
     if path is None:
         return
@@ -58,8 +58,8 @@ def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[Rout
 
 
 @given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
-def test_reading_what_is_asked_for_ends_at_the_same_way(routes: dict[int, list[Route]], held: set[int]) -> None:
-    known: dict[int, list[Route]] = {}
+def test_reading_what_is_asked_for_ends_at_the_same_way(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
+    known: dict[int, list[UpdateRoute]] = {}
     while (found := search(max(routes), known, held)).unread:
         assert not set(found.unread) & (known.keys() | held)
         known[found.unread[0]] = routes[found.unread[0]]
@@ -70,7 +70,7 @@ def test_reading_what_is_asked_for_ends_at_the_same_way(routes: dict[int, list[R
 
 
 @given(routes=published(), more=st.integers(0, 8))
-def test_holding_more_never_costs_more(routes: dict[int, list[Route]], more: int) -> None:
+def test_holding_more_never_costs_more(routes: dict[int, list[UpdateRoute]], more: int) -> None:
     target = max(routes)
     without, holding = search(target, routes).path, search(target, routes, {more}).path
     if without is not None:
@@ -79,7 +79,7 @@ def test_holding_more_never_costs_more(routes: dict[int, list[Route]], more: int
 
 
 def test_of_two_ways_of_one_size_the_one_with_fewer_hops_is_taken() -> None:
-    routes = {0: [Route(None, 9)], 1: [Route(0, 2)], 2: [Route(1, 2), Route(0, 4)]}
+    routes = {0: [UpdateRoute(None, 9)], 1: [UpdateRoute(0, 2)], 2: [UpdateRoute(1, 2), UpdateRoute(0, 4)]}
     path = search(2, routes, {0}).path
     assert path is not None
     assert [hop.policy_version for hop in path.hops] == [2]

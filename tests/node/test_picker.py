@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
-from prime_node.broadcast.swarm.piece_sets import Counts, any_of, members, pieces, runs, span
+from prime_node.broadcast.swarm.piece_sets import PieceCounts, any_of, members, piece_set, runs, span
 
 numbers = st.sets(st.integers(0, 40))
 
@@ -40,7 +40,7 @@ def give(of: Picker, name: str, *, rate: float, until_s: float, now_s: float = 0
 
 @given(numbers)
 def test_a_set_is_its_members_and_its_runs(chosen: set[int]) -> None:
-    made = pieces(chosen)
+    made = piece_set(chosen)
     assert list(members(made)) == sorted(chosen)
     assert sum(span(start, end) for start, end in runs(made)) == made
     assert all(end < start for (_, end), (start, _) in zip(runs(made), runs(made)[1:], strict=False))
@@ -48,25 +48,25 @@ def test_a_set_is_its_members_and_its_runs(chosen: set[int]) -> None:
 
 @given(numbers.filter(bool), st.integers())
 def test_a_random_member_is_a_member(chosen: set[int], seed: int) -> None:
-    assert any_of(pieces(chosen), random.Random(seed)) in chosen
+    assert any_of(piece_set(chosen), random.Random(seed)) in chosen
 
 
 @given(st.lists(numbers, max_size=12), st.data())
 def test_counts_are_those_of_a_plain_counter(held: list[set[int]], data: st.DataObject) -> None:
-    counts = Counts()
+    counts = PieceCounts()
     for one in held:
-        counts.add(pieces(one))
+        counts.add(piece_set(one))
     kept = []
     for one in held:
         if data.draw(st.booleans()):
             kept.append(one)
         else:
-            counts.remove(pieces(one))
+            counts.remove(piece_set(one))
     plain = Counter(number for one in kept for number in one)
     assert set(members(counts.is_held())) == set(plain)
     asked = data.draw(numbers.filter(bool))
     fewest = min(plain[number] for number in asked)
-    assert set(members(counts.rarest(pieces(asked)))) == {number for number in asked if plain[number] == fewest}
+    assert set(members(counts.rarest(piece_set(asked)))) == {number for number in asked if plain[number] == fewest}
 
 
 # What to ask for
@@ -89,7 +89,7 @@ def test_nothing_is_asked_of_two_sources_while_there_is_other_work() -> None:
 
 def test_a_source_is_asked_for_what_it_has_only() -> None:
     of = picker(8)
-    of.add("a", has=pieces([3]))
+    of.add("a", has=piece_set([3]))
     assert picks(of, "a") == [3]
 
 
@@ -115,7 +115,7 @@ def test_receivers_with_shares_of_their_own_ask_the_origin_for_different_pieces(
 
 def test_a_fallback_gives_only_what_no_peer_has() -> None:
     of = picker(4)
-    of.add("peer", has=pieces([0, 1, 2]))
+    of.add("peer", has=piece_set([0, 1, 2]))
     of.add("origin", has=span(0, 4), is_fallback=True)
     assert picks(of, "origin") == [3]
 
@@ -301,7 +301,7 @@ def test_what_a_lost_source_was_asked_for_is_free_again() -> None:
 
 
 def test_what_is_on_the_disk_is_not_asked_for() -> None:
-    of = Picker([100] * 4, rng=random.Random(0), have=pieces([0, 2]))
+    of = Picker([100] * 4, rng=random.Random(0), have=piece_set([0, 2]))
     of.add("a", has=span(0, 4))
     assert sorted(picks(of, "a")) == [1, 3]
 

@@ -18,7 +18,7 @@ from tests.node.worker_world import WORKER, make_run
 
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.worker.leases import requests_for
@@ -52,7 +52,7 @@ Proofs = npt.NDArray[np.uint8]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
         (path / name).write_bytes(data)
     return path
 

@@ -13,7 +13,7 @@ import pytest
 from prime_node.algo.advantages import ADVANTAGES, AdvantageInputs, LengthCost, RolloutView, find_advantage, inputs_of
 from prime_node.algo.filters import FILTERS, Filter, FilterInputs, find_filter, flags
 from prime_node.algo.losses import LOSSES
-from prime_node.algo.schedule import Damping, Decay, Schedule
+from prime_node.algo.schedule import Damping, Decay, ParameterSchedule
 from prime_node.ports.train_backend import Group
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -189,16 +189,16 @@ def test_the_documents_list_every_algorithm_with_its_settings() -> None:
 
 
 def test_the_schedule_rises_and_falls() -> None:
-    schedule = Schedule(1.0, warmup_steps=5, total_steps=400, final_share=0.1)
+    schedule = ParameterSchedule(1.0, warmup_steps=5, total_steps=400, final_share=0.1)
     assert schedule.at(0) == pytest.approx(0.2)
     assert schedule.at(4) == pytest.approx(1 - 0.9 * 4 / 400)
     assert schedule.at(399) == pytest.approx(0.1, abs=0.003)
     assert schedule.at(10_000) == pytest.approx(0.1)
-    assert Schedule(2.0, 0, 1, 1.0).at(77) == 2.0
+    assert ParameterSchedule(2.0, 0, 1, 1.0).at(77) == 2.0
 
 
 def test_the_schedule_s_other_shapes() -> None:
-    cosine, constant = (Schedule(1.0, 0, 100, 0.2, decay) for decay in (Decay.COSINE, Decay.CONSTANT))
+    cosine, constant = (ParameterSchedule(1.0, 0, 100, 0.2, decay) for decay in (Decay.COSINE, Decay.CONSTANT))
     assert [cosine.at(step) for step in (0, 50, 100, 200)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
     assert cosine.at(25) == pytest.approx(0.2 + 0.8 * (0.5 + 0.5 * math.cos(math.pi / 4)))
     assert [constant.at(step) for step in (0, 50, 100)] == [1.0, 1.0, 1.0]

@@ -15,7 +15,7 @@ from prime_node.cli.evidence import compared
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import EnvironmentGone
 from prime_node.validator.judge import with_ranks
-from prime_node.validator.loop import run as run_validator
+from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.references import choose_groups
 from prime_node.validator.scoring import Scored
 from prime_protocol.assignment import Lease

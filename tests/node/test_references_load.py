@@ -20,8 +20,8 @@ from tests.node.test_validator_loop import make_validator
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator import references
-from prime_node.validator.loop import run as run_validator
-from prime_node.validator.references import Pace, choose_groups, sample_references
+from prime_node.validator.loop import run_validator as run_validator
+from prime_node.validator.references import ReferencePace, choose_groups, sample_references
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
@@ -187,7 +187,7 @@ async def test_the_pace_is_measured_by_tokens_whose_number_no_text_changes() -> 
             await clock.sleep(2.0)
             return found
 
-    clock, lease, pace, engine = VirtualClock(), long_lease(128), Pace(), Counting()
+    clock, lease, pace, engine = VirtualClock(), long_lease(128), ReferencePace(), Counting()
     await engine.load(table_weights(0), policy_version=0)
     moving = asyncio.create_task(clock.move())
     await pace.measure(lease, engine, clock)
@@ -199,7 +199,7 @@ async def test_the_pace_is_measured_by_tokens_whose_number_no_text_changes() -> 
 
 def test_as_many_groups_are_compared_as_fit_before_the_deadline_after_those_before_them() -> None:
     chosen = {index: [GenerateRequest((1,), index)] for index in (3, 1, 2)}
-    pace = Pace(step_s=0.01)  # 3 s a group of 100 tokens, with what comes between
+    pace = ReferencePace(step_s=0.01)  # 3 s a group of 100 tokens, with what comes between
 
     def planned(left_s: float) -> list[int]:
         found = pace.planned(chosen, tokens_max=100, left_s=left_s, turns_max=4)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.template_renderer import TemplateRenderer
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.turns import Turn
@@ -51,7 +51,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
         (folder / name).write_bytes(data)
     return folder
 

@@ -40,7 +40,7 @@ from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.messages import ReceiptList
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.seed_chain import OpenSecret, committed, opened
+from prime_protocol.seed_chain import OpenSecret, committed, opened_secrets
 from prime_protocol.verdict import Receipt, RejectReason
 
 
@@ -207,7 +207,7 @@ async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> 
     assert secret is not None
     assert said is not None
     assert chain_end is not None
-    rule, of_step_0 = SeedRule(world.run.digest, world.run.spec), opened(chain_end, secret)[0]
+    rule, of_step_0 = SeedRule(world.run.digest, world.run.spec), opened_secrets(chain_end, secret)[0]
 
     def drawn(draw: int) -> Receipt:
         """The first receipt, honest about the draw of each slot."""
@@ -325,10 +325,10 @@ def test_a_secret_gives_those_of_the_steps_before_and_the_last_one_waits_for_the
         assert run.spec.seed_chain.newest_open(steps_over, max_steps=100) == number
         if number is not None:
             told = OpenSecret(number=number, secret=secrets[number].hex())
-            assert opened(run.spec.seed_chain, told) == secrets[: number + 1]
+            assert opened_secrets(run.spec.seed_chain, told) == secrets[: number + 1]
     longer = committed(chain(21)).model_copy(update={"length": 20})
     with pytest.raises(PeerError, match="number 20 does not lead"):
-        opened(longer, OpenSecret(number=20, secret=chain(21)[20].hex()))
+        opened_secrets(longer, OpenSecret(number=20, secret=chain(21)[20].hex()))
     assert run.spec.seed_chain.number(57) == 19, (
         "steps beyond the chain share its last secret, told when the run is over"
     )

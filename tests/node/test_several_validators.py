@@ -28,7 +28,7 @@ from prime_node.ports.engine import ScoreRequest
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
-from prime_node.validator.loop import run as run_validator
+from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.assignment import Sampling
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.follow.paths import Route, search
+from prime_node.broadcast.follow.paths import UpdateRoute, search
 from prime_node.broadcast.publish.spans import (
     SpanRules,
     anchor_is_due,
@@ -25,17 +25,17 @@ def delta_bytes(distance: int, single: int) -> int:
     return round(float(single * distance**0.62))
 
 
-def publish(num_policies: int, rules: SpanRules, single: int) -> dict[int, tuple[Route, ...]]:
+def publish(num_policies: int, rules: SpanRules, single: int) -> dict[int, tuple[UpdateRoute, ...]]:
     """The encodings of a whole run, made as the encoder makes them."""
-    routes: dict[int, tuple[Route, ...]] = {}
-    remembered: dict[int, tuple[Route, ...]] = {}
+    routes: dict[int, tuple[UpdateRoute, ...]] = {}
+    remembered: dict[int, tuple[UpdateRoute, ...]] = {}
     for version in range(num_policies):
         sizes = {base: delta_bytes(version - base, single) for base in planned_bases(version, rules)}
         known = ANCHOR if version else None
         deltas = {base: sizes[base] for base in paying_deltas(version, sizes, remembered, anchor_bytes=known)}
-        made = [Route(base, size) for base, size in deltas.items()]
+        made = [UpdateRoute(base, size) for base, size in deltas.items()]
         if anchor_is_due(version, deltas, remembered, rules, anchor_bytes=known):
-            made.append(Route(None, ANCHOR))
+            made.append(UpdateRoute(None, ANCHOR))
         routes[version] = tuple(made)
         remembered = worth_remembering({**remembered, version: tuple(made)})
     return routes
@@ -86,13 +86,13 @@ def test_no_delta_is_larger_than_an_anchor_or_than_another_way(single: int) -> N
 
 
 def test_a_span_that_costs_as_much_as_its_steps_is_left_out() -> None:
-    published = {0: (Route(None, ANCHOR),), **{version: (Route(version - 1, 10),) for version in (1, 2, 3)}}
+    published = {0: (UpdateRoute(None, ANCHOR),), **{version: (UpdateRoute(version - 1, 10),) for version in (1, 2, 3)}}
     assert paying_deltas(4, {3: 10, 0: 40}, published, anchor_bytes=ANCHOR) == [3]
     assert paying_deltas(4, {3: 10, 0: 39}, published, anchor_bytes=ANCHOR) == [3, 0]
 
 
 def test_deltas_that_change_everything_give_way_to_anchors() -> None:
-    assert all(routes == (Route(None, ANCHOR),) for routes in publish(20, RULES, ANCHOR).values())
+    assert all(routes == (UpdateRoute(None, ANCHOR),) for routes in publish(20, RULES, ANCHOR).values())
 
 
 def test_sparse_changes_need_one_anchor_and_no_more() -> None:

@@ -51,7 +51,7 @@ async def test_a_flood_of_questions_for_a_large_status_is_answered_with_one(monk
         asked += 1
         return {"asked": asked}
 
-    monkeypatch.setattr("prime_node.coordinator.api.status.status", slow)
+    monkeypatch.setattr("prime_node.coordinator.api.status.status_of_run", slow)
     monkeypatch.setattr(spared, "SHORT_S", -1.0)
     monkeypatch.setattr(spared, "SHARE", 1e-9)
     async with running(memory_parts(make_run())) as world:

@@ -10,7 +10,7 @@ from tests.node.scheduler_world import RULES, Run
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, scheduler
 from prime_node.coordinator.state.records import Claim, LeaseRecord
-from prime_node.coordinator.state.scheduler import Refusal
+from prime_node.coordinator.state.scheduler import NothingToLease
 
 
 def slow_first_lease(claim: Claim | None, *, network: str = "") -> tuple[Run, LeaseRecord]:
@@ -43,7 +43,7 @@ def lost_after_ms(run: Run) -> int:
 def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_said_so() -> None:
     run, held = slow_first_lease(Claim(rollout_ms=20_000, tokens_per_s=4, download_bytes_per_s=0))
     run.now_ms += 2 * 20_000
-    assert isinstance(run.lease("honest", 0), Refusal)
+    assert isinstance(run.lease("honest", 0), NothingToLease)
     run.accept(run.upload(held))
     assert run.state.is_ready(0)
     assert run.state.workers["slow"].wasted == 0
@@ -61,7 +61,7 @@ def test_who_lies_about_his_speed_holds_up_a_group_for_a_share_of_one_lease_and_
     while isinstance(lease := run.lease("honest", 1), LeaseRecord):
         run.accept(run.upload(lease))
     assert lost_after_ms(run) <= scheduler.SILENCE_MS_MIN + 1_000, "its network has broken its word"
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_who_has_wasted_a_lease_is_not_believed_wherever_he_is() -> None:

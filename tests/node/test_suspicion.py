@@ -13,7 +13,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import Banned, Effect, Settled
+from prime_node.coordinator.state.effects import Effect, Settled, WorkerWasBanned
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
@@ -75,10 +75,10 @@ def test_bundles_that_pass_one_by_one_ban_their_worker_together(run: Run) -> Non
     assert anna.banned is not None
     assert anna.banned.kind is BanKind.STATISTICAL
     assert receipt_of(effects).reason is RejectReason.STATISTICAL
-    assert Banned("anna", anna.banned) in effects
+    assert WorkerWasBanned("anna", anna.banned) in effects
     assert anna.banned.evidence in run.state.evidence, "the deciding bundle is kept"
     assert 3 < anna.num_weighed <= 5
-    invariants.check(run.state)
+    invariants.check_invariants(run.state)
 
 
 def test_honest_bundles_never_add_up(run: Run) -> None:
@@ -112,7 +112,7 @@ def test_an_unknown_engine_is_marked_and_not_banned(run: Run) -> None:
     anna = run.state.workers["anna"]
     assert (anna.banned, anna.calibrated, anna.num_weighed) == (None, False, 0)
     trusted = dataclasses.replace(WEIGHING, newcomer_bundles=1, audit_share_min=0.1)
-    assert audits.share(trusted, anna) == 1.0, "it stays a newcomer"
+    assert audits.audit_share(trusted, anna) == 1.0, "it stays a newcomer"
     judged(run, "anna", saying(-0.2))
     assert anna.calibrated is True
 
@@ -164,16 +164,16 @@ def test_log_and_snapshot_lead_to_the_same_evidence(run: Run) -> None:
     again = Run(WEIGHING)
     for event, at_ms in run.log:
         again.now_ms = at_ms
-        again.do(ev.from_json(ev.to_json(event)))
+        again.do(ev.event_from_json(ev.event_to_json(event)))
     assert again.state == run.state
-    assert snapshot.from_json(snapshot.to_json(run.state)) == run.state
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
 def test_a_verdict_of_an_older_log_says_nothing() -> None:
     event = ev.VerdictGiven("b", None, "", (0.5,), 10, "validator")
-    old = json.loads(ev.to_json(event))
+    old = json.loads(ev.event_to_json(event))
     del old["evidence"]
-    assert ev.from_json(json.dumps(old)) == event
+    assert ev.event_from_json(json.dumps(old)) == event
 
 
 MOMENTS = Moments(cap=1.0, lambdas=(1.0, 2.0), log_moments=(0.01, 0.02), num_tokens=1_000)
@@ -292,8 +292,8 @@ def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run,
     assert (settled.reason, settled.weighed, anna.strikes) == (reason, first, 1)
     assert (anna.evidence, anna.num_weighed) == (before, 1)
     event, _ = run.log[-1]
-    assert ev.from_json(ev.to_json(event)) == event
-    invariants.check(run.state)
+    assert ev.event_from_json(ev.event_to_json(event)) == event
+    invariants.check_invariants(run.state)
 
 
 def test_a_receipt_from_before_a_pardon_says_nothing_of_the_evidence_after_it(run: Run) -> None:

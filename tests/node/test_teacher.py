@@ -19,13 +19,13 @@ from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.adapters.engines.vllm_teacher import VllmTeacher
 from prime_node.adapters.models.pretrained_model import pretrained_weights
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.trainer.config import TeacherConfig
-from prime_node.trainer.loop import run
+from prime_node.trainer.loop import run_trainer
 from prime_protocol.errors import LocalError
 
 SEQUENCES = [(1, 2, 3), (7, 8, 9, 10, 11), (4, 5)]
@@ -54,7 +54,7 @@ async def test_a_student_comes_nearer_to_its_teacher_and_waits_for_one_that_is_a
     trainer = make_trainer(tmp_path, coordinator, config=OPD)
     teacher = BackendTeacher(tmp_path / "model", seed=99, away=3)
     trainer.teacher = teacher
-    assert await run(trainer, asyncio.Event())
+    assert await run_trainer(trainer, asyncio.Event())
     distances = [float(str(row["teacher_kl"])) for row in rows(tmp_path, "teacher_kl")]
     assert teacher.away == 0
     assert len(distances) == 6
@@ -71,14 +71,16 @@ async def test_stopping_ends_the_wait_for_a_teacher(tmp_path: Path) -> None:
 
     trainer = make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=6)), config=OPD)
     trainer.teacher = Gone(tmp_path / "model", seed=1)
-    assert not await run(trainer, stop)
+    assert not await run_trainer(trainer, stop)
     assert trainer.state.step == 0
 
 
 async def test_distillation_without_a_teacher_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"environment_modes": {"echo": TrainingMode.OPD}})
     with pytest.raises(LocalError, match=r"mode opd needs a teacher: set trainer\.teacher\.url"):
-        await run(make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)), config=config), asyncio.Event())
+        await run_trainer(
+            make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)), config=config), asyncio.Event()
+        )
 
 
 @pytest_asyncio.fixture
@@ -141,7 +143,7 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """What `vllm serve` starts, on a tiny model's folder."""
     folder = tmp_path / "teacher"
     folder.mkdir()
-    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
         (folder / name).write_bytes(data)
     weights = TorchBackend(folder, seed=5, threads=1, published_dtype="fp32").snapshot()
     write_safetensors(folder / "model.safetensors", weights)

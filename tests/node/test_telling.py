@@ -12,7 +12,7 @@ from tests.node.swarm_world import until
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import telling
 from prime_node.broadcast.swarm.holdings import Holdings
-from prime_node.broadcast.swarm.telling import Telling
+from prime_node.broadcast.swarm.telling import HoldingsBroadcast
 from prime_protocol.envelope import parse_json
 from prime_protocol.peers import PeerNews
 
@@ -24,7 +24,7 @@ def holdings(monkeypatch: pytest.MonkeyPatch) -> Holdings:
 
 
 @contextlib.asynccontextmanager
-async def listener(made: Telling) -> AsyncIterator[AsyncIterator[bytes]]:
+async def listener(made: HoldingsBroadcast) -> AsyncIterator[AsyncIterator[bytes]]:
     async with contextlib.aclosing(made.lines()) as lines:
         yield lines
 
@@ -35,7 +35,7 @@ def head_of(line: bytes) -> int:
 
 
 async def test_all_who_have_heard_as_much_are_told_the_same_line(holdings: Holdings) -> None:
-    made = Telling(holdings, SystemClock())
+    made = HoldingsBroadcast(holdings, SystemClock())
     async with listener(made) as first, listener(made) as second:
         assert head_of(await anext(first)) == head_of(await anext(second)) == -1
         waiting = [asyncio.ensure_future(anext(lines)) for lines in (first, second)]
@@ -47,7 +47,7 @@ async def test_all_who_have_heard_as_much_are_told_the_same_line(holdings: Holdi
 
 
 async def test_who_reads_slowly_is_told_at_once_what_he_missed(holdings: Holdings) -> None:
-    made = Telling(holdings, SystemClock())
+    made = HoldingsBroadcast(holdings, SystemClock())
     async with listener(made) as slow, listener(made) as quick:
         await anext(slow)
         await anext(quick)
@@ -63,12 +63,12 @@ async def test_a_line_comes_now_and_then_although_nothing_is_new(
     holdings: Holdings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telling, "KEEP_ALIVE_S", 0.01)
-    async with listener(Telling(holdings, SystemClock())) as lines:
+    async with listener(HoldingsBroadcast(holdings, SystemClock())) as lines:
         assert [head_of(await anext(lines)) for _ in range(3)] == [-1, -1, -1]
 
 
 async def test_listeners_end_when_it_is_closed_and_nothing_runs_on_without_them(holdings: Holdings) -> None:
-    made = Telling(holdings, SystemClock())
+    made = HoldingsBroadcast(holdings, SystemClock())
     async with listener(made) as lines:
         await anext(lines)
         waiting = asyncio.ensure_future(anext(lines))

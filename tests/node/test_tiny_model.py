@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import initial_weights, model_files
+from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import root_of
@@ -20,14 +20,14 @@ from prime_protocol.weights import root_of
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, data in model_files().items():
+    for name, data in tiny_model_files().items():
         (tmp_path / name).write_bytes(data)
     return tmp_path
 
 
 def test_the_files_are_the_same_bytes_everywhere() -> None:
     # These digests stand in signed RunSpecs. A change here is another model.
-    assert {name: digest_of(data)[:16] for name, data in model_files().items()} == {
+    assert {name: digest_of(data)[:16] for name, data in tiny_model_files().items()} == {
         "config.json": "4d4bd36283963449",
         "generation_config.json": "23732ae247f217e5",
         "tokenizer.json": "a77d40d071d2d39d",
@@ -43,7 +43,7 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else(folder: Path) ->
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "intermediate_size": 96}])
 def test_the_weights_are_those_of_transformers_own_model_in_its_order(tmp_path: Path, sizes: dict[str, int]) -> None:
-    for name, data in model_files(**sizes).items():
+    for name, data in tiny_model_files(**sizes).items():
         (tmp_path / name).write_bytes(data)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -66,7 +66,7 @@ def test_matrices_are_normal_with_the_configured_deviation_and_norms_are_one(fol
 
 def test_heads_of_an_odd_size_are_refused() -> None:
     with pytest.raises(ValueError, match="even size"):
-        model_files(hidden_size=60, num_heads=4)
+        tiny_model_files(hidden_size=60, num_heads=4)
 
 
 @pytest.mark.parametrize("text", ["", "sun", "Straße, 日本, \x00 \t\n", "a<|end|>b", " leading and trailing "])

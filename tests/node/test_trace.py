@@ -107,7 +107,7 @@ def test_a_run_that_has_left_nothing_is_said(tmp_path: Path) -> None:
 
 def test_the_picture_shows_the_lanes(run_dir: RunDir, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from prime_node.cli.plot_timeline import save_png
+    from prime_node.cli.plot_timeline import save_timeline_png
 
-    save_png(read_timeline(run_dir), tmp_path / "trace.png", title="run")
+    save_timeline_png(read_timeline(run_dir), tmp_path / "trace.png", title="run")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")

@@ -11,11 +11,11 @@ from tests.node.scheduler_world import RULES, Run
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import STEPS_COMPARED, Observer
-from prime_node.coordinator.measure.report import row_of
+from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.schedule import Selection, StalePolicy
 from prime_protocol.verdict import RejectReason
 
@@ -23,7 +23,7 @@ from prime_protocol.verdict import RejectReason
 class Observed(Run):
     """A run whose tracker is told of everything."""
 
-    def __init__(self, rules: Rules = RULES) -> None:
+    def __init__(self, rules: SchedulerRules = RULES) -> None:
         super().__init__(rules)
         self.tracker = Tracker(self.state)
         self.spans: list[Span] = []
@@ -103,7 +103,7 @@ def test_refusals_wasted_leases_and_dropped_groups_are_counted_by_reason() -> No
     assert early.wasted == {"returned": 1, "lapsed": 1}
     assert late.dropped == {"stale": 3}
     assert [span.outcome for span in run.of(SpanKind.LEASE)][:3] == ["redeemed", "returned", "lapsed"]
-    row = row_of(late, head=2, num_generated=run.state.num_accepted_groups, num_dropped=3)
+    row = coordinator_row(late, head=2, num_generated=run.state.num_accepted_groups, num_dropped=3)
     assert row["dropped/stale"] == row["fully_async/count/dropped_stale_samples"] == 3
     assert row["fully_async/count/current_param_version"] == 2
 
@@ -176,7 +176,7 @@ class Kept:
 class Told(Run):
     """A run with the daemon's observer."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: SchedulerRules) -> None:
         super().__init__(rules)
         self.rows, self.lines, self.metrics = Kept(), Kept(), PrometheusMetrics()
         self.metrics.declare(*report.METRICS)

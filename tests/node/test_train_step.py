@@ -12,7 +12,7 @@ from tests.node.batch_coordinator import GROUPS, ROLLOUTS, BatchCoordinator, Fus
 from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.ports.train_backend import Loss, StepStats, TrainSample
-from prime_node.trainer.loop import run
+from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
 
@@ -26,7 +26,7 @@ def coordinator() -> BatchCoordinator:
 
 async def test_a_step_of_several_batches_is_as_many_optimizer_steps_and_one_policy(tmp_path: Path) -> None:
     world = coordinator()
-    assert await run(make_trainer(tmp_path, world), asyncio.Event())
+    assert await run_trainer(make_trainer(tmp_path, world), asyncio.Event())
     assert len(world.manifests) == STEPS + 1
     assert world.manifests[-1].manifest.produced_by.optimizer_steps == CONFIG.sft.steps_max + STEPS * (GROUPS - 1)
     trained = rows(tmp_path, "reward_mean")
@@ -36,17 +36,17 @@ async def test_a_step_of_several_batches_is_as_many_optimizer_steps_and_one_poli
 
 async def test_killed_between_two_batches_it_goes_on_bit_exactly(tmp_path: Path) -> None:
     whole, cut = coordinator(), coordinator()
-    await run(make_trainer(tmp_path / "whole", whole), asyncio.Event())
+    await run_trainer(make_trainer(tmp_path / "whole", whole), asyncio.Event())
     fuse = Fuse("after train_step", CONFIG.sft.steps_max + GROUPS)  # within the second step
     with pytest.raises(KilledError):
-        await run(make_trainer(tmp_path / "cut", cut, fuse=fuse), asyncio.Event())
-    await run(make_trainer(tmp_path / "cut", cut), asyncio.Event())
+        await run_trainer(make_trainer(tmp_path / "cut", cut, fuse=fuse), asyncio.Event())
+    await run_trainer(make_trainer(tmp_path / "cut", cut), asyncio.Event())
     assert cut.roots == whole.roots
 
 
 async def test_stopped_between_two_batches_it_saves_nothing_that_is_half_a_step(tmp_path: Path) -> None:
     whole, cut, stop = coordinator(), coordinator(), asyncio.Event()
-    await run(make_trainer(tmp_path / "whole", whole), asyncio.Event())
+    await run_trainer(make_trainer(tmp_path / "whole", whole), asyncio.Event())
     trainer = make_trainer(tmp_path / "cut", cut)
     feed_take = trainer.feed.take
 
@@ -57,8 +57,8 @@ async def test_stopped_between_two_batches_it_saves_nothing_that_is_half_a_step(
         return await feed_take(step, part, **told)
 
     trainer.feed.take = take  # type: ignore[method-assign,assignment]
-    assert not await run(trainer, stop)
-    await run(make_trainer(tmp_path / "cut", cut), asyncio.Event())
+    assert not await run_trainer(trainer, stop)
+    await run_trainer(make_trainer(tmp_path / "cut", cut), asyncio.Event())
     assert cut.roots == whole.roots
 
 
@@ -80,7 +80,7 @@ async def test_each_batch_of_a_step_is_given_the_proximal_policy_that_was_asked_
         return train(samples, loss, lr=lr)
 
     inner.train_step = watch
-    assert await run(trainer, asyncio.Event())
+    assert await run_trainer(trainer, asyncio.Event())
     assert len(seen) == STEPS * (GROUPS - 1), "the flat group has nothing to train"
     moved = 0
     for samples, current in zip(seen, first, strict=True):

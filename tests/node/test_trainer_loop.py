@@ -12,7 +12,7 @@ from tests.node.trainer_world import CONFIG, make_trainer, root_of_backend, rows
 
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import FilterConfig
-from prime_node.trainer.loop import run
+from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError
 
@@ -30,7 +30,7 @@ def whole(folder: Path) -> BatchCoordinator:
 
     async def undisturbed() -> BatchCoordinator:
         coordinator = BatchCoordinator(make_run(max_steps=STEPS))
-        assert await run(make_trainer(folder, coordinator), asyncio.Event())
+        assert await run_trainer(make_trainer(folder, coordinator), asyncio.Event())
         return coordinator
 
     return asyncio.run(undisturbed())
@@ -85,9 +85,9 @@ async def test_killed_anywhere_it_goes_on_bit_exactly(
 ) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=STEPS))
     with pytest.raises(KilledError):
-        await run(make_trainer(tmp_path / "cut", coordinator, fuse=Fuse(place, at)), asyncio.Event())
+        await run_trainer(make_trainer(tmp_path / "cut", coordinator, fuse=Fuse(place, at)), asyncio.Event())
     resumed = make_trainer(tmp_path / "cut", coordinator)
-    assert await run(resumed, asyncio.Event())
+    assert await run_trainer(resumed, asyncio.Event())
     assert coordinator.roots == whole.roots
     assert root_of_backend(resumed) == whole.roots[-1]
     assert not list((tmp_path / "cut").rglob("*.partial"))
@@ -96,21 +96,21 @@ async def test_killed_anywhere_it_goes_on_bit_exactly(
 async def test_stopping_finishes_the_step_saves_publishes_and_leaves(tmp_path: Path, whole: BatchCoordinator) -> None:
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     trainer = make_trainer(tmp_path / "cut", coordinator)
-    training = asyncio.create_task(run(trainer, stop))
+    training = asyncio.create_task(run_trainer(trainer, stop))
     await coordinator.until(lambda: len(coordinator.manifests) >= 2)
     stop.set()
     assert not await training
     held = trainer.state.step
     assert coordinator.roots == whole.roots[: held + 1]
     resumed = make_trainer(tmp_path / "cut", coordinator)
-    assert await run(resumed, asyncio.Event())
+    assert await run_trainer(resumed, asyncio.Event())
     assert coordinator.roots == whole.roots
 
 
 async def test_stopping_wakes_a_wait_for_a_batch(tmp_path: Path) -> None:
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     coordinator.gate.clear()  # policy 0 is not taken in, so there is no batch 0
-    training = asyncio.create_task(run(make_trainer(tmp_path, coordinator), stop))
+    training = asyncio.create_task(run_trainer(make_trainer(tmp_path, coordinator), stop))
     await coordinator.until(lambda: bool(coordinator.asked))
     stop.set()
     coordinator.gate.set()
@@ -125,7 +125,7 @@ async def test_stopped_while_the_coordinator_is_away_it_leaves_and_loses_nothing
     """`taken_in`: how many policies the coordinator takes in before it is gone."""
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     config = CONFIG.model_copy(update={"leave_seconds": 0.01})
-    training = asyncio.create_task(run(make_trainer(tmp_path, coordinator, config=config), stop))
+    training = asyncio.create_task(run_trainer(make_trainer(tmp_path, coordinator, config=config), stop))
     await coordinator.until(lambda: len(coordinator.manifests) >= taken_in)
     coordinator.away = 10**9
     asked = coordinator.refused
@@ -133,35 +133,35 @@ async def test_stopped_while_the_coordinator_is_away_it_leaves_and_loses_nothing
     stop.set()
     assert not await training
     coordinator.away = 0
-    assert await run(make_trainer(tmp_path, coordinator), asyncio.Event())
+    assert await run_trainer(make_trainer(tmp_path, coordinator), asyncio.Event())
     assert coordinator.roots == whole.roots
 
 
 async def test_a_finished_run_is_found_finished(tmp_path: Path, whole: BatchCoordinator, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "again")
     before = list(whole.roots)
-    assert await run(make_trainer(tmp_path / "again", whole), asyncio.Event())
+    assert await run_trainer(make_trainer(tmp_path / "again", whole), asyncio.Event())
     assert whole.roots == before
 
 
 async def test_an_absent_coordinator_is_waited_for(tmp_path: Path, whole: BatchCoordinator) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=STEPS))
     coordinator.away = 50
-    assert await run(make_trainer(tmp_path / "late", coordinator), asyncio.Event())
+    assert await run_trainer(make_trainer(tmp_path / "late", coordinator), asyncio.Event())
     assert coordinator.roots == whole.roots
 
 
 async def test_a_trainer_that_computes_other_weights_is_told_so(tmp_path: Path, whole: BatchCoordinator) -> None:
     other = CONFIG.model_copy(update={"seed": CONFIG.seed + 1})
     with pytest.raises(LocalError, match=f"policy 0 is published with state root {whole.roots[0]}"):
-        await run(make_trainer(tmp_path, whole, config=other), asyncio.Event())
+        await run_trainer(make_trainer(tmp_path, whole, config=other), asyncio.Event())
 
 
 async def test_a_misspelt_algorithm_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=1))
     config = CONFIG.model_copy(update={"filters": (FilterConfig(type="zero"),)})
     with pytest.raises(LocalError, match="no filter is called 'zero'"):
-        await run(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
+        await run_trainer(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
     assert not rows(tmp_path, "sft_step")
     assert not coordinator.manifests
 
@@ -171,7 +171,7 @@ async def test_without_a_supervised_phase_the_first_policy_is_the_initial_model(
     config = CONFIG.model_copy(update={"sft": CONFIG.sft.model_copy(update={"steps_max": 0})})
     trainer = make_trainer(tmp_path, coordinator, config=config)
     initial = root_of_backend(trainer)
-    assert await run(trainer, asyncio.Event())
+    assert await run_trainer(trainer, asyncio.Event())
     assert coordinator.roots[0] == initial
 
 
@@ -183,12 +183,12 @@ async def test_killed_while_it_was_ahead_of_the_publisher_it_announces_what_was_
     coordinator.takes_in_max = 2
     config = CONFIG.model_copy(update={"checkpoint_every": 1, "checkpoints_kept": 1})
     with pytest.raises(KilledError):
-        await run(make_trainer(tmp_path, coordinator, fuse=Fuse("copy", 4), config=config), asyncio.Event())
+        await run_trainer(make_trainer(tmp_path, coordinator, fuse=Fuse("copy", 4), config=config), asyncio.Event())
     assert checkpoint_steps(tmp_path)[-2:] == [2, 3]
     assert len(coordinator.manifests) == 2
     coordinator.takes_in_max = 10**9
     resumed = make_trainer(tmp_path, coordinator, config=config)
-    assert await run(resumed, asyncio.Event())
+    assert await run_trainer(resumed, asyncio.Event())
     assert coordinator.roots == whole.roots
     assert checkpoint_steps(tmp_path)[-1] == STEPS
 

@@ -14,7 +14,7 @@ from tests.node.test_validator import LengthEnvironment, LetterTokenizer, make_b
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_protocol.assignment import Sampling
@@ -29,7 +29,7 @@ RUN = make_run(vocab_size=264, sampling=LEASE.sampling, checks=CheckPolicy(unsee
 
 @pytest_asyncio.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[TransformersEngine]:
-    for name, data in model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
+    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
         (tmp_path / name).write_bytes(data)
     made = TransformersEngine(tmp_path)
     await made.load(peaked_weights(tmp_path, 0), policy_version=0)

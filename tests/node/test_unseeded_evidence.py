@@ -12,7 +12,7 @@ from tests.node.test_calibrating import CALIBRATION, LENGTH, Judged, bundle_of, 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
 from prime_node.sim.adversaries.weights import mapped
-from prime_node.validator.calibrating import Errors, choice_moments, sample
+from prime_node.validator.calibrating import Errors, choice_moments, sample_honestly
 from prime_protocol.calibration import evidence_of
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.rollout import Rollouts
@@ -55,7 +55,7 @@ async def test_honest_choices_are_not_suspected_whatever_their_order(
 ) -> None:
     judge = TransformersEngine(folder, dtype=dtype, threads=1)  # type: ignore[arg-type]
     await judge.load(judged.weights, policy_version=0)
-    parts = completions_of(await choices(judged, await sample(judged.engine, judged.leases), judge))
+    parts = completions_of(await choices(judged, await sample_honestly(judged.engine, judged.leases), judge))
     await judge.close()
     rng, highest = np.random.default_rng(0), []
     for _ in range(60):
@@ -73,7 +73,7 @@ async def test_another_temperature_is_banned_without_any_seed(
         lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
         for lease in judged.leases
     ]
-    sampled = await rescored(judged, await sample(judged.engine, other))
+    sampled = await rescored(judged, await sample_honestly(judged.engine, other))
     assert tokens_needed(await choices(judged, sampled)) <= tokens_max
 
 
@@ -85,7 +85,7 @@ async def test_another_model_is_banned_though_the_right_one_gives_its_logprobs(j
 
 
 async def test_engines_that_agree_to_the_last_bits_may_differ_by_next_to_nothing(judged: Judged) -> None:
-    found = await choice_moments(judged.engine, judged.leases, await sample(judged.engine, judged.leases))
+    found = await choice_moments(judged.engine, judged.leases, await sample_honestly(judged.engine, judged.leases))
     assert set(found) == set(LIKELIHOOD_RATIOS)
     for moments in found.values():
         assert moments.lambdas == (1.0,)

@@ -15,7 +15,7 @@ from prime_node.cli.gather import progress_of
 from prime_node.cli.main import app
 from prime_node.cli.outcome import outcome_of
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.screen import Progress, Row, one_line, render, size, sparkline
+from prime_node.cli.screen import Row, RunProgress, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState
 from prime_node.folder_lock import FolderLock
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -69,14 +69,14 @@ def test_a_stranger_with_a_local_workers_name_does_not_take_its_row(tmp_path: Pa
 def test_names_are_shown_as_they_are_and_never_as_markup() -> None:
     row = Row("[/evil]", "running", "[red]", note="banned at step 3: [/]")
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(Progress("learning", 1, 2, 3.0, rewards=[0.5], rows=[row])))
+    console.print(render(RunProgress("learning", 1, 2, 3.0, rewards=[0.5], rows=[row])))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[/evil]" in shown
     assert "[red]" in shown
 
 
 def test_one_line_says_what_counts() -> None:
-    line = one_line(Progress("learning", 7, 400, 12.3, rewards=[0.25, 0.75], lag_mean=1.9, refused={"stale": 2}))
+    line = one_line(RunProgress("learning", 7, 400, 12.3, rewards=[0.25, 0.75], lag_mean=1.9, refused={"stale": 2}))
     assert "step 7/400" in line
     assert "reward 0.50" in line
     assert "refused 2 stale" in line

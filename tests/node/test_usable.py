@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.node.coordinator_world import ANNA, BEN, make_run, memory_parts, running
 
-from prime_node.coordinator.usable import POLICIES_MAX, Usable
+from prime_node.coordinator.usable import POLICIES_MAX, TimesToUsable
 from prime_protocol.messages import HeartbeatRequest, WorkerState
 
 
 def test_the_spread_is_that_of_the_workers_first_words() -> None:
-    usable = Usable()
+    usable = TimesToUsable()
     for worker, after_ms in (("a", 400), ("b", 1_900), ("c", 500), ("a", 9_000)):
         usable.heard(worker, 3, after_ms)
     [spread] = usable.spreads()
@@ -17,7 +17,7 @@ def test_the_spread_is_that_of_the_workers_first_words() -> None:
 
 
 def test_only_the_newest_policies_are_remembered() -> None:
-    usable = Usable()
+    usable = TimesToUsable()
     for version in range(2 * POLICIES_MAX):
         usable.heard("a", version, 1)
     assert len(usable.spreads()) == POLICIES_MAX

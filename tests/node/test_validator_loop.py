@@ -29,7 +29,7 @@ from prime_node.ports.environment import Environment
 from prime_node.ports.transport import Unreachable
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.lanes import Lanes
-from prime_node.validator.loop import Validator, run
+from prime_node.validator.loop import Validator, run_validator
 from prime_protocol.assignment import Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -114,7 +114,7 @@ async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_on
     stop, scorer = asyncio.Event(), TableScorer()
     queue = await make_queue(stop, [0, 0, 1, 1, 0])
     validator = make_validator(queue, scorer)
-    await run(validator, stop)
+    await run_validator(validator, stop)
     assert all(result.verdict.accepted for result in queue.results.values())
     assert len(queue.results) == 5
     assert scorer.loaded == [0, 1, 0]
@@ -125,7 +125,7 @@ async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
     stop = asyncio.Event()
     queue = await make_queue(stop, [0, 0])
     queue.failures = [Unreachable("refused"), PeerError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
-    await run(make_validator(queue, TableScorer()), stop)
+    await run_validator(make_validator(queue, TableScorer()), stop)
     assert len(queue.results) == 2
 
 
@@ -136,7 +136,7 @@ async def test_without_proofs_samples_of_another_policy_pass_and_no_policy_is_lo
     queue = MemoryCheckQueue([(lease, forged)], stop)
     validator = make_validator(queue, scorer)
     validator.config = ValidatorConfig(unsafe_skip_proofs=True)
-    await run(validator, stop)
+    await run_validator(validator, stop)
     (result,) = queue.results.values()
     assert result.verdict.accepted
     assert len(result.rewards) == lease.num_rollouts
@@ -150,7 +150,7 @@ async def test_without_proofs_what_the_lease_alone_decides_is_still_refused() ->
     queue = MemoryCheckQueue([(lease, make_bundle(lease, replace(rollouts, seeds_N=rollouts.seeds_N + 1)))], stop)
     validator = make_validator(queue, TableScorer())
     validator.config = ValidatorConfig(unsafe_skip_proofs=True)
-    await run(validator, stop)
+    await run_validator(validator, stop)
     (result,) = queue.results.values()
     assert result.verdict.reason is RejectReason.WRONG_ASSIGNMENT
 
@@ -159,7 +159,7 @@ async def test_a_task_whose_deadline_has_passed_is_left_to_the_next_validator() 
     stop = asyncio.Event()
     queue = await make_queue(stop, [0])
     queue.deadline_ms = 0
-    await run(make_validator(queue, TableScorer()), stop)
+    await run_validator(make_validator(queue, TableScorer()), stop)
     assert queue.results == {}
 
 
@@ -167,7 +167,7 @@ async def test_a_validator_whose_clock_is_fast_judges_in_the_time_that_is_left()
     stop = asyncio.Event()
     queue = await make_queue(stop, [0])
     queue.deadline_ms, queue.left_ms = 0, 30_000
-    await run(make_validator(queue, TableScorer()), stop)
+    await run_validator(make_validator(queue, TableScorer()), stop)
     assert [result.verdict.accepted for result in queue.results.values()] == [True]
 
 
@@ -192,7 +192,7 @@ async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_ver
     queue.tasks[:] = [(moved(hanging[0], 7), hanging[1]), *others]
     queue.on_result = lambda result: let_go.set()  # the second one's verdict is what ends the first one's hanging
     validator = make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go))
-    await run(validator, stop)
+    await run_validator(validator, stop)
     first, second = queue.results
     assert (first, second) == (others[0][1], hanging[1])
     assert all(result.verdict.accepted for result in queue.results.values())
@@ -205,7 +205,7 @@ async def test_a_bundle_that_is_handed_out_again_while_its_grader_hangs_takes_no
     (lease, bundle), *others = queue.tasks
     queue.tasks[:] = [(moved(lease, 7), bundle), (moved(lease, 7), bundle), *others]
     queue.on_result = lambda result: let_go.set()
-    await run(make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go)), stop)
+    await run_validator(make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go)), stop)
     assert list(queue.results) == [others[0][1], bundle]
     assert all(result.verdict.accepted for result in queue.results.values())
 
@@ -224,7 +224,7 @@ async def test_where_no_second_set_of_environments_can_be_started_the_first_does
 
     validator = make_validator(queue, TableScorer())
     validator.lanes = Lanes(make, lanes_max=3)
-    await run(validator, stop)
+    await run_validator(validator, stop)
     assert len(queue.results) == 3
     assert all(result.verdict.accepted for result in queue.results.values())
 
@@ -252,7 +252,7 @@ class ForgetfulScorer(TableScorer):
 async def test_a_scorer_that_does_not_take_a_policy_is_loaded_again() -> None:
     stop, scorer = asyncio.Event(), ForgetfulScorer(1)
     queue = await make_queue(stop, [0, 0])
-    await run(make_validator(queue, scorer), stop)
+    await run_validator(make_validator(queue, scorer), stop)
     assert all(result.verdict.accepted for result in queue.results.values())
     assert scorer.loaded == [0]
 
@@ -262,7 +262,7 @@ async def test_a_scorer_that_never_computes_a_policy_judges_nobody_and_says_so()
     queue = await make_queue(stop, [0])
     validator = make_validator(queue, ForgetfulScorer(99))
     with pytest.raises(ExceptionGroup) as raised:
-        await run(validator, stop)
+        await run_validator(validator, stop)
     (fault,) = causes_of(raised.value)
     assert isinstance(fault, LocalError)
     assert "does not compute policy 0" in str(fault)

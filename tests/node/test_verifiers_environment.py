@@ -12,10 +12,10 @@ from tests.node.test_renderers import qwen3  # noqa: F401 (a fixture)
 
 from prime_node.adapters.environments.process import ProcessTurnEnvironment
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
 from prime_node.cli.wire_environments import end_environments, start_environments
-from prime_node.envs.episodes import Bounds, Recorder, WrongContext, replayed
+from prime_node.envs.episodes import Bounds, EpisodeRecorder, WrongContext, replayed
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, TurnEnvironment
@@ -43,7 +43,7 @@ def tasksets() -> Iterator[None]:
 
 def model_of(folder: Path) -> Path:
     folder.mkdir()
-    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -87,7 +87,7 @@ async def recorded(
         ids.append(tokenizer.stop_token_id)
         return Completion(tuple(ids), (-0.5,) * len(ids), FinishReason.STOP)
 
-    recorder = Recorder(7, BOUNDS, sample)
+    recorder = EpisodeRecorder(7, BOUNDS, sample)
     reward = await world.play(0, (1,), recorder)
     return reward, recorder.turns
 

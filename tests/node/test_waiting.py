@@ -9,14 +9,14 @@ import pytest
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.coordinator.state.effects import Topic
-from prime_node.coordinator.waiting import News
+from prime_node.coordinator.waiting import Notifications
 
 
 class Office:
     """Work that is offered to numbered workers; those in `picky` want none of it."""
 
     def __init__(self) -> None:
-        self.news = News(SystemClock())
+        self.news = Notifications(SystemClock())
         self.work = 0
         self.picky: set[int] = set()
         self.looked: list[int] = []

@@ -13,7 +13,7 @@ from tests.node.table_engine import TableEngine
 from tests.node.worker_world import names_in, until
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.worker.loop import run
+from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import ErrorCode, PeerError
@@ -31,7 +31,7 @@ async def test_a_coordinator_that_forgets_us_is_joined_again(tmp_path: Path) -> 
             world.stop.set()
 
     world.coordinator.after_upload = forget
-    assert await run(world.worker(), world.stop) is Ending.STOPPED
+    assert await run_worker(world.worker(), world.stop) is Ending.STOPPED
     assert world.coordinator.joined >= 2
 
 
@@ -52,7 +52,7 @@ async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Pa
         world.coordinator.away = False
 
     world.coordinator.after_upload = go_away
-    _, ending = await asyncio.gather(come_back(), run(world.worker(status_seconds=60.0), world.stop))
+    _, ending = await asyncio.gather(come_back(), run_worker(world.worker(status_seconds=60.0), world.stop))
     assert ending is Ending.STOPPED
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
     assert len(world.coordinator.verdicts) >= 5
@@ -62,7 +62,7 @@ async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again
     world = WorkerWorld(tmp_path)
     first = world.worker()
     world.coordinator.after_upload = lambda: setattr(world.coordinator, "away", True)
-    task = asyncio.create_task(run(first, world.stop))
+    task = asyncio.create_task(run_worker(first, world.stop))
     await until(lambda: names_in(tmp_path / "spool", "*2-*.parcel"))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -73,7 +73,7 @@ async def test_a_killed_worker_uploads_what_it_had_finished_when_it_starts_again
     world.coordinator.leases_max = 0
     before = len(world.coordinator.verdicts)
     world.stop_when(lambda: len(names_in(tmp_path / "spool", "*.parcel")) <= 1)
-    await run(world.worker(), world.stop)
+    await run_worker(world.worker(), world.stop)
     assert len(world.coordinator.verdicts) >= before + left - 1
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
 
@@ -85,7 +85,7 @@ async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Pat
         world.coordinator.ban_reason = "two bundles with false logprobs"
 
     world.coordinator.after_upload = ban
-    ending = await run(world.worker(), world.stop)
+    ending = await run_worker(world.worker(), world.stop)
     assert ending is Ending.BANNED
     assert ending.exit_code == 4
     assert world.status()["ended"] == "banned"
@@ -97,7 +97,7 @@ async def test_a_banned_worker_says_why_and_ends_with_its_own_code(tmp_path: Pat
 async def test_a_worker_that_is_banned_from_the_start_ends_at_once(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.coordinator.ban_reason = "no"
-    assert await run(world.worker(), world.stop) is Ending.BANNED
+    assert await run_worker(world.worker(), world.stop) is Ending.BANNED
 
 
 async def test_a_worker_that_is_newer_than_its_coordinator_says_so(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ async def test_a_worker_that_is_newer_than_its_coordinator_says_so(tmp_path: Pat
 
     world.coordinator.heartbeat = refuse  # type: ignore[method-assign]
     with pytest.raises(PeerError, match=r"older release .*swap_ms.*: wait for its operator"):
-        await run(world.worker(), world.stop)
+        await run_worker(world.worker(), world.stop)
 
 
 async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ async def test_a_worker_that_is_forgotten_and_then_banned_ends(tmp_path: Path) -
         world.coordinator.ban_at_join = "caught while you were away"
 
     world.coordinator.after_upload = forget_and_ban
-    assert await run(world.worker(), world.stop) is Ending.BANNED
+    assert await run_worker(world.worker(), world.stop) is Ending.BANNED
     assert world.status()["notice"] == "caught while you were away"
 
 
 async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.coordinator.after_upload = lambda: setattr(world.coordinator, "draining", True)
-    ending = await run(world.worker(), world.stop)
+    ending = await run_worker(world.worker(), world.stop)
     assert ending is Ending.DRAINED
     assert ending.exit_code == 0
     assert world.coordinator.left
@@ -140,7 +140,7 @@ async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
 
 async def test_a_worker_that_waits_for_the_first_policy_says_so(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path, policies=0)
-    task = asyncio.create_task(run(world.worker(status_seconds=0.1), world.stop))
+    task = asyncio.create_task(run_worker(world.worker(status_seconds=0.1), world.stop))
     await until(lambda: len(world.said) > 1)
     world.stop.set()
     assert await task is Ending.STOPPED
@@ -158,7 +158,7 @@ async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_pe
             world.stop.set()
             return await asyncio.get_running_loop().create_future()
 
-    assert await run(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
+    assert await run_worker(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
     assert world.coordinator.returned == list(world.coordinator.leases)
     assert world.coordinator.verdicts == {}
 
@@ -166,7 +166,7 @@ async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_pe
 async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.coordinator.away = True
-    task = asyncio.create_task(run(world.worker(), world.stop))
+    task = asyncio.create_task(run_worker(world.worker(), world.stop))
     await asyncio.sleep(0.01)
     world.stop.set()
     assert await task is Ending.STOPPED

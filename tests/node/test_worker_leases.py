@@ -12,7 +12,7 @@ from tests.node.table_engine import TableEngine
 from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, make_run
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.worker.leases import Pace, open_lease
+from prime_node.worker.leases import GenerationPace, open_lease
 from prime_node.worker.rehearsal import rehearse
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal
@@ -86,7 +86,7 @@ def test_a_prompt_outside_the_vocabulary_is_not_taken() -> None:
 
 
 def test_a_machine_that_was_held_up_once_does_not_refuse_work_for_ever() -> None:
-    pace = Pace()
+    pace = GenerationPace()
     pace.measured(rollouts=8, tokens=64, seconds=1e6)
     refusals = 0
     while not pace.fits(8, seconds_left=100.0):
@@ -96,7 +96,7 @@ def test_a_machine_that_was_held_up_once_does_not_refuse_work_for_ever() -> None
 
 
 def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
-    pinned, pace = make_run(lease_seconds=100.0), Pace()
+    pinned, pace = make_run(lease_seconds=100.0), GenerationPace()
     assert pace.rollouts_max(pinned, wanted=128) == 128
     pace.measured(rollouts=128, tokens=1_280, seconds=256.0)
     assert pace.rollouts_max(pinned, wanted=128) == 20
@@ -107,7 +107,7 @@ def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
 
 
 def test_a_rehearsal_counts_until_work_does() -> None:
-    pinned, pace = make_run(lease_seconds=100.0), Pace()
+    pinned, pace = make_run(lease_seconds=100.0), GenerationPace()
     assert pace.claim(download_bytes_per_s=0.0) is None
     pace.rehearsed(tokens=64, seconds=8.0, rollout_tokens=16)
     assert pace.rollouts_max(pinned, wanted=128) == 20
@@ -120,7 +120,7 @@ def test_a_rehearsal_counts_until_work_does() -> None:
 
 
 async def test_a_machine_that_takes_too_long_for_a_rehearsal_is_known_to_be_at_least_so_slow() -> None:
-    pinned, pace, clock = make_run(), Pace(), JumpClock()
+    pinned, pace, clock = make_run(), GenerationPace(), JumpClock()
 
     class Stuck(TableEngine):
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:

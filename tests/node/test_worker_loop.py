@@ -15,7 +15,7 @@ from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.ports.engine import GenerateRequest
 from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.worker.leases import open_lease
-from prime_node.worker.loop import run
+from prime_node.worker.loop import run_worker
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import HELD_OUT_START, Sampling
@@ -35,7 +35,7 @@ RUN = make_run()
 async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.stop_when(lambda: world.coordinator.accepted >= 5)
-    assert await run(world.worker(), world.stop) is Ending.STOPPED
+    assert await run_worker(world.worker(), world.stop) is Ending.STOPPED
     assert world.coordinator.accepted == len(world.coordinator.verdicts) >= 5
     assert world.coordinator.left
     assert names_in(tmp_path / "spool", "*.parcel") == []
@@ -58,7 +58,7 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
             return await super().generate(requests, sampling)
 
     world.stop_when(lambda: world.coordinator.accepted >= 4)
-    await run(world.worker(Watching(), leases_ahead=leases_ahead), world.stop)
+    await run_worker(world.worker(Watching(), leases_ahead=leases_ahead), world.stop)
     assert set(ahead) == {leases_ahead}
 
 
@@ -78,7 +78,7 @@ class SlowToStart(TableEngine):
 async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path), SlowToStart()
     world.stop_when(lambda: world.coordinator.accepted >= 1)
-    working = asyncio.create_task(run(world.worker(engine), world.stop))
+    working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
     await engine.loading.wait()
     said = len(world.said)
     await until(lambda: len(world.said) > said + 1)
@@ -92,7 +92,7 @@ async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path)
 
 async def test_an_engine_that_still_starts_does_not_hold_up_who_wants_to_leave(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path), SlowToStart()
-    working = asyncio.create_task(run(world.worker(engine), world.stop))
+    working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
     await engine.loading.wait()
     world.stop.set()
     assert await working is Ending.STOPPED
@@ -110,7 +110,7 @@ async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> No
             world.stop.set()
 
     world.coordinator.after_upload = publish_or_stop
-    await run(world.worker(engine), world.stop)
+    await run_worker(world.worker(engine), world.stop)
     assert engine.loaded == sorted(set(engine.loaded))
     assert engine.loaded[-1] == 3
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
@@ -124,7 +124,7 @@ async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_
             await world.clock.sleep(30.0)
             await super().load(weights, policy_version=policy_version)
 
-    working = asyncio.create_task(run(world.worker(Slow()), world.stop))
+    working = asyncio.create_task(run_worker(world.worker(Slow()), world.stop))
     await until(lambda: world.coordinator.accepted >= 1)
     world.coordinator.publish_policy(table_weights(1))
     await until(lambda: world.coordinator.beats[-1].policy_version == 1)
@@ -162,7 +162,7 @@ async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path)
     pinned = make_run(heartbeat_seconds=1.0, schedule={"in_flight_weight_updates": True})
     world, engine = WorkerWorld(tmp_path, pinned=pinned), SwapsUnderWay()
     worker = world.worker(engine)
-    working = asyncio.create_task(run(worker, world.stop))
+    working = asyncio.create_task(run_worker(worker, world.stop))
     await engine.at_work.wait()
     world.coordinator.publish_policy(table_weights(1))
     await engine.swapped.wait()
@@ -178,7 +178,7 @@ async def test_answers_for_an_evaluation_are_of_one_policy(tmp_path: Path) -> No
     world, engine = WorkerWorld(tmp_path, pinned=pinned), SwapsUnderWay()
     world.coordinator.first_problem = HELD_OUT_START
     worker = world.worker(engine)
-    working = asyncio.create_task(run(worker, world.stop))
+    working = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: worker.state is WorkerState.GENERATING)
     world.coordinator.publish_policy(table_weights(1))
     await until(lambda: (latest := worker.follower.latest()) is not None and latest.version == 1)
@@ -202,7 +202,7 @@ async def test_a_cheating_worker_is_refused_for_its_logprobs(tmp_path: Path, che
             world.stop.set()
 
     world.coordinator.after_upload = publish_or_stop
-    await run(world.worker(ADVERSARIES[cheat].engine_around(TableEngine())), world.stop)
+    await run_worker(world.worker(ADVERSARIES[cheat].engine_around(TableEngine())), world.stop)
     reasons = {verdict.reason for verdict in world.coordinator.verdicts.values() if not verdict.accepted}
     assert reasons == {RejectReason.LOGPROB_MISMATCH}
 
@@ -223,7 +223,7 @@ async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path:
 
     world.stop_when(lambda: world.coordinator.accepted >= 2)
     worker = world.worker(Sleepy())
-    assert await run(worker, world.stop) is Ending.STOPPED
+    assert await run_worker(worker, world.stop) is Ending.STOPPED
     assert worker.leases_dropped >= 1
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
     assert world.coordinator.joined >= 2
@@ -232,14 +232,14 @@ async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path:
 async def test_an_engine_that_computes_something_else_is_loaded_again_and_then_used(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.stop_when(lambda: world.coordinator.accepted >= 1)
-    assert await run(world.worker(TableEngine(loads_that_fail=1)), world.stop) is Ending.STOPPED
+    assert await run_worker(world.worker(TableEngine(loads_that_fail=1)), world.stop) is Ending.STOPPED
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
 
 
 async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_without_an_upload(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     with pytest.raises(LocalError, match="does not compute policy 0"):
-        await run(world.worker(TableEngine(loads_that_fail=99)), world.stop)
+        await run_worker(world.worker(TableEngine(loads_that_fail=99)), world.stop)
     assert world.coordinator.verdicts == {}
     assert world.status()["ended"] == "failed"
 
@@ -248,7 +248,7 @@ async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> 
     world = WorkerWorld(tmp_path)
     worker = world.worker()
     world.coordinator.after_upload = lambda: None
-    task = asyncio.create_task(run(worker, world.stop))
+    task = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: worker.receipts.tally().accepted >= 3 * 8)
     world.stop.set()
     await task
@@ -270,7 +270,7 @@ async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
     world.coordinator.clock_ahead_s = 3 * RUN.spec.lease_seconds
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     worker = world.worker()
-    await run(worker, world.stop)
+    await run_worker(worker, world.stop)
     assert "s behind the coordinator's" in caplog.text
     assert worker.leases_dropped <= 1
 
@@ -281,7 +281,7 @@ async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_kn
     world = WorkerWorld(tmp_path)
     coordinator = world.coordinator
     worker = world.worker()
-    working = asyncio.create_task(run(worker, world.stop))
+    working = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: coordinator.accepted >= 2)
     coordinator.shown_timestamp = await coordinator.timestamp()
     await until(lambda: "has expired" in worker.trust.fault())
@@ -301,7 +301,7 @@ async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_be
     coordinator = world.coordinator
     new = SigningKey(b"\x51" * 32)
     worker = world.worker()
-    working = asyncio.create_task(run(worker, world.stop))
+    working = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: worker.receipts.tally().accepted >= 4)
     chain = KeyChain(coordinator.run.digest, coordinator.run.spec.keys)
     coordinator.key_rings.append(next_ring(chain, ROOT, coordinator=(new,)))
@@ -323,7 +323,7 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.coordinator.leases_max = 0
     worker = world.worker(status_seconds=0.1)
-    task = asyncio.create_task(run(worker, world.stop))
+    task = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: any("waiting: no work left" in line for line in world.said))
     assert world.status()["waiting_for"] == "no work left"
     world.stop.set()
@@ -357,7 +357,7 @@ async def test_a_slow_machine_says_so_before_its_first_lease_which_then_fits(tmp
             return completions
 
     world.stop_when(lambda: world.coordinator.accepted >= 1)
-    await run(world.worker(Slow(), leases_ahead=0), world.stop)
+    await run_worker(world.worker(Slow(), leases_ahead=0), world.stop)
     first = world.coordinator.speeds[0]
     assert first is not None
     assert (first.rollout_ms, first.tokens_per_s) == (8 * 10_000_000, 0)

@@ -17,13 +17,13 @@ from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.loop import run
+from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.messages import BatchRequest, BundleRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, parse_body
-from prime_protocol.verify import check_assignment, judge, measure
+from prime_protocol.verify import check_assignment, judge, measure_logprobs
 
 RUN = make_run(lease_seconds=60.0, heartbeat_seconds=0.2, max_steps=2)
 
@@ -56,7 +56,7 @@ async def validate(client: HttpClient) -> None:
         verdict = check_assignment(header, rollouts, task.lease, vocab_size=VOCAB_SIZE)
         if verdict.accepted:
             truth = prefill(table_weights(header.policy_version), task.lease, rollouts)
-            verdict = judge(measure(rollouts, truth), RUN.spec.checks)
+            verdict = judge(measure_logprobs(rollouts, truth), RUN.spec.checks)
         rewards = tuple(float(index % 2) for index in range(len(rollouts))) if verdict.accepted else ()
         await client.check_result(
             CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=rollouts.num_tokens)
@@ -107,7 +107,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
             clock=parts.clock,
             rng=rng,
         )
-        working = asyncio.create_task(run(worker, asyncio.Event()))
+        working = asyncio.create_task(run_worker(worker, asyncio.Event()))
         validating = asyncio.create_task(validate(world.client(COORDINATOR)))
         batches = await train(world, MemorySource(RUN))
         await until(working.done)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
+from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_protocol.step import Admission
 
 R = 4
@@ -16,7 +16,7 @@ def times(
     seconds: list[float], *, k: int = 0, workers: int = R, train: float = 1.0, usable: float = 0.0, **mode: object
 ) -> list[float]:
     in_order = bool(mode.get("in_order", True))
-    how = Mode(Admission(R, (1 + k) * R, in_order), int(str(mode.get("batches", 1))))
+    how = WaitingRules(Admission(R, (1 + k) * R, in_order), int(str(mode.get("batches", 1))))
     works = [Work(slot, 1, each) for slot, each in enumerate(seconds)]
     steps = len(seconds) // R
     return published_at(
@@ -59,13 +59,13 @@ def test_the_time_of_a_step_is_that_of_the_formula(k: int, usable: float) -> Non
 
 def test_leases_that_do_not_tile_the_steps_wedge_nothing() -> None:
     works = [Work(0, 3, 2.0), Work(3, 3, 2.0), Work(6, 2, 2.0)]
-    how = Mode(Admission(R, R, is_in_order=True))
+    how = WaitingRules(Admission(R, R, is_in_order=True))
     found = published_at(works, how, workers=2, train_seconds=lambda step: 1.0, usable_seconds=0.0, num_steps=2)
     assert found == [3.0, 6.0]
 
 
 def test_one_lease_may_hold_several_groups() -> None:
-    mode = Mode(Admission(R, R, is_in_order=True))
+    mode = WaitingRules(Admission(R, R, is_in_order=True))
     works = [Work(0, 3, 2.0), Work(3, 1, 1.0)]
     found = published_at(works, mode, workers=1, train_seconds=lambda step: 0.5, usable_seconds=0.0, num_steps=1)
     assert found == [3.5]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
-from prime_protocol.weights import Weights, WeightTensor, floats, root_of, rounded
+from prime_protocol.weights import Weights, WeightTensor, floats, root_of, rounded_to
 
 SPEC = AdapterSpec(base="someone/model", base_root="ab" * 32, rank=2, alpha=3, targets=("q",))
 LAYER = "model.layers.0.q"
@@ -15,7 +15,7 @@ A, B = f"base_model.model.{LAYER}.lora_A.weight", f"base_model.model.{LAYER}.lor
 
 def tensor(shape: tuple[int, ...], *, seed: int, dtype: str = "bf16") -> WeightTensor:
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return rounded(values, dtype)
+    return rounded_to(values, dtype)
 
 
 def world(dtype: str = "bf16") -> tuple[Weights, dict[str, WeightTensor]]:
@@ -38,7 +38,7 @@ def test_the_product_is_added_and_rounded_once(dtype: str) -> None:
 
 def test_factors_of_zero_change_nothing() -> None:
     base, adapters = world()
-    adapters[B] = rounded(np.zeros((5, 2), np.float32), "bf16")
+    adapters[B] = rounded_to(np.zeros((5, 2), np.float32), "bf16")
     assert root_of(merged(base, adapters, SPEC)) == root_of(base)
 
 
@@ -65,4 +65,11 @@ def test_what_does_not_belong_to_the_base_is_refused(name: str, changed: WeightT
 
 def test_rounding_keeps_infinity_and_nan_and_breaks_ties_to_even() -> None:
     values = np.array([np.inf, -np.inf, np.nan, 1.00390625, 1.01171875, -0.0], np.float32)
-    assert [f"{bits:04x}" for bits in rounded(values, "bf16").data] == ["7f80", "ff80", "7fc0", "3f80", "3f82", "8000"]
+    assert [f"{bits:04x}" for bits in rounded_to(values, "bf16").data] == [
+        "7f80",
+        "ff80",
+        "7fc0",
+        "3f80",
+        "3f82",
+        "8000",
+    ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from prime_protocol.evidence import Moments, Sums, Wealth, calibrate, folded, log_evidence, sums_of, updated
+from prime_protocol.evidence import Moments, Sums, Wealth, calibrate_statistics, folded, log_evidence, sums_of, updated
 
 WEALTH = TypeAdapter(Wealth)
 LAMBDAS = (1.0, 5.0, 20.0, 50.0)
@@ -23,7 +23,7 @@ def honest(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 
 def calibrated(num_tokens: int = 50_000) -> Moments:
-    return calibrate(honest(np.random.default_rng(7), num_tokens), cap=0.5, lambdas=LAMBDAS)
+    return calibrate_statistics(honest(np.random.default_rng(7), num_tokens), cap=0.5, lambdas=LAMBDAS)
 
 
 def run(moments: Moments, bundles: list[np.ndarray]) -> list[float]:
@@ -109,8 +109,8 @@ def test_errors_that_go_together_within_a_completion_are_allowed_for() -> None:
         return rng.exponential(np.repeat(scale_C, length))
 
     sample, lengths = correlated(num), np.full(num, length)
-    single = calibrate(sample, cap=0.5, lambdas=LAMBDAS)
-    whole = calibrate(sample, cap=0.5, lambdas=LAMBDAS, lengths=lengths)
+    single = calibrate_statistics(sample, cap=0.5, lambdas=LAMBDAS)
+    whole = calibrate_statistics(sample, cap=0.5, lambdas=LAMBDAS, lengths=lengths)
     assert all(a >= b for a, b in zip(whole.log_moments, single.log_moments, strict=True))
 
     def banned(moments: Moments) -> int:
@@ -122,7 +122,7 @@ def test_errors_that_go_together_within_a_completion_are_allowed_for() -> None:
 
 def test_headroom_multiplies_what_is_allowed() -> None:
     sample = honest(np.random.default_rng(7), 20_000)
-    plain, roomy = (calibrate(sample, cap=0.5, lambdas=LAMBDAS, headroom=factor) for factor in (1.0, 2.0))
+    plain, roomy = (calibrate_statistics(sample, cap=0.5, lambdas=LAMBDAS, headroom=factor) for factor in (1.0, 2.0))
     assert roomy.log_moments == pytest.approx([2 * moment for moment in plain.log_moments])
 
 

@@ -16,7 +16,7 @@ from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import open_parcel
-from prime_protocol.rollout import RolloutHeader, Rollouts, decompress, pack_body, parse_body
+from prime_protocol.rollout import RolloutHeader, Rollouts, decompress_body, pack_body, parse_body
 from prime_protocol.tensor_file import pack_tensors
 
 Raises = Callable[..., PeerError]
@@ -59,22 +59,22 @@ def test_a_completion_of_two_policies_is_well_formed(sample: Any) -> None:
 
 
 def test_a_frame_gives_exactly_its_bytes() -> None:
-    assert decompress(FRAME, size=1_000) == TEXT
-    assert decompress(memoryview(FRAME), size=1_000) == TEXT
+    assert decompress_body(FRAME, size=1_000) == TEXT
+    assert decompress_body(memoryview(FRAME), size=1_000) == TEXT
 
 
 def test_a_frame_that_declares_more_than_the_header_is_refused(raises: Raises) -> None:
-    raises(ErrorCode.DECOMPRESSED_TOO_LARGE, decompress, FRAME, size=999)
+    raises(ErrorCode.DECOMPRESSED_TOO_LARGE, decompress_body, FRAME, size=999)
 
 
 def test_a_frame_that_declares_a_tebibyte_is_refused_without_trying(raises: Raises) -> None:
     bomb = b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little") + FRAME[6:]
     assert zstandard.frame_content_size(bomb) == 2**40
-    raises(ErrorCode.DECOMPRESSED_TOO_LARGE, decompress, bomb, size=1_000)
+    raises(ErrorCode.DECOMPRESSED_TOO_LARGE, decompress_body, bomb, size=1_000)
 
 
 def test_a_frame_that_declares_less_than_the_header_is_refused(raises: Raises) -> None:
-    raises(ErrorCode.MALFORMED, decompress, FRAME, size=1_001)
+    raises(ErrorCode.MALFORMED, decompress_body, FRAME, size=1_001)
 
 
 def test_a_frame_that_holds_more_or_less_than_it_declares_is_refused(raises: Raises) -> None:
@@ -82,21 +82,21 @@ def test_a_frame_that_holds_more_or_less_than_it_declares_is_refused(raises: Rai
     for told in (900, 1_100):
         lie = FRAME[:5] + (told - 256).to_bytes(2, "little") + FRAME[7:]
         assert zstandard.frame_content_size(lie) == told
-        raises(ErrorCode.MALFORMED, decompress, lie, size=told)
+        raises(ErrorCode.MALFORMED, decompress_body, lie, size=told)
 
 
 def test_a_frame_without_a_declared_size_is_refused(raises: Raises) -> None:
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(TEXT)
-    raises(ErrorCode.MALFORMED, decompress, silent, size=1_000)
+    raises(ErrorCode.MALFORMED, decompress_body, silent, size=1_000)
 
 
 @pytest.mark.parametrize("tail", [b"\0", FRAME, b"\x50\x2a\x4d\x18\0\0\0\0", FRAME[:10]])
 def test_nothing_may_follow_the_frame(tail: bytes, raises: Raises) -> None:
-    raises(ErrorCode.MALFORMED, decompress, FRAME + tail, size=1_000)
+    raises(ErrorCode.MALFORMED, decompress_body, FRAME + tail, size=1_000)
 
 
 def test_nothing_may_precede_the_frame(raises: Raises) -> None:
-    raises(ErrorCode.MALFORMED, decompress, b"\x50\x2a\x4d\x18\0\0\0\0" + FRAME, size=1_000)
+    raises(ErrorCode.MALFORMED, decompress_body, b"\x50\x2a\x4d\x18\0\0\0\0" + FRAME, size=1_000)
 
 
 def test_a_frame_that_wants_a_huge_window_is_refused(raises: Raises) -> None:
@@ -104,19 +104,19 @@ def test_a_frame_that_wants_a_huge_window_is_refused(raises: Raises) -> None:
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     greedy = compressor.compress(TEXT) + compressor.flush()
     assert zstandard.get_frame_parameters(greedy).window_size == 2**30
-    raises(ErrorCode.MALFORMED, decompress, greedy, size=1_000)
+    raises(ErrorCode.MALFORMED, decompress_body, greedy, size=1_000)
 
 
 def test_a_frame_cut_anywhere_is_refused() -> None:
     for end in range(len(FRAME)):
         with pytest.raises(PeerError):
-            decompress(FRAME[:end], size=1_000)
+            decompress_body(FRAME[:end], size=1_000)
 
 
 @given(st.integers(0, len(FRAME) - 1), st.integers(0, 255), st.integers(1, 5_000))
 def test_a_mutated_frame_is_refused_or_gives_its_size(place: int, value: int, size: int) -> None:
     with suppress(PeerError):
-        assert len(decompress(FRAME[:place] + bytes([value]) + FRAME[place + 1 :], size=size)) == size
+        assert len(decompress_body(FRAME[:place] + bytes([value]) + FRAME[place + 1 :], size=size)) == size
 
 
 def test_a_declared_size_over_the_runs_limit_is_refused_before_anything_is_decompressed(
@@ -209,7 +209,7 @@ def test_a_body_that_is_no_tensor_file_is_refused(sample: Any, raises: Raises) -
 
 @given(data=st.data())
 def test_any_change_of_the_tensors_bytes_is_refused_or_well_formed(sample: Any, data: st.DataObject) -> None:
-    raw = bytearray(decompress(sample.body, size=sample.header.decompressed_bytes))
+    raw = bytearray(decompress_body(sample.body, size=sample.header.decompressed_bytes))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(
             st.sampled_from([0, 1, 127, 128, 255]) | st.integers(0, 255)

@@ -28,7 +28,7 @@ def test_the_newest_step_is_the_edge_of_the_rule() -> None:
 def test_check_agrees_with_the_definition_on_every_small_case() -> None:
     """An admissible rollout is one that the rule admits, of a policy that exists, for a step not trained yet."""
     for number, version, k, now in product(range(9), range(-2, 10), range(4), range(7)):
-        fault = step.check(number, version, async_level=k, current_step=now)
+        fault = step.check_step(number, version, async_level=k, current_step=now)
         admissible = admits(number, version, k) and number >= now and version <= now
         assert (fault is None) == admissible, (number, version, k, now)
         if number < now or number - version > k:
@@ -38,16 +38,16 @@ def test_check_agrees_with_the_definition_on_every_small_case() -> None:
 
 
 def test_a_rollout_from_a_future_step_is_refused() -> None:
-    assert step.check(6, 4, async_level=2, current_step=4) is None
-    assert step.check(7, 5, async_level=2, current_step=4) is StepFault.FUTURE
+    assert step.check_step(6, 4, async_level=2, current_step=4) is None
+    assert step.check_step(7, 5, async_level=2, current_step=4) is StepFault.FUTURE
 
 
 def test_a_policy_that_does_not_exist_yet_is_refused() -> None:
-    assert step.check(5, 5, async_level=2, current_step=4) is StepFault.FUTURE
+    assert step.check_step(5, 5, async_level=2, current_step=4) is StepFault.FUTURE
 
 
 def test_a_rollout_for_a_trained_step_is_stale() -> None:
-    assert step.check(3, 3, async_level=2, current_step=4) is StepFault.STALE
+    assert step.check_step(3, 3, async_level=2, current_step=4) is StepFault.STALE
 
 
 def test_out_of_order_a_policy_may_be_any_that_exists_and_a_step_any_that_it_may_begin() -> None:

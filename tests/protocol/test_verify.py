@@ -12,7 +12,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure, statistics, widened
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure_logprobs, statistics, widened
 
 STOP = 257
 S, L = FinishReason.STOP, FinishReason.LENGTH
@@ -138,7 +138,7 @@ def prefill(sample: Any, *, error: float = 0.0, flips: int = 0) -> Prefill:
 
 
 def test_exact_claims_measure_as_zero(sample: Any) -> None:
-    measured = measure(sample.rollouts, prefill(sample))
+    measured = measure_logprobs(sample.rollouts, prefill(sample))
     assert measured == Measured(0.0, 0.0, 0.0)
     assert judge(measured, CheckPolicy()).accepted
 
@@ -153,8 +153,8 @@ def test_each_token_says_by_how_much_it_is_off(sample: Any) -> None:
 
 
 def test_5_claims_that_are_off_on_average_are_refused(sample: Any) -> None:
-    assert judge(measure(sample.rollouts, prefill(sample, error=0.009)), CheckPolicy()).accepted
-    verdict = judge(measure(sample.rollouts, prefill(sample, error=-0.011)), CheckPolicy())
+    assert judge(measure_logprobs(sample.rollouts, prefill(sample, error=0.009)), CheckPolicy()).accepted
+    verdict = judge(measure_logprobs(sample.rollouts, prefill(sample, error=-0.011)), CheckPolicy())
     assert verdict.reason is RejectReason.LOGPROB_MISMATCH
 
 
@@ -162,26 +162,28 @@ def test_5_one_claim_that_is_far_off_is_refused(sample: Any) -> None:
     policy = CheckPolicy(logprob_error_mean_max=1.0)
     claims = prefill(sample)
     claims.logprobs_T[7] -= 0.6
-    assert judge(measure(sample.rollouts, claims), policy).reason is RejectReason.LOGPROB_MISMATCH
+    assert judge(measure_logprobs(sample.rollouts, claims), policy).reason is RejectReason.LOGPROB_MISMATCH
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_5_what_is_not_a_number_counts_against_the_bundle(value: float, sample: Any) -> None:
     claims = prefill(sample)
     claims.logprobs_T[0] = value
-    assert judge(measure(sample.rollouts, claims), CheckPolicy()).reason is RejectReason.LOGPROB_MISMATCH
+    assert judge(measure_logprobs(sample.rollouts, claims), CheckPolicy()).reason is RejectReason.LOGPROB_MISMATCH
 
 
 def test_6_tokens_that_the_seeds_do_not_choose_are_refused(sample: Any) -> None:
     policy = CheckPolicy(seed_flips_share_max=0.1)
-    assert judge(measure(sample.rollouts, prefill(sample, flips=1)), policy).accepted
-    assert judge(measure(sample.rollouts, prefill(sample, flips=2)), policy).reason is RejectReason.SEED_MISMATCH
+    assert judge(measure_logprobs(sample.rollouts, prefill(sample, flips=1)), policy).accepted
+    assert (
+        judge(measure_logprobs(sample.rollouts, prefill(sample, flips=2)), policy).reason is RejectReason.SEED_MISMATCH
+    )
 
 
 def test_6_a_margin_that_is_not_a_number_is_a_flip(sample: Any) -> None:
     claims = prefill(sample)
     claims.margins_T[:] = np.nan
-    assert measure(sample.rollouts, claims).seed_flips_share == 1.0
+    assert measure_logprobs(sample.rollouts, claims).seed_flips_share == 1.0
 
 
 @pytest.mark.parametrize(("mean", "largest"), [(6.1, 6.1), (1.0, 13.1), (np.inf, np.inf)])
@@ -193,7 +195,7 @@ def test_7_hidden_states_that_are_not_those_of_the_proofs_are_refused(mean: floa
 
 def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
     with pytest.raises(AssertionError):
-        measure(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
+        measure_logprobs(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
 
 
 def test_what_a_calibration_speaks_for_is_refused_at_a_stop_token_only_where_any_token_would_be() -> None:
@@ -229,8 +231,8 @@ def test_a_number_at_its_threshold_passes_and_the_next_one_is_refused(
 
 def test_almost_certain_tokens_are_not_judged_by_the_little_chance_that_is_in_them(sample: Any) -> None:
     exact, small = prefill(sample), np.full(11, 0.01, np.float32)
-    found = measure(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + small, variance_T=small))
+    found = measure_logprobs(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + small, variance_T=small))
     assert found.choice_deviation == pytest.approx(0.11)
     likely = np.full(11, 4.0, np.float32)
-    found = measure(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + likely, variance_T=likely))
+    found = measure_logprobs(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + likely, variance_T=likely))
     assert found.choice_deviation == pytest.approx(44 / 44**0.5)

@@ -45,10 +45,18 @@ from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
 from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS, rank_sums
-from prime_protocol.rollout import _LAYOUT, _OPTIONAL, RolloutHeader, Rollouts, check_turn_rows, decompress, parse_body
+from prime_protocol.rollout import (
+    _LAYOUT,
+    _OPTIONAL,
+    RolloutHeader,
+    Rollouts,
+    check_turn_rows,
+    decompress_body,
+    parse_body,
+)
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, chain_from, committed
-from prime_protocol.seed_chain import opened as chain_opened
+from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
@@ -302,7 +310,9 @@ def pieces(case: Case, folder: Path) -> Any:
 
 
 def turns(case: Case, folder: Path) -> Any:
-    tensors = unpack_tensors(decompress(bytes.fromhex(case["hex"]), size=case["size"]), _LAYOUT, optional=_OPTIONAL)
+    tensors = unpack_tensors(
+        decompress_body(bytes.fromhex(case["hex"]), size=case["size"]), _LAYOUT, optional=_OPTIONAL
+    )
     rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]
     check_turn_rows(rollouts, case["num_rollouts"])
     episodes = episodes_behind(rollouts, [tuple(prompt) for prompt in case["prompts"]])

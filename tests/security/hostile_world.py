@@ -15,7 +15,7 @@ import pytest
 
 from prime_node.adapters.environments.child import EnvironmentFailed
 from prime_node.adapters.environments.process import ProcessEnvironment
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import end_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
@@ -37,7 +37,7 @@ def package(folder: Path) -> Path:
 
 def model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
+    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -56,12 +56,12 @@ def running(
     hidden: tuple[Path, ...] = (),
 ) -> Iterator[ProcessEnvironment]:
     """`isolated`: with bubblewrap, as where it is installed; without, as where it is not."""
-    if isolated and (why := bubblewrap.find()[1]):
+    if isolated and (why := bubblewrap.find_bubblewrap()[1]):
         pytest.skip(why)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(package(place / "package")))
         if not isolated:
-            patch.setattr(bubblewrap, "find", lambda: ("", "it is switched off here"))
+            patch.setattr(bubblewrap, "find_bubblewrap", lambda: ("", "it is switched off here"))
         made = start_environments([hostile(task)], model(place / "model"), hidden=hidden, settings=settings)
         try:
             yield made["hostile"]

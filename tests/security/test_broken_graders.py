@@ -12,7 +12,7 @@ from prime_node.coordinator.state import evaluations
 from prime_node.coordinator.state.slot_records import AcceptedGroup
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.trainer.evaluate import Evaluator, HeldOut, Question
+from prime_node.trainer.evaluate import Evaluator, HeldOutPrompt, HeldOutSets
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion
@@ -65,8 +65,10 @@ class Texts:
 def evaluator(*faults: str) -> Evaluator:
     """Asks one question for each fault; the empty one is a grader that works."""
     problems: list[HeldOutProblem] = [Grader(fault) for fault in faults]
-    questions = tuple(Question("toy", (1,), problem) for problem in problems)
-    return Evaluator(CoolEngine(), Texts(), HeldOut(questions, questions), SAMPLING, seed=1, samples=2, pass_at=(2,))
+    questions = tuple(HeldOutPrompt("toy", (1,), problem) for problem in problems)
+    return Evaluator(
+        CoolEngine(), Texts(), HeldOutSets(questions, questions), SAMPLING, seed=1, samples=2, pass_at=(2,)
+    )
 
 
 @pytest.mark.parametrize("fault", ["raises", "nan"])

@@ -21,8 +21,8 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.coordinator.usable import OUTLIER_FACTOR, Usable
-from prime_node.worker.leases import Pace
+from prime_node.coordinator.usable import OUTLIER_FACTOR, TimesToUsable
+from prime_node.worker.leases import GenerationPace
 from prime_protocol import limits
 from prime_protocol.body_claim import BodyClaim
 from prime_protocol.errors import ErrorCode
@@ -179,7 +179,7 @@ async def test_a_policy_that_does_not_exist_is_not_shown_as_held() -> None:
 
 @pytest.mark.parametrize("claims", [[10**9], [1, 10**9], [10, 20, 10**9], [5] * 30 + [10**9]])
 def test_of_several_claims_the_longest_is_never_told(claims: list[int]) -> None:
-    usable = Usable()
+    usable = TimesToUsable()
     for worker, after_ms in enumerate(claims):
         usable.heard(str(worker), 0, after_ms)
     [spread] = usable.spreads()
@@ -197,7 +197,7 @@ async def test_a_join_with_an_absurd_machine_is_refused() -> None:
 
 
 def test_an_honest_worker_claims_nothing_beyond_the_bounds() -> None:
-    pace = Pace()
+    pace = GenerationPace()
     pace.rehearsed(tokens=10**30, seconds=1e-6, rollout_tokens=1)
     assert pace.claim(download_bytes_per_s=1e300) == Speed(
         rollout_ms=1,

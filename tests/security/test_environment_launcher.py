@@ -36,7 +36,7 @@ def test_a_launched_process_has_all_walls(tmp_path: Path, monkeypatch: pytest.Mo
     key.write_text("secret")
     launcher = open_launcher(BOUNDS, hidden=[key.parent])
     if launcher is None:
-        pytest.skip(bubblewrap.find()[1])
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
     made = start_environments([hostile()], model(tmp_path / "model"), hidden=[], settings=BOUNDS, launcher=launcher)
     world = made["hostile"]
     try:
@@ -66,8 +66,8 @@ launcher = open_launcher(settings, hidden=[place])
 if launcher is None:
     sys.exit(77)
 confine_role(SandboxSettings(), place, Needs(environments=True))
-bubblewrap.find.cache_clear()
-assert bubblewrap.find()[1], "a confined process starts none itself"
+bubblewrap.find_bubblewrap.cache_clear()
+assert bubblewrap.find_bubblewrap()[1], "a confined process starts none itself"
 spec = EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})
 made = start_environments([spec], place / "model", hidden=[place], settings=settings, launcher=launcher)
 assert made["spell"].score(0, made["spell"].answer(0), finished=True) == 1.0
@@ -90,7 +90,7 @@ def test_a_confined_role_starts_isolated_environments_again_and_again(tmp_path: 
         [sys.executable, "-c", CONFINED, tmp_path], capture_output=True, text=True, check=False, env=variables
     )
     if ran.returncode == 77:
-        pytest.skip(bubblewrap.find()[1])
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
     assert ran.returncode == 0, ran.stderr
 
 
@@ -108,7 +108,7 @@ place, closed = Path(sys.argv[1]), Path("/proc/self/environ")
 settings = EnvironmentSettings(unsafe_network=("judge",))
 assert b"key-of-a-judge" in closed.read_bytes()
 if sys.argv[2] == "without":
-    bubblewrap.find = lambda: ("", "it is switched off here")
+    bubblewrap.find_bubblewrap = lambda: ("", "it is switched off here")
 launcher = open_launcher(settings, hidden=[place])
 if launcher is None and sys.argv[2] == "with":
     sys.exit(77)
@@ -143,7 +143,7 @@ def test_a_confined_role_forgets_the_keys_of_judges_and_its_environments_still_g
         [sys.executable, "-c", KEYS, tmp_path, launcher], capture_output=True, text=True, check=False, env=variables
     )
     if ran.returncode == 77:
-        pytest.skip(bubblewrap.find()[1])
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
     assert ran.returncode == 0, ran.stderr
     judge, other, kept = ran.stdout.splitlines()
     assert judge.endswith("did: key-of-a-judge")
@@ -169,7 +169,7 @@ def walls(**changes: Any) -> Walls:
 @contextlib.contextmanager
 def launching(script: str, plan: Plan) -> Iterator[Launcher]:
     """Start a launcher whose processes run a script of the shell. Only bubblewrap confines them."""
-    if why := bubblewrap.find()[1]:
+    if why := bubblewrap.find_bubblewrap()[1]:
         pytest.skip(why)
     launcher = Launcher({False: plan}, ["/bin/sh", "-c", script])
     try:
@@ -258,7 +258,7 @@ def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PRIME_ENVIRONMENT_KEY_OF_A_JUDGE", "secret")
     launcher = open_launcher(BOUNDS, hidden=[tmp_path / "run"])
     if launcher is None:
-        pytest.skip(bubblewrap.find()[1])
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
     wide = asdict(walls(read=("/",), network=True, memory_bytes_max=2**40, processes_max=10**6, open_files_max=10**5))
     hello = {"environments": [hostile().model_dump()], "model": {}, "folder": "/", "walls": wide}
     process = EnvironmentProcess(lambda _: Start(launch=partial(launcher.start, network=False)), hello)

@@ -8,19 +8,19 @@ from tests.node.coordinator_world import make_run
 
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
-from prime_node.coordinator.api.requests import Gate
+from prime_node.coordinator.api.requests import RequestGate
 from prime_protocol.errors import ErrorCode, PeerError
 
 ADDRESS = "8.8.8.8"
 
 
-def refuse(gate: Gate, code: ErrorCode, now_s: float) -> None:
+def refuse(gate: RequestGate, code: ErrorCode, now_s: float) -> None:
     with contextlib.suppress(PeerError), gate.blame(ADDRESS, now_s):
         raise PeerError(code, "no")
 
 
 def test_strangers_that_try_again_at_once_do_not_keep_their_address_out() -> None:
-    gate = Gate(make_run(), Limiter(requests_per_second=1.0, faults_per_second=1.0), Nonces(nonces_max=1_000))
+    gate = RequestGate(make_run(), Limiter(requests_per_second=1.0, faults_per_second=1.0), Nonces(nonces_max=1_000))
     now_s = 0.0
     for _ in range(100):
         refuse(gate, ErrorCode.MALFORMED, now_s)

@@ -13,7 +13,15 @@ from tests.security.hostile_world import BOUNDS, hostile, model, package, runnin
 
 from prime_node.adapters.environments import child, process
 from prime_node.adapters.environments.child import EnvironmentFailed
-from prime_node.adapters.environments.frames import Answered, Asked, as_flag, as_reward, as_text, as_texts, read_frame
+from prime_node.adapters.environments.frames import (
+    Answered,
+    Asked,
+    as_flag,
+    as_reward,
+    as_text,
+    as_texts,
+    read_message_frame,
+)
 from prime_node.cli.wire_environments import start_environments
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
@@ -140,9 +148,9 @@ def test_a_prompt_is_a_text_of_a_bounded_length_that_can_be_encoded(tmp_path: Pa
 
 
 def test_frames_are_what_they_say() -> None:
-    assert read_frame(b'{"id": 3, "result": 1.0}') == Answered(3, 1.0, None, False)
-    assert read_frame(b'{"ask": 1, "id": 2, "prompt": [5, 6]}') == Asked(1, 2, (5, 6))
-    told = read_frame(json.dumps({"id": 1, "error": "\x1b[2J\u202e" * 1_000}).encode())
+    assert read_message_frame(b'{"id": 3, "result": 1.0}') == Answered(3, 1.0, None, False)
+    assert read_message_frame(b'{"ask": 1, "id": 2, "prompt": [5, 6]}') == Asked(1, 2, (5, 6))
+    told = read_message_frame(json.dumps({"id": 1, "error": "\x1b[2J\u202e" * 1_000}).encode())
     assert isinstance(told, Answered)
     assert told.error is not None
     assert told.error.isprintable()
@@ -158,7 +166,7 @@ def test_frames_are_what_they_say() -> None:
         b"\xff",
     ):
         with pytest.raises(ValueError):  # noqa: PT011 - any kind of it ends the process
-            read_frame(bad)
+            read_message_frame(bad)
 
 
 def test_answers_are_of_the_kind_that_was_asked_for() -> None:

@@ -15,9 +15,9 @@ from tests.security.raw_http import Raw, get
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.doors import MEMBER_BURST_S, Doors, Entry
-from prime_node.coordinator.api.walls import MEMBER_REQUESTS_TIMES, walls_of
+from prime_node.coordinator.api.walls import MEMBER_REQUESTS_TIMES, caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.ports.web import Request, Response, Route, Sender, Walls
+from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits
 
 MEMBER, ROLE = Sender("member", is_role=False), Sender("trainer", is_role=True)
@@ -31,7 +31,7 @@ def entered(doors: Doors, address: str = "8.8.8.8") -> Entry:
 
 
 def test_one_members_connections_beyond_its_bound_count_as_strangers() -> None:
-    doors = Doors(Walls(), lambda: 0.0)
+    doors = Doors(CallerBounds(), lambda: 0.0)
     entries = [entered(doors, f"9.0.{number}.1") for number in range(limits.HTTP_MEMBERS_EACH_MAX + 3)]
     for entry in entries:
         entry.vouch(MEMBER)
@@ -45,7 +45,7 @@ def test_many_keys_of_one_network_leave_the_rest_of_the_members_share_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_MEMBERS_NETWORK_MAX", 5)
-    doors = Doors(walls_of(CoordinatorConfig(connects_per_second=1e9)), lambda: 0.0)
+    doors = Doors(caller_bounds_of(CoordinatorConfig(connects_per_second=1e9)), lambda: 0.0)
     for number in range(10):
         entered(doors, "8.8.8.8").vouch(Sender(f"key {number}", is_role=False))
     assert (doors.num_members, doors.num_strangers) == (5, 5)
@@ -57,7 +57,7 @@ def test_many_keys_of_one_network_leave_the_rest_of_the_members_share_to_others(
 def test_members_and_strangers_together_leave_room_for_the_keys_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.HTTP_STRANGERS_MAX + limits.HTTP_MEMBERS_MAX < limits.HTTP_CONNECTIONS_MAX
     monkeypatch.setattr(limits, "HTTP_MEMBERS_MAX", 2)
-    doors = Doors(Walls(), lambda: 0.0)
+    doors = Doors(CallerBounds(), lambda: 0.0)
     for number in range(4):
         entered(doors).vouch(Sender(f"key {number}", is_role=False))
         entered(doors).vouch(ROLE)
@@ -66,7 +66,7 @@ def test_members_and_strangers_together_leave_room_for_the_keys_of_the_run(monke
 
 def test_a_members_unsigned_requests_have_a_rate_and_those_of_the_run_do_not() -> None:
     per_second = 10.0
-    walls = walls_of(CoordinatorConfig(requests_per_second=per_second / MEMBER_REQUESTS_TIMES))
+    walls = caller_bounds_of(CoordinatorConfig(requests_per_second=per_second / MEMBER_REQUESTS_TIMES))
     doors = Doors(walls, lambda: 1_000.0)
     first, second, other, role = (entered(doors) for _ in range(4))
     first.vouch(MEMBER)
@@ -106,7 +106,7 @@ async def test_large_answers_to_one_member_are_bounded(
 
 
 def test_a_process_that_may_open_few_files_shrinks_every_share() -> None:
-    doors = Doors(Walls(), lambda: 0.0, connections_max=limits.HTTP_CONNECTIONS_MAX // 100)
+    doors = Doors(CallerBounds(), lambda: 0.0, connections_max=limits.HTTP_CONNECTIONS_MAX // 100)
     entries = [doors.enter("8.8.8.8") for _ in range(limits.HTTP_STRANGERS_MAX // 100 + 1)]
     assert sum(entry is not None for entry in entries) == limits.HTTP_STRANGERS_MAX // 100
     for entry in entries[:-1]:

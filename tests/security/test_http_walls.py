@@ -14,9 +14,9 @@ from prime_node.adapters.web import guarded_handler
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.doors import BURST_S, DEBT_S_MAX, Doors
 from prime_node.adapters.web.shares import Turns
-from prime_node.coordinator.api.walls import walls_of
+from prime_node.coordinator.api.walls import caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.ports.web import Request, Response, Route, Sender, Walls
+from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
@@ -233,8 +233,8 @@ async def opened(url: str) -> Raw | None:
     return raw
 
 
-def walls(**settings: object) -> Walls:
-    return walls_of(CoordinatorConfig.model_validate(settings))
+def walls(**settings: object) -> CallerBounds:
+    return caller_bounds_of(CoordinatorConfig.model_validate(settings))
 
 
 def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not() -> None:

@@ -70,7 +70,7 @@ def test_links_on_a_granted_path_do_not_cost_the_own_file_system(linked: Path, w
         pytest.skip("this user may not make namespaces here")
     program = """
 grants = (*USUAL["read"], Path(told["path"]))
-level = confine(Rules(**(USUAL | {"read": grants}), own_root=True))
+level = confine(SandboxRules(**(USUAL | {"read": grants}), own_root=True))
 print(json.dumps([level.sentence(), "own file system" in level.up, Path(told["path"]).read_text(),
     os.path.exists(told["secret"])]))
 """
@@ -81,7 +81,7 @@ print(json.dumps([level.sentence(), "own file system" in level.up, Path(told["pa
 
 @pytest.mark.parametrize("way", WAYS)
 def test_links_on_a_granted_path_work_in_bubblewrap(linked: Path, way: str) -> None:
-    program, why = bubblewrap.find()
+    program, why = bubblewrap.find_bubblewrap()
     if not program:
         pytest.skip(why)
     for switches_user in (False, True):

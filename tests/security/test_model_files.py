@@ -20,7 +20,7 @@ from prime_node.adapters.models.model_folder import (
     require_plain,
     rope_table_bytes,
 )
-from prime_node.adapters.models.tiny_model import model_files
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -42,7 +42,7 @@ DEEPSEEK = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, data in model_files(**SIZES).items():
+    for name, data in tiny_model_files(**SIZES).items():
         (tmp_path / name).write_bytes(data)
     return tmp_path
 

@@ -36,7 +36,7 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_node.cli import wire_swarm
 from prime_node.patience import Switch
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.loop import run
+from prime_node.worker.loop import run_worker
 from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
@@ -104,11 +104,11 @@ async def test_of_two_real_workers_with_one_key_one_works_and_the_other_goes_on_
     async with site() as world, client_of(world) as first, client_of(world) as second:
         stop_one, stop_two = asyncio.Event(), asyncio.Event()
         one = machine(RUN, first, tmp_path / "one")
-        working = asyncio.create_task(run(one, stop_one))
+        working = asyncio.create_task(run_worker(one, stop_one))
         await until(lambda: one.receipts.tally().accepted >= 16)
         shutil.copytree(tmp_path / "one", tmp_path / "two")  # a copy of everything, its lock's file too
         two = machine(RUN, second, tmp_path / "two")
-        waiting = asyncio.create_task(run(two, stop_two))
+        waiting = asyncio.create_task(run_worker(two, stop_two))
         await until(lambda: two.session.in_use)
         line = status_of(two).line()
         assert "waiting: another machine uses this key since 20" in line
@@ -152,9 +152,9 @@ async def test_a_machine_that_the_coordinator_refuses_opens_no_swarm_host(tmp_pa
     ):
         assert not host_one.addresses(), "nothing is open before the coordinator has answered"
         stop_one, stop_two = asyncio.Event(), asyncio.Event()
-        working = asyncio.create_task(run(one, stop_one))
+        working = asyncio.create_task(run_worker(one, stop_one))
         await until(host_one.addresses)
-        waiting = asyncio.create_task(run(two, stop_two))
+        waiting = asyncio.create_task(run_worker(two, stop_two))
         await until(lambda: two.session.in_use)
         assert await never_opens(host_two, seconds=4 * HEARTBEAT_S)
         stop_one.set()
@@ -189,13 +189,13 @@ async def client_leaves(client: HttpClient, worker: Worker) -> None:
 async def test_a_machine_that_crashed_and_starts_at_once_waits_no_longer_than_four_heartbeats(tmp_path: Path) -> None:
     async with site() as world, client_of(world) as client:
         crashed = machine(RUN, client, tmp_path)
-        working = asyncio.create_task(run(crashed, asyncio.Event()))
+        working = asyncio.create_task(run_worker(crashed, asyncio.Event()))
         await until(lambda: crashed.rollouts_generated >= 16)
         working.cancel()  # without a goodbye
         await asyncio.gather(working, return_exceptions=True)
         began_s = crashed.clock.monotonic_s()
         again, stop = machine(RUN, client, tmp_path), asyncio.Event()
-        working = asyncio.create_task(run(again, stop))
+        working = asyncio.create_task(run_worker(again, stop))
         await until(lambda: again.session.joined)
         assert again.clock.monotonic_s() - began_s < 4 * HEARTBEAT_S + 2.0  # and what a busy machine takes
         await until(lambda: again.receipts.tally().pending or again.rollouts_generated >= 8)

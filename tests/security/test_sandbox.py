@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, syscalls
-from prime_node.adapters.sandbox.rules import Level, Rules, Wall
+from prime_node.adapters.sandbox.rules import SandboxLevel, SandboxRules, Wall
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
@@ -25,7 +25,7 @@ import ctypes, fcntl, json, os, resource, socket, subprocess, sys, termios
 from pathlib import Path
 from prime_node.adapters.sandbox import system_paths
 from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import NETWORK, Family, Limits, Rules
+from prime_node.adapters.sandbox.rules import NETWORK, Family, ProcessLimits, SandboxRules
 
 folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
 USUAL = dict(read=(*system_paths.system_paths(), *system_paths.python_paths()), write=(folder,), devices=system_paths.devices())
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_confined_process_writes_in_its_folder_and_opens_nothing_beside_it(folder: Path) -> None:
     program = """
-confine(Rules(**USUAL))
+confine(SandboxRules(**USUAL))
 secret = folder.parent / "other" / "secret"
 print(json.dumps({
     "own": tried(lambda: (folder / "new").write_text("x")),
@@ -86,7 +86,7 @@ print(json.dumps({
 def test_a_confined_process_sends_no_signal_outside_but_to_its_own_children(folder: Path) -> None:
     program = """
 child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-confine(Rules(**USUAL))
+confine(SandboxRules(**USUAL))
 own = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 pids = {"parent": os.getppid(), "before": child.pid, "own": own.pid}
 found = {name: tried(lambda: os.kill(pid, 0)) for name, pid in pids.items()}
@@ -100,7 +100,7 @@ print(json.dumps([found, child.pid]))
 
 def test_socket_families_that_are_not_named_are_refused_and_pairs_reach_nobody(folder: Path) -> None:
     program = """
-confine(Rules(**USUAL, families=frozenset({Family.INET})))
+confine(SandboxRules(**USUAL, families=frozenset({Family.INET})))
 print(json.dumps({
     "inet": tried(lambda: socket.socket(socket.AF_INET).close()),
     "inet6": tried(lambda: socket.socket(socket.AF_INET6).close()),
@@ -118,7 +118,7 @@ print(json.dumps({
 
 def test_routes_may_be_asked_for_and_no_other_netlink_protocol(folder: Path) -> None:
     program = """
-confine(Rules(**USUAL, families=NETWORK))
+confine(SandboxRules(**USUAL, families=NETWORK))
 print(json.dumps([tried(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n).close()) for n in (0, 4, 9, 15)]))
 """
     assert inside(folder, program) == ["done", "OSError", "OSError", "OSError"]
@@ -131,7 +131,7 @@ def test_abstract_sockets_outside_are_out_of_reach(folder: Path) -> None:
         listener.bind(name := f"\0prime-test-{os.getpid()}")
         listener.listen()
         program = """
-confine(Rules(**USUAL, families=frozenset({Family.UNIX})))
+confine(SandboxRules(**USUAL, families=frozenset({Family.UNIX})))
 with socket.socket(socket.AF_UNIX) as one:
     print(json.dumps(tried(lambda: one.connect(told["name"]))))
 """
@@ -148,7 +148,7 @@ def test_tcp_ports_that_are_not_named_are_refused(folder: Path) -> None:
             listener.listen()
             ports.append(listener.getsockname()[1])
         program = """
-confine(Rules(**USUAL, families=NETWORK, connect_ports=(told["ports"][0],), bind_ports=()))
+confine(SandboxRules(**USUAL, families=NETWORK, connect_ports=(told["ports"][0],), bind_ports=()))
 def connect(port):
     socket.create_connection(("127.0.0.1", port)).close()
 def listen():
@@ -164,7 +164,7 @@ def test_system_calls_that_no_role_makes_are_refused(folder: Path) -> None:
 from prime_node.adapters.sandbox import seccomp, syscalls
 machine = syscalls.architecture()
 THREADS = "import threading; threading.Thread().start()"
-confine(Rules(**USUAL, change_modes=False))
+confine(SandboxRules(**USUAL, change_modes=False))
 libc = ctypes.CDLL(None, use_errno=True)
 def number(name):
     ctypes.set_errno(0)
@@ -189,7 +189,7 @@ print(json.dumps([refused, missing, {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a second convention of x86-64 alone")
 def test_a_system_call_by_a_foreign_convention_ends_the_process(folder: Path) -> None:
-    program = PREAMBLE + "confine(Rules(**USUAL))\nctypes.CDLL(None).syscall(0x40000000 | 39)\n"
+    program = PREAMBLE + "confine(SandboxRules(**USUAL))\nctypes.CDLL(None).syscall(0x40000000 | 39)\n"
     ran = subprocess.run(
         [sys.executable, "-c", program, str(folder), "{}"], capture_output=True, timeout=60, check=False
     )
@@ -198,7 +198,7 @@ def test_a_system_call_by_a_foreign_convention_ends_the_process(folder: Path) ->
 
 def test_limits_hold_and_cannot_be_raised_again(folder: Path) -> None:
     program = """
-confine(Rules(**USUAL, limits=Limits(file_bytes=4096, open_files=64)))
+confine(SandboxRules(**USUAL, limits=ProcessLimits(file_bytes=4096, open_files=64)))
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 print(json.dumps([
@@ -219,7 +219,7 @@ def test_other_threads_that_would_stay_free_are_an_error(folder: Path) -> None:
 import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 try:
-    confine(Rules(**USUAL))
+    confine(SandboxRules(**USUAL))
 except RuntimeError as error:
     print(json.dumps(str(error)))
 """
@@ -227,7 +227,9 @@ except RuntimeError as error:
 
 
 def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
-    level = Level((Wall("files", True), Wall("signals", False, "Linux 6.12 and newer"), Wall("system calls", True)))
+    level = SandboxLevel(
+        (Wall("files", True), Wall("signals", False, "Linux 6.12 and newer"), Wall("system calls", True))
+    )
     assert level.sentence() == "enforced: files, system calls; NOT enforced: signals (Linux 6.12 and newer)"
     assert not level.is_full
     assert level.up == {"files", "system calls"}
@@ -243,7 +245,7 @@ def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
     ],
 )
 def test_what_a_kernel_cannot_enforce_is_named_with_the_version_that_can(version: int, missing: list[str]) -> None:
-    walls = landlock.walls_of(Rules(connect_ports=()), version)
+    walls = landlock.enforced_walls(SandboxRules(connect_ports=()), version)
     assert [wall.what for wall in walls if not wall.up] == missing
     assert all("Linux" in wall.why for wall in walls if not wall.up)
 
@@ -262,7 +264,7 @@ def test_the_tables_of_system_calls_agree_with_the_headers_of_this_machine() -> 
 
 
 def test_bubblewrap_gives_a_command_its_own_processes_temporary_files_and_no_network(folder: Path) -> None:
-    program, why = bubblewrap.find()
+    program, why = bubblewrap.find_bubblewrap()
     if not program:
         pytest.skip(why)
     view = bubblewrap.View(read=tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64"))), write=(folder,), folder=folder)

@@ -58,7 +58,8 @@ def scheduling(pid: int) -> tuple[object, ...]:
 def test_no_foreign_process_is_rescheduled(tmp_path: Path, victim: int) -> None:
     before = scheduling(victim)
     program = (
-        ATTACKS + "confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))\nprint(json.dumps(attack(told['victim'])))"
+        ATTACKS
+        + "confine(SandboxRules(**USUAL, keep_capabilities=(SYS_NICE,)))\nprint(json.dumps(attack(told['victim'])))"
     )
     found = inside(tmp_path, program, victim=victim)
     assert scheduling(victim) == before
@@ -77,7 +78,7 @@ def test_groups_and_users_are_not_rescheduled(tmp_path: Path) -> None:
     program = (
         ATTACKS
         + """
-confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))
+confine(SandboxRules(**USUAL, keep_capabilities=(SYS_NICE,)))
 print(json.dumps([
     *(tried(lambda: os.setpriority(kind, 0, 0)) for kind in (os.PRIO_PGRP, os.PRIO_USER)),
     *(tried(lambda: call("ioprio_set", kind, 0, 0)) for kind in (2, 3)),
@@ -91,7 +92,7 @@ def test_a_process_still_changes_its_own_scheduling(tmp_path: Path) -> None:
     program = (
         ATTACKS
         + """
-confine(Rules(**USUAL, keep_capabilities=(SYS_NICE,)))
+confine(SandboxRules(**USUAL, keep_capabilities=(SYS_NICE,)))
 found = attack(0)
 print(json.dumps([found, len(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)]))
 """
@@ -106,7 +107,7 @@ def test_libraries_that_name_their_own_threads_still_work(tmp_path: Path) -> Non
     pytest.importorskip("zmq", reason="comes with vLLM")
     pytest.importorskip("torch")
     program = """
-confine(Rules(**USUAL, families=NETWORK | {Family.UNIX}))
+confine(SandboxRules(**USUAL, families=NETWORK | {Family.UNIX}))
 import zmq
 with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
     push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")

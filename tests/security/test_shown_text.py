@@ -26,7 +26,7 @@ import prime_node
 import prime_protocol.messages as _messages  # noqa: F401 - its models are walked
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import outcome, screen, status_view
-from prime_node.cli.plot import Curve, save_png
+from prime_node.cli.plot import Curve, save_curves_png
 from prime_node.cli.run_status import RunStatus
 from prime_node.cli.say import say
 from prime_node.observe import setup_logging
@@ -219,7 +219,7 @@ def test_the_screen_of_a_worker_shows_nothing_of_it() -> None:
 
 def test_the_screen_of_up_shows_nothing_of_it() -> None:
     row = screen.Row(HOSTILE, HOSTILE, HOSTILE, policy=HOSTILE, note=HOSTILE)
-    progress = screen.Progress(
+    progress = screen.RunProgress(
         HOSTILE, 1, 2, 3.0, evaluation=HOSTILE, broadcast=HOSTILE, rows=[row], waiting_for=HOSTILE, refused={HOSTILE: 2}
     )
     assert is_clean(drawn(screen.render(progress)))
@@ -242,7 +242,7 @@ def test_errors_and_lines_show_nothing_of_it(capsys: pytest.CaptureFixture[str])
 
 def test_the_title_of_a_plot_is_no_formula(tmp_path: Path) -> None:
     curve = Curve(steps=[1, 2], rewards=[0.1, 0.2], evaluation_steps=[1], greedy=[0.1], sampled=[0.1], ban_step=None)
-    save_png(curve, tmp_path / "curve.png", title=f"$\\frac {HOSTILE} $\\input{{/etc/passwd}}$")
+    save_curves_png(curve, tmp_path / "curve.png", title=f"$\\frac {HOSTILE} $\\input{{/etc/passwd}}$")
     assert (tmp_path / "curve.png").is_file()
 
 

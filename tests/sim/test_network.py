@@ -8,7 +8,7 @@ import pytest
 
 from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.sim.homes import Home, draw_homes, fluid_bound_s
-from prime_node.sim.network import Result, Simulation, World
+from prime_node.sim.network import Result, SimulatedSwarm, Simulation
 
 ORIGIN = Home(200, 200, delay_ms=0.2)
 SIX = [Home(100, 100, delay_ms=0.2)] * 6
@@ -16,7 +16,7 @@ SIX = [Home(100, 100, delay_ms=0.2)] * 6
 
 def simulate(homes: list[Home], *, origin: Home = ORIGIN, seed: int = 0, mb: float = 16, **more: object) -> Result:
     settings = {"stride_s": 0.005, "time_s_max": 120.0, "origin_choker": ChokerRules(slots=64)} | more
-    return Simulation(World(homes, origin, int(mb * 1e6), 128 * 2**10, seed=seed, **settings)).run()  # type: ignore[arg-type]
+    return Simulation(SimulatedSwarm(homes, origin, int(mb * 1e6), 128 * 2**10, seed=seed, **settings)).run()  # type: ignore[arg-type]
 
 
 def test_the_bound_is_the_origin_the_slowest_downlink_or_all_uplinks_together() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from prime_node.coordinator.state import invariants
-from prime_node.sim.world import Costs, Scenario, World
+from prime_node.sim.world import Costs, Scenario, SimulatedRun
 from prime_protocol.schedule import PRESETS, Schedule
 
 STEPS, GROUPS, WORKERS = 8, 32, 8
@@ -24,11 +24,11 @@ def ran(
     costs: Costs = FREE,
     sigma: float = 1.0,
     leases_ahead: int = 0,
-) -> World:
+) -> SimulatedRun:
     rng = random.Random(3)
     trace = [rng.lognormvariate(3.0, sigma) for _ in range(STEPS * GROUPS)]
     schedule = Schedule.model_validate(settings)
-    world = World(
+    world = SimulatedRun(
         Scenario(
             schedule,
             async_level=k,
@@ -53,7 +53,7 @@ def test_every_preset_trains_all_its_groups_and_ends(preset: str, leases_ahead: 
     assert world.state.head == STEPS
     assert sum(step.lags.total() for step in world.steps) == STEPS * GROUPS
     assert all(later > earlier for earlier, later in pairwise(world.published_s))
-    invariants.check(world.state)
+    invariants.check_invariants(world.state)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ from prime_protocol.errors import LocalError
 T = TypeVar("T")
 
 
-def choose(kind: str, name: str, known: Mapping[str, T]) -> T:
+def find_by_name(kind: str, name: str, known: Mapping[str, T]) -> T:
     """Raises LocalError with the names that there are."""
     if name not in known:
         raise LocalError(f"no {kind} is called {name!r}; known are {', '.join(sorted(known))}")

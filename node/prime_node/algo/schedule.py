@@ -22,8 +22,11 @@ class Decay(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Up to `lr` over the warm-up, then down to `final_share * lr`. Example: Schedule(4e-4, 5, 400, 0.1).at(0) is 8e-5."""
+class ParameterSchedule:
+    """Up to `lr` over the warm-up, then down to `final_share * lr`.
+
+    Example: ParameterSchedule(4e-4, 5, 400, 0.1).at(0) is 8e-5.
+    """
 
     lr: float
     warmup_steps: int

@@ -48,7 +48,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """One rank's part of one step, and the counts of the whole step."""
 
     passes: tuple[Pass, ...]
@@ -74,7 +74,7 @@ def batch_counts(samples: Sequence[TrainSample]) -> tuple[int, int]:
     return sum(trained), sum(count > 0 for count in trained)
 
 
-def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: int) -> list[Share]:
+def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: int) -> list[RankShare]:
     """One for each rank; every sample is in one of them, once. Raises LocalError where one is too long."""
     everything = [list(range(len(samples)))]
     chosen = everything if ranks == 1 else balance(samples, ranks, quadratic_tokens=settings.quadratic_tokens)
@@ -85,7 +85,7 @@ def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: 
     distinct = sum(one.packed.num_distinct for rank in passes for one in rank)
     whole = sum(len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1 for sample in samples)
     return [
-        Share(
+        RankShare(
             passes=rank,
             num_passes=max(map(len, passes)),
             num_tokens=num_tokens,

@@ -102,7 +102,7 @@ async def _measure(
 ) -> list[PairMoments]:
     """Raises LocalError."""
     from prime_node.cli import wire
-    from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample
+    from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
 
     console, pairs = Console(), []
     weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
@@ -117,7 +117,7 @@ async def _measure(
     for sampler in samplers:
         engine = wire.plain_engine(sampler, folder, threads=threads, context_tokens_max=context)
         await engine.load(weights, policy_version=0)
-        sampled = await sample(engine, leases)
+        sampled = await sample_honestly(engine, leases)
         await engine.close()
         for judge in judges:
             scorer = wire.plain_scorer(judge, folder, threads=threads)

@@ -20,7 +20,7 @@ def config(
     """Print every setting with its default and what it means."""
     for settings in all_settings():
         if section in (None, settings.section):
-            say(*describe(settings, settings.section), "")
+            say(*describe_settings(settings, settings.section), "")
 
 
 def all_settings() -> list[type[Settings]]:
@@ -43,7 +43,7 @@ def check_settings(options: Options, *, with_run: bool) -> None:
             options.load(settings)
 
 
-def describe(model: type[BaseModel], table: str) -> Iterator[str]:
+def describe_settings(model: type[BaseModel], table: str) -> Iterator[str]:
     """TOML with a comment above each setting; nested tables after the plain settings."""
     yield f"[{table}]"
     nested: list[tuple[str, type[BaseModel]]] = []
@@ -56,7 +56,7 @@ def describe(model: type[BaseModel], table: str) -> Iterator[str]:
         yield f"{name} = {_toml(field.get_default(call_default_factory=True))}"
     for name, inner_model in nested:
         yield ""
-        yield from describe(inner_model, f"{table}.{name}")
+        yield from describe_settings(inner_model, f"{table}.{name}")
 
 
 def _is_model(item: object) -> bool:

@@ -80,7 +80,7 @@ async def _coordinate(
     run_dir: RunDir, settings: CoordinatorConfig, grants: EnvironmentSettings, stop: asyncio.Event
 ) -> int:
     from prime_node.cli import wire_coordinator
-    from prime_node.coordinator.daemon import serve
+    from prime_node.coordinator.daemon import serve_coordinator
 
     refuse_links(run_dir.model)
     lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
@@ -101,6 +101,6 @@ async def _coordinate(
     )
     for warning in unreachable(link, settings):
         log.warning(warning)
-    await serve(parts, stop)
+    await serve_coordinator(parts, stop)
     lock.release()
     return 0

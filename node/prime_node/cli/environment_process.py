@@ -31,7 +31,7 @@ def first_line() -> bytes:
     return found
 
 
-def main() -> None:
+def run_environment_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host, who ends us when its own work is done
     # What an environment prints is no answer of ours: it goes to the host's log.
     out = os.fdopen(os.dup(1), "wb")
@@ -39,9 +39,9 @@ def main() -> None:
     try:
         folder, missing = confined(sys.argv[-1])
         hello = json.loads(first_line())
-        from prime_node.cli.environment_service import serve
+        from prime_node.cli.environment_service import serve_environments
 
-        asyncio.Runner().run(serve(out, hello, folder=folder, missing=missing))
+        asyncio.Runner().run(serve_environments(out, hello, folder=folder, missing=missing))
     except BrokenPipeError:
         os._exit(1)  # the host was killed while it was answered: nobody is left to tell
     except BaseException:  # noqa: BLE001 (the process's edge; environments' code may call sys.exit)
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_environment_process()

@@ -162,7 +162,7 @@ def kept_model(files: Mapping[str, str], folder: Path) -> Path:
     return folder
 
 
-async def serve(out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str]) -> None:
+async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str]) -> None:
     """Until the host closes the pipe. `missing`: what is not enforced of the walls around this process."""
     host = Host(out)
     loop, threads = asyncio.get_running_loop(), Threads()

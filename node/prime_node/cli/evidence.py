@@ -24,7 +24,7 @@ from prime_protocol.key_ring import Role
 from prime_protocol.ledger import open_ledger_head
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.run_spec import PinnedRun, open_run_spec
-from prime_protocol.seed_chain import opened as chain_opened
+from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.shading import SHADING_BY_REWARD
 from prime_protocol.verdict import BanKind, Receipt, RejectReason, Verdict
 
@@ -63,8 +63,8 @@ def _group() -> None:
     """Commands of their own: without this, typer would fold the only one into the group."""
 
 
-@evidence.command()
-def verify(
+@evidence.command("verify")
+def evidence_verify(
     case: Annotated[
         Path, typer.Argument(help="A case: coordinator/evidence/ban-WORKER-TIME.jsonl of the run's folder.")
     ],

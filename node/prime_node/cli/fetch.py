@@ -72,7 +72,7 @@ async def _fetch(
     link: JoinLink, settings: WorkerConfig, folder: Path, policy_version: int | None, out: Path | None
 ) -> tuple[Path, int]:
     from prime_node.broadcast.audit.audit import Verified
-    from prime_node.broadcast.audit.export import check_free, export
+    from prime_node.broadcast.audit.export import check_free, export_checkpoint
     from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.cli import wire, wire_swarm
     from prime_node.cli.join import download_bar
@@ -93,7 +93,7 @@ async def _fetch(
     check_free(place)
     files = model_files_in(folder / "model", run)
     verified = Verified(run, policy.signed, policy.weights, files)
-    return place, len(export(verified, place, software=f"prime-node {__version__}"))
+    return place, len(export_checkpoint(verified, place, software=f"prime-node {__version__}"))
 
 
 async def _policy(follower: Follower, policy_version: int | None) -> Policy:

@@ -1,4 +1,4 @@
-"""From the coordinator's status and the roles' own files to one `Progress`."""
+"""From the coordinator's status and the roles' own files to one `RunProgress`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.screen import Progress, Row, recent, size
+from prime_node.cli.screen import Row, RunProgress, recent, size
 from prime_node.cli.supervisor import ChildState
 from prime_node.inside import read_regular
 from prime_protocol.run_spec import PinnedRun
@@ -22,11 +22,11 @@ def progress_of(
     processes: Mapping[str, ChildState],
     *,
     elapsed_s: float,
-) -> Progress:
+) -> RunProgress:
     """`rows` are the trainer's metrics, `status` is the coordinator's; empty before it has answered."""
     trained = [row for row in rows if "reward_mean" in row]
     workers = {worker["worker"]: worker for worker in status.get("workers", ())}
-    return Progress(
+    return RunProgress(
         phase=_phase(status, rows, run),
         step=int(status.get("step", 0)),
         max_steps=run.spec.max_steps,

@@ -17,7 +17,7 @@ from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.follow.follower import Progress
+    from prime_node.broadcast.follow.follower import DownloadProgress
     from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import Engine
@@ -113,7 +113,7 @@ async def _join(
     from prime_node.cli import wire, wire_swarm
     from prime_node.observe import BestEffort, JsonLines
     from prime_node.patience import Switch, unless
-    from prime_node.worker.loop import run as run_worker
+    from prime_node.worker.loop import run_worker as run_worker
     from prime_node.worker.worker import Worker
 
     with download_bar() as on_progress:
@@ -149,7 +149,7 @@ async def _join(
                         engine=engine,
                         follower=follower,
                         trust=trust,
-                        hardware=wire.hardware(),
+                        hardware=wire.describe_hardware(),
                         swarm=(lambda: "") if peer is None else peer.describe,
                         folder=folder,
                         clock=wire.clock(),
@@ -165,7 +165,7 @@ async def _join(
 
 
 @contextlib.contextmanager
-def download_bar() -> Iterator[Callable[[Progress], None]]:
+def download_bar() -> Iterator[Callable[[DownloadProgress], None]]:
     """A progress bar for policies that take long enough to see one; nothing where nobody looks."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -180,7 +180,7 @@ def download_bar() -> Iterator[Callable[[Progress], None]]:
     ) as bar:  # fmt: skip
         task = bar.add_task("policy", total=None, version="-", visible=False)
 
-        def show(progress: Progress) -> None:
+        def show(progress: DownloadProgress) -> None:
             bar.update(
                 task,
                 completed=progress.bytes_done,

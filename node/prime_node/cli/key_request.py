@@ -179,7 +179,7 @@ def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:
             yield f"{place} holds the new key; start the {role} again" if role is not Role.ROOT else f"{place} is new"
 
 
-def describe(known: Known) -> Iterator[str]:
+def describe_key_request(known: Known) -> Iterator[str]:
     """The keys of today, then the rings."""
     keys = known.run.keys
     yield f"run {known.run.spec.name} ({known.run.digest[:12]}), key ring {keys.version}"

@@ -17,7 +17,7 @@ import typer
 from prime_node.cli.key_request import (
     Known,
     changed,
-    describe,
+    describe_key_request,
     known_of,
     read_request,
     ring_lines,
@@ -54,7 +54,7 @@ Out = Annotated[
 def show(target: Target) -> None:
     """Print the keys of today and the key rings before them."""
     known = asyncio.run(known_of(target))
-    for line in describe(known):
+    for line in describe_key_request(known):
         say(line)
 
 

@@ -44,8 +44,8 @@ class _Opened:
     """Whether the user named the run, by its link, its folder or --run."""
 
 
-@ledger.command()
-def export(
+@ledger.command("export")
+def ledger_export(
     target: Annotated[str, typer.Argument(help="Join link, URL or run directory.")],
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("ledger.jsonl"),
     run: Annotated[
@@ -65,8 +65,8 @@ def export(
     say(f"{asyncio.run(write()):,} entries in {out}")
 
 
-@ledger.command()
-def verify(
+@ledger.command("verify")
+def ledger_verify(
     target: Annotated[str, typer.Argument(help="Exported file, join link, URL or run directory.")],
     receipts: Annotated[
         Path | None,

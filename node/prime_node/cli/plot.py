@@ -37,7 +37,7 @@ def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> 
     )
 
 
-def save_png(curve: Curve, path: Path, *, title: str) -> None:
+def save_curves_png(curve: Curve, path: Path, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

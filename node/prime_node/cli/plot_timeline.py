@@ -12,7 +12,7 @@ COLOURS = ("#1b6ca8", "#d9822b", "#3d8b52", "#8e5aa8", "#b0503f", "#6b7a8f")
 PALE = {"wait": "#e6e8ec", "save": "#c9cdd4", "submit": "#c9cdd4", "swap": "#2b2f36"}
 
 
-def save_png(timeline: Timeline, path: Path, *, title: str) -> None:
+def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -35,7 +35,7 @@ class Told(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Ban(Told):
+class BanRow(Told):
     step: int
     reason: str = ""
 
@@ -56,7 +56,7 @@ class WorkerLine(Told):
     newcomer: bool = False
     audit_share: float = 1.0
     open_leases: int = 0
-    banned: Ban | None = None
+    banned: BanRow | None = None
     waiting_for: str = ""
 
 
@@ -71,12 +71,12 @@ class StepLine(Told):
     trained: int = 0
 
 
-class Rollouts(Told):
+class RolloutCounts(Told):
     accepted: int = 0
     refused: dict[str, int] = Field(default_factory=dict)
 
 
-class Usable(Told):
+class UsableRow(Told):
     policy_version: int
     workers: int
     median_s: float
@@ -89,7 +89,7 @@ class Problems(Told):
     redrawn: int = 0
 
 
-class Contradiction(Told):
+class ContradictionRow(Told):
     """A bundle of which validators say different things."""
 
     bundle: str = ""
@@ -113,7 +113,7 @@ class Unanswered(Told):
 
 class Validators(Told):
     num_contradictions: int = 0
-    contradictions: tuple[Contradiction, ...] = ()
+    contradictions: tuple[ContradictionRow, ...] = ()
     differing: tuple[Differing, ...] = ()
     unanswered: tuple[Unanswered, ...] = ()
 
@@ -142,12 +142,12 @@ class RunStatus(Told):
     draining: bool = False
     complete: bool = False
     waiting_for: tuple[str, ...] = ()
-    rollouts: Rollouts = Rollouts()
+    rollouts: RolloutCounts = RolloutCounts()
     problems: Problems = Problems()
     validators: Validators = Validators()
     bytes_published: int = 0
     peers: int = 0
-    usable: tuple[Usable, ...] = ()
+    usable: tuple[UsableRow, ...] = ()
     steps: tuple[StepLine, ...] = ()
     num_workers: int = 0
     workers: tuple[WorkerLine, ...] = ()

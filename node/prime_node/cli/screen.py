@@ -1,6 +1,6 @@
 """What `prime-node up` shows while it runs: a live table on a terminal, one line every few seconds elsewhere.
 
-Pure rendering: everything comes from `Progress`, which up.py fills from the coordinator's status and the trainer's metrics.
+Pure rendering: everything comes from `RunProgress`, which up.py fills from the coordinator's status and the trainer's metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """A moment of the run."""
 
     phase: str
@@ -53,7 +53,7 @@ class Progress:
     refused: Mapping[str, int] = field(default_factory=dict)
 
 
-def render(progress: Progress) -> RenderableType:
+def render(progress: RunProgress) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(printable(progress.phase), style="bold"),
@@ -78,7 +78,7 @@ def render(progress: Progress) -> RenderableType:
     return Group(head, numbers, detail, table)
 
 
-def one_line(progress: Progress) -> str:
+def one_line(progress: RunProgress) -> str:
     """For a log or a pipe."""
     parts = [
         f"{progress.elapsed_s:6.0f} s  {progress.phase}",

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_node.cli import wire
-from prime_node.cli.plot import curve_of, save_png, terminal_plot
+from prime_node.cli.plot import curve_of, save_curves_png, terminal_plot
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.cli.screen import size
@@ -49,7 +49,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
     _show(summary, console)
     if curve.steps:
         console.print(terminal_plot(curve), markup=False, highlight=False)
-        save_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
+        save_curves_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
         say(f"curve: {run_dir.path / 'curve.png'}", console=console)
     write_durably(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
     return 0 if report.passed else 1

@@ -36,9 +36,9 @@ def trace(
     try:
         write_durably(target, json.dumps(chrome_trace(timeline)).encode())
         if png is not None:
-            from prime_node.cli.plot_timeline import save_png
+            from prime_node.cli.plot_timeline import save_timeline_png
 
-            save_png(timeline, png, title=run_dir.path.name)
+            save_timeline_png(timeline, png, title=run_dir.path.name)
     except OSError as error:
         raise LocalError(f"{error.filename}: {error.strerror}") from None
     begin_s = timeline.activities[0].begin_s

@@ -66,7 +66,7 @@ def trainer(
     options = Options.of_run(run, config, assignments)
     settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
     ready_kernels()  # before torchrun too: each rank encodes
-    if wire_training.is_launched():
+    if wire_training.is_under_torchrun():
         ranks = wire_training.trainer_ranks(settings)
         if not ranks.is_first:
             _follow(ranks)
@@ -121,7 +121,7 @@ def _lead(
         code = _run(place, settings, grants, ranks, stop_with_parent=stop_with_parent)
     except (PrimeError, BaseExceptionGroup) as error:
         code = tell(error)
-    wire_training.dismiss(ranks)
+    wire_training.dismiss_ranks(ranks)
     return code
 
 
@@ -131,7 +131,7 @@ def _follow(ranks: Ranks) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    wire_training.follow(ranks)
+    wire_training.follow_first_rank(ranks)
     # Everything is written. The interpreter's own end would abort while gloo's threads live ("terminate called").
     logging.shutdown()
     os._exit(0)
@@ -160,7 +160,7 @@ async def _train(
 ) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.patience import unless
-    from prime_node.trainer.loop import run as run_trainer
+    from prime_node.trainer.loop import run_trainer as run_trainer
 
     async with wire.client(place.link, place.key) as client, contextlib.AsyncExitStack() as seeding:
 

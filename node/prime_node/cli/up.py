@@ -27,7 +27,7 @@ from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import get_status
 from prime_node.cli.say import say
-from prime_node.cli.screen import Progress, one_line, render
+from prime_node.cli.screen import RunProgress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
 from prime_node.folder_lock import FolderLock
@@ -88,7 +88,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    session = Session(run_dir, run, link, settings, engine, options.assignments)
+    session = UpSession(run_dir, run, link, settings, engine, options.assignments)
     try:
         await unless(stop.wait(), session.start())
         finished = not stop.is_set() and await session.watch(console, stop)
@@ -102,7 +102,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     return await summarise(run_dir, run, session.status, console)
 
 
-class Session:
+class UpSession:
     """One stretch of a run: from `up` to its end or to Ctrl-C."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Session:
         self._began = time.monotonic()
         self._workers = [f"worker-{number}" for number in range(1, settings.num_workers + 1)]
         self.status: dict[str, Any] = {}
-        self.progress = Progress("starting", 0, run.spec.max_steps, 0.0)
+        self.progress = RunProgress("starting", 0, run.spec.max_steps, 0.0)
 
     async def start(self) -> None:
         """All children; of a run that is over, only the coordinator, to tell what became of it.

@@ -71,7 +71,7 @@ async def _validate(
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.loop import Validator
-    from prime_node.validator.loop import run as run_validator
+    from prime_node.validator.loop import run_validator as run_validator
 
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:

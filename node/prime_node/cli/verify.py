@@ -163,7 +163,7 @@ def verify(
 async def _verify(target: str, run: str | None, wanted: Wanted, console: Console | None) -> Found:
     from prime_node.broadcast.audit.audit import audit
     from prime_node.broadcast.audit.compare import compare
-    from prime_node.broadcast.audit.export import check_free, export
+    from prime_node.broadcast.audit.export import check_free, export_checkpoint
     from prime_node.broadcast.audit.one_tensor import prove_tensor
     from prime_node.broadcast.audit.safetensors_file import read_weights
     from prime_node.broadcast.audit.verified_parts import bound_threads
@@ -224,7 +224,7 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
             if wanted.export is not None and found.ok:
                 progress.update(task, description="writing")
                 software = f"prime-node {__version__}"
-                found.files = export(verified, wanted.export, software=software, key=key, base=base)
+                found.files = export_checkpoint(verified, wanted.export, software=software, key=key, base=base)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.audit_report import AuditReport, Check, date_of
-from prime_node.broadcast.audit.compare import Comparison
+from prime_node.broadcast.audit.compare import CheckpointComparison
 from prime_node.broadcast.audit.one_tensor import TensorProof
 from prime_node.inside import write_inside
 from prime_protocol.envelope import Envelope
@@ -45,7 +45,7 @@ class Found:
     policy: dict[str, Any] | None = None
     """What `about` says of the policy asked for, once every check has passed."""
     proof: TensorProof | None = None
-    comparison: Comparison | None = None
+    comparison: CheckpointComparison | None = None
     files: dict[str, str] = field(default_factory=dict)
     """Exported: name -> SHA-256."""
 

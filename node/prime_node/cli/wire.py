@@ -270,7 +270,7 @@ def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingSc
     return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 
-def hardware() -> Hardware:
+def describe_hardware() -> Hardware:
     from prime_node.adapters.hardware import hardware as found
 
     return found()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, read_json_lines
+from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, rows_of_json_lines
 from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import Environment
@@ -40,7 +40,7 @@ def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[st
     renderer = partial(_renderer, model)
     factories: dict[str, EnvironmentFactory] = {
         "reasoning_gym": partial(_reasoning_gym, renderer),
-        "jsonl": partial(_dataset, renderer, read_json_lines),
+        "jsonl": partial(_dataset, renderer, rows_of_json_lines),
         "parquet": partial(_parquet, renderer),
         "verifiers": partial(_verifiers, model),
     }

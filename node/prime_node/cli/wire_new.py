@@ -30,11 +30,11 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
     try:
         if isinstance(model, TinyModel):
-            from prime_node.adapters.models.tiny_model import model_files
+            from prime_node.adapters.models.tiny_model import tiny_model_files
 
-            files = model_files(**model.model_dump(exclude={"kind"}))
+            files = tiny_model_files(**model.model_dump(exclude={"kind"}))
         else:
-            from prime_node.adapters.models.pretrained_model import model_files as pretrained_files
+            from prime_node.adapters.models.pretrained_model import pretrained_model_files as pretrained_files
 
             files = pretrained_files(model.name_or_path)
     except ValueError as error:

@@ -22,7 +22,7 @@ from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from prime_node.adapters.environments.launcher import Launcher
-    from prime_node.adapters.sandbox.rules import Level, Rules
+    from prime_node.adapters.sandbox.rules import SandboxLevel, SandboxRules
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.validator.config import ValidatorConfig
@@ -94,10 +94,10 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
     (log.info if level.is_full else log.warning)("confined; %s", level.sentence())
 
 
-def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Needs) -> Rules:
+def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Needs) -> SandboxRules:
     """What a role's process may do. Nothing in it comes from a run."""
     from prime_node.adapters.sandbox import privileges, system_paths
-    from prime_node.adapters.sandbox.rules import NETWORK, Family, Rules
+    from prime_node.adapters.sandbox.rules import NETWORK, Family, SandboxRules
 
     read = [*system_paths.system_paths(), Path("/proc"), *system_paths.python_paths(), *_named_by_variables()]
     read += [*needs.read, _hub_cache(), *settings.also_read]
@@ -109,7 +109,7 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
         devices += system_paths.gpu_devices()
         families |= {Family.UNIX}
     capabilities = (*privileges.ORDINARY, *(privileges.GIVES_WORK_AWAY if needs.environments else ()))
-    return Rules(
+    return SandboxRules(
         read=tuple(path.expanduser() for path in read),
         write=tuple(path.expanduser() for path in write),
         devices=tuple(devices),
@@ -146,12 +146,12 @@ def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
     return (*(() if model is None else (Path(model),)), *data, *grants.readable)
 
 
-def level_here() -> Level:
+def level_here() -> SandboxLevel:
     """What this system would enforce of a role, tried in a child."""
     import json
 
     from prime_node.adapters.sandbox.confine import confine
-    from prime_node.adapters.sandbox.rules import Level, Wall
+    from prime_node.adapters.sandbox.rules import SandboxLevel, Wall
     from prime_node.config import SandboxSettings
 
     with tempfile.TemporaryDirectory(prefix="prime-doctor-") as folder:
@@ -171,7 +171,7 @@ def level_here() -> Level:
         with os.fdopen(reader, "rb") as file:
             told = file.read()
         os.waitpid(child, 0)
-    return Level(tuple(Wall(*wall) for wall in json.loads(told or b"[]")))
+    return SandboxLevel(tuple(Wall(*wall) for wall in json.loads(told or b"[]")))
 
 
 def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:

@@ -20,7 +20,7 @@ from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
     from prime_node.adapters.web.http_client import HttpClient
-    from prime_node.broadcast.follow.follower import Follower, Progress
+    from prime_node.broadcast.follow.follower import DownloadProgress, Follower
     from prime_node.broadcast.follow.trust import Trust
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.mirror import Mirror
@@ -205,7 +205,7 @@ async def swarm_follower(
     settings: FollowerSettings,
     *,
     accepted: Switch | None = None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[DownloadProgress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
     """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model.
 

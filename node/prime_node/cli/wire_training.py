@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def is_launched() -> bool:
+def is_under_torchrun() -> bool:
     """Whether torchrun started this process."""
     try:
         from prime_node.adapters.training.ranks import is_launched
@@ -45,14 +45,14 @@ def trainer_ranks(settings: TrainerConfig) -> Ranks:
     return Ranks.join(device=settings.device, replicas=settings.ranks.replicas, timeout=timeout)
 
 
-def follow(ranks: Ranks) -> None:
+def follow_first_rank(ranks: Ranks) -> None:
     """A rank that is not the first works here until the first one dismisses it. Raises LocalError."""
     from prime_node.adapters.training.leading_backend import follow
 
     follow(ranks)
 
 
-def dismiss(ranks: Ranks) -> None:
+def dismiss_ranks(ranks: Ranks) -> None:
     """The first rank: the others may go. They must be waiting for a call."""
     from prime_node.adapters.training.leading_backend import dismiss
 

@@ -85,7 +85,7 @@ class Contradiction:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVerdict:
     """A bundle whose verdict waits for another validator's word."""
 
     until_s: float
@@ -107,7 +107,7 @@ class Silence:
 
 
 @dataclass(slots=True)
-class Counts:
+class VerdictCounts:
     """What one validator of a pair found while the other was at work."""
 
     judged: int = 0
@@ -124,7 +124,7 @@ class Agreement:
     """By bundle."""
     contradictions: deque[Contradiction] = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     num_contradictions: int = 0
-    _held: dict[str, Held] = field(default_factory=dict)
+    _held: dict[str, HeldVerdict] = field(default_factory=dict)
     """By bundle."""
     _silent: dict[str, Silence] = field(default_factory=dict)
     """By validator."""
@@ -132,7 +132,7 @@ class Agreement:
     """Validator -> when it last asked or answered."""
     _classes: dict[str, str] = field(default_factory=dict)
     """Validator -> class of its engine, by its last evidence."""
-    _pairs: dict[tuple[str, str], dict[str, Counts]] = field(default_factory=dict)
+    _pairs: dict[tuple[str, str], dict[str, VerdictCounts]] = field(default_factory=dict)
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
         """A validator asked for work, or answered with this."""
@@ -172,7 +172,7 @@ class Agreement:
             waited_for = self._to_confirm(mine.validator, now_s) if mine.convicts else []
             if not waited_for:
                 return mine
-            self._held[bundle] = Held(now_s + 2 * self.check_s, waited_for, [mine])
+            self._held[bundle] = HeldVerdict(now_s + 2 * self.check_s, waited_for, [mine])
             return None
         if mine.validator not in held.waited_for:  # it said so before
             return None
@@ -239,7 +239,7 @@ class Agreement:
             key = (min(mine.validator, other), max(mine.validator, other))
             if key not in self._pairs and len(self._pairs) >= PAIRS_MAX:
                 continue
-            pair = self._pairs.setdefault(key, {key[0]: Counts(), key[1]: Counts()})
+            pair = self._pairs.setdefault(key, {key[0]: VerdictCounts(), key[1]: VerdictCounts()})
             before = _differ(*pair.values())
             counts = pair[mine.validator]
             counts.judged += 1
@@ -313,7 +313,7 @@ class Agreement:
         return found
 
 
-def _differ(first: Counts, second: Counts) -> str:
+def _differ(first: VerdictCounts, second: VerdictCounts) -> str:
     """How the shares of two validators differ; empty where chance explains it."""
     for name in ("convicted", "suspicious"):
         mine, theirs = getattr(first, name), getattr(second, name)

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.state.records import Ban, Worker
+from prime_node.coordinator.state.records import Ban, WorkerRecord
 from prime_node.ports.store import StoredReceipt
 from prime_protocol import limits
 from prime_protocol.case import BanStatement
@@ -41,7 +41,7 @@ def case_name(worker: str, ban: Ban) -> str:
     return f"ban-{worker}-{ban.at_ms}.jsonl"
 
 
-async def _is_written(core: Core, worker: Worker, ban: Ban) -> bool:
+async def _is_written(core: Core, worker: WorkerRecord, ban: Ban) -> bool:
     try:
         await core.private.read(case_name(worker.worker, ban))
     except KeyError:
@@ -49,7 +49,7 @@ async def _is_written(core: Core, worker: Worker, ban: Ban) -> bool:
     return True
 
 
-async def _write(core: Core, worker: Worker, ban: Ban) -> None:
+async def _write(core: Core, worker: WorkerRecord, ban: Ban) -> None:
     receipts = await _receipts(core, worker, ban)
     statement = BanStatement(
         run=core.run.digest,
@@ -78,7 +78,7 @@ async def _keep_parcel(core: Core, bundle: str) -> None:
         log.warning("bundle %s of a ban is not there any more", bundle[:12])
 
 
-async def _receipts(core: Core, worker: Worker, ban: Ban) -> list[Envelope]:
+async def _receipts(core: Core, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
     """The receipts that count, oldest first: a statistical ban's weighed ones, a hard one's strikes.
 
     A receipt that replaced another comes later and says the same number, so the numbers give the order; of an earlier life of

@@ -17,10 +17,10 @@ from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import Banned, Evaluated, Settled, Woken
+from prime_node.coordinator.state.effects import Evaluated, Settled, Woken, WorkerWasBanned
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import is_work_left
-from prime_node.coordinator.waiting import News
+from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
@@ -68,7 +68,7 @@ class Core:
     """Evidence, for the operator."""
     metrics: Metrics
     observer: Observer
-    news: News
+    news: Notifications
     presence: Presence
     checks: CheckQueue
     agreement: Agreement
@@ -116,7 +116,7 @@ class Core:
             elif isinstance(effect, Evaluated):
                 row = self.evaluations.row_of(self.state.results[effect.policy_version])
                 self.observer.rows.record(policy_version=effect.policy_version, **row)
-            elif isinstance(effect, Banned):
+            elif isinstance(effect, WorkerWasBanned):
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
                 self.banned.put_nowait(effect.worker)
 

@@ -91,7 +91,7 @@ def report(core: Core) -> None:
         core.metrics.set("prime_curriculum", value, name=name)
 
 
-async def restore(core: Core, rng: random.Random) -> None:
+async def restore_pools(core: Core, rng: random.Random) -> None:
     """When the coordinator starts: take in what an earlier run left, and lift shares of the pools back into `normal`.
 
     Raises LocalError where a file cannot be read.

@@ -21,11 +21,11 @@ from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.publishing import restore_head
 from prime_node.coordinator.api.receipts import release_sureties
-from prime_node.coordinator.api.requests import Gate
+from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import ledger_head_ms, renew_timestamp, require_own_key, restore_keys
 from prime_node.coordinator.api.status import METRICS
-from prime_node.coordinator.api.walls import walls_of
+from prime_node.coordinator.api.walls import caller_bounds_of
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.cases import keep_cases
 from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
@@ -43,7 +43,7 @@ from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state.scheduler import expired_leases
-from prime_node.coordinator.waiting import News
+from prime_node.coordinator.waiting import Notifications
 from prime_node.coordinator.watchdog import Watchdog
 from prime_node.observe import Gauges, Recorder, Recorders
 from prime_node.patience import first_of
@@ -94,7 +94,9 @@ class Parts:
     """Gets a line for each lease, verdict, batch and policy."""
 
 
-async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None) -> None:
+async def serve_coordinator(
+    parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None
+) -> None:
     """Serve until `stop` is set; `ready` is told the port. Everything promised is durable when it returns. Closes the store."""
     try:
         core = await open_core(parts)
@@ -111,7 +113,7 @@ async def serve(parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], Non
 
 async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
     trash: asyncio.Queue[Sequence[str]] = asyncio.Queue()
-    gate = Gate(
+    gate = RequestGate(
         run=parts.run,
         limiter=Limiter(
             requests_per_second=parts.config.requests_per_second,
@@ -128,7 +130,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
         try:
             routes = make_routes(core, gate)
             port = await parts.web.start(
-                routes, host=parts.config.host, port=parts.config.port or 0, walls=walls_of(parts.config)
+                routes, host=parts.config.host, port=parts.config.port or 0, walls=caller_bounds_of(parts.config)
             )
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if parts.config.unlimited:
@@ -197,7 +199,7 @@ async def open_core(parts: Parts) -> Core:
             rows=Recorders(parts.rows, Gauges(parts.metrics, prefix="prime_coordinator_")),
             timeline=parts.timeline,
         ),
-        news=News(parts.clock),
+        news=Notifications(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max),
         agreement=Agreement(check_s),
@@ -208,7 +210,7 @@ async def open_core(parts: Parts) -> Core:
     await restore_head(core)
     for pending in core.state.bundles.values():
         core.checks.add(pending.bundle, pending.lease.policy_version)
-    await curation.restore(core, random.Random())
+    await curation.restore_pools(core, random.Random())
     await _sweep(core)
     await sweep_blobs(core)
     return core

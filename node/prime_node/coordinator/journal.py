@@ -25,7 +25,7 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.tick import tick
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
@@ -91,7 +91,7 @@ class Journal:
             self._wanted.set()
             raise
         self._number += 1
-        self._events.append(LoggedEvent(self._number, at_ms, ev.to_json(event)))
+        self._events.append(LoggedEvent(self._number, at_ms, ev.event_to_json(event)))
         for settled in (effect for effect in effects if isinstance(effect, Settled)):
             self._note(settled)
         self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
@@ -151,7 +151,7 @@ class Journal:
         self._events, self._receipts, self._lines, self._forgotten = [], [], [], []
         number = self._number
         is_due = number - self._snapshot >= self._snapshot_events or (self._closing and number > self._snapshot)
-        payload = snapshot.to_json(self.state) if is_due else None
+        payload = snapshot.state_to_json(self.state) if is_due else None
         if written:
             await self._store.append(written, _latest(receipts), lines)
         self._durable = number
@@ -166,7 +166,7 @@ class Journal:
             forget(forgotten)
 
 
-async def restore_state(store: Store, rules: Rules) -> tuple[int, State]:
+async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State]:
     """The number of the last event and the state after it: a snapshot, then every event since.
 
     Raises LocalError where the store belongs to another run or release.
@@ -191,7 +191,7 @@ async def open_journal(
 ) -> Journal:
     """Goes on from what `restore_state` gave. `shown_ms`: of the ledger's last head."""
     number, state = restored
-    invariants.check(state)
+    invariants.check_invariants(state)
     chain = await load_chain(store, state.rules.run)
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
     return Journal(
@@ -206,12 +206,12 @@ async def open_journal(
     )
 
 
-async def _load(store: Store, rules: Rules) -> tuple[int, State]:
+async def _load(store: Store, rules: SchedulerRules) -> tuple[int, State]:
     latest = await store.latest_snapshot()
-    number, state = (0, State(rules)) if latest is None else (latest[0], snapshot.from_json(latest[1]))
+    number, state = (0, State(rules)) if latest is None else (latest[0], snapshot.state_from_json(latest[1]))
     async for logged in store.events(after=number):
         assert logged.number == number + 1, f"event {number + 1} is missing in the log"
-        tick(state, ev.from_json(logged.payload), logged.at_ms)
+        tick(state, ev.event_from_json(logged.payload), logged.at_ms)
         number = logged.number
     return number, state
 

@@ -17,7 +17,7 @@ from prime_node.broadcast.swarm.tended import Tended
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
 from prime_node.ports.metrics import Metric, MetricKind
-from prime_node.ports.peers import Judgement, PeerNetwork
+from prime_node.ports.peers import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
 from prime_protocol import limits
@@ -78,9 +78,9 @@ async def announce_heads(network: PeerNetwork, core: Core) -> None:
             return
 
 
-async def _judge(sender: KeyId, data: bytes) -> Judgement:
+async def _judge(sender: KeyId, data: bytes) -> GossipJudgement:
     """Of heads the coordinator hears nothing new: it takes them from the trainer."""
-    return Judgement.IGNORE
+    return GossipJudgement.IGNORE
 
 
 async def _hear(author: KeyId, data: bytes) -> None:

@@ -12,7 +12,7 @@ HEARTBEATS_MISSED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LastSeen:
     """A worker's last sign of life."""
 
     at_s: float
@@ -27,17 +27,17 @@ class Presence:
 
     def __init__(self, *, heartbeat_s: float) -> None:
         self._silence_s_max = HEARTBEATS_MISSED_MAX * heartbeat_s
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, LastSeen] = {}
 
     def heard(self, worker: str, now_s: float) -> None:
         """Any valid request is a sign of life."""
         old = self._seen.get(worker)
         self._seen[worker] = (
-            Seen(now_s) if old is None else Seen(now_s, old.state, old.policy_version, old.bundles_spooled)
+            LastSeen(now_s) if old is None else LastSeen(now_s, old.state, old.policy_version, old.bundles_spooled)
         )
 
     def reported(self, worker: str, beat: HeartbeatRequest, now_s: float) -> None:
-        self._seen[worker] = Seen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
+        self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
 
     def forget(self, worker: str) -> None:
         self._seen.pop(worker, None)
@@ -47,7 +47,7 @@ class Presence:
         seen = self._seen.get(worker)
         return self._silence_s_max if seen is None else max(0.0, seen.at_s + self._silence_s_max - now_s)
 
-    def get(self, worker: str) -> Seen | None:
+    def get(self, worker: str) -> LastSeen | None:
         return self._seen.get(worker)
 
     def silent(self, active: Iterable[str], now_s: float) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Presence:
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in active}
         lost = []
         for worker in sorted(active):
-            seen = self._seen.setdefault(worker, Seen(now_s))
+            seen = self._seen.setdefault(worker, LastSeen(now_s))
             if now_s - seen.at_s > self._silence_s_max:
                 lost.append(worker)
         return tuple(lost)

@@ -33,7 +33,7 @@ class Spread:
     """Nine of ten could use it by then."""
 
 
-class Usable:
+class TimesToUsable:
     """What the heartbeats said."""
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ class _Line:
                 loop.call_soon(self.call_behind, number, is_left)
 
 
-class News:
+class Notifications:
     """Wakes those who wait for a topic: all of them, or one after another."""
 
     def __init__(self, clock: Clock) -> None:

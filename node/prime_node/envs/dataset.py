@@ -34,7 +34,7 @@ def is_same_number(answer: str, reference: str) -> bool:
 COMPARISONS: dict[str, Callable[[str, str], bool]] = {"text": is_same_text, "number": is_same_number}
 
 
-def read_json_lines(data: bytes) -> Iterator[Row]:
+def rows_of_json_lines(data: bytes) -> Iterator[Row]:
     """One JSON object a line. Raises ValueError."""
     for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
         if line.strip():

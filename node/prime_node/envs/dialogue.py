@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prime_node.envs.partners import Partner
 from prime_node.envs.source import SourceProblem
-from prime_node.envs.split import HeldOut, Judge, SplitEnvironment
+from prime_node.envs.split import HeldOutInSplit, Judge, SplitEnvironment
 from prime_node.ports.environment import Ask, HeldOutProblem
 from prime_node.ports.renderer import Message, Renderer
 from prime_protocol.rollout import FinishReason
@@ -65,7 +65,7 @@ class DialogueEnvironment(SplitEnvironment):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutDialogue(HeldOut):
+class HeldOutDialogue(HeldOutInSplit):
     """Implements ports.environment.TurnProblem."""
 
     conversation: Conversation

@@ -86,7 +86,7 @@ class Desk:
             await asyncio.gather(playing, serving, return_exceptions=True)
 
 
-class Recorder:
+class EpisodeRecorder:
     """The model's side of one episode: asks the engine, and keeps what was asked and answered."""
 
     def __init__(self, seed: int, bounds: Bounds, ask: Callable[[GenerateRequest], Awaitable[Completion]]) -> None:

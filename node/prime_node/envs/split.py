@@ -97,7 +97,7 @@ class SplitEnvironment:
         self._seed = seed
         # The coordinator asks for a prompt, the validator for the same problem's score eight times.
         self.problem = lru_cache(CACHED_PROBLEMS)(self._draw)
-        self._held_out: list[HeldOut] = []
+        self._held_out: list[HeldOutInSplit] = []
 
     def prompt(self, index: int) -> str:
         return self.judge.frame.ask(self.problem(index).question)
@@ -112,7 +112,7 @@ class SplitEnvironment:
         """Different questions each. Fewer than `count` where the source has no more."""
         return self.drawn_held_out(count)
 
-    def drawn_held_out(self, count: int) -> list[HeldOut]:
+    def drawn_held_out(self, count: int) -> list[HeldOutInSplit]:
         found: dict[str, SourceProblem] = {}
         number = last_new = EVALUATION_START
         while len(found) < count and number - last_new < DRAWS_MAX:
@@ -121,7 +121,7 @@ class SplitEnvironment:
                 found[problem.question] = problem
                 last_new = number
             number += 1
-        return [HeldOut(self.judge, problem) for problem in found.values()]
+        return [HeldOutInSplit(self.judge, problem) for problem in found.values()]
 
     def _draw(self, index: int) -> SourceProblem:
         return self._draw_training(index) if index < HELD_OUT_START else self._nth_held_out(index - HELD_OUT_START)
@@ -143,7 +143,7 @@ class SplitEnvironment:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutInSplit:
     """Implements ports.environment.HeldOutProblem."""
 
     judge: Judge

@@ -34,7 +34,7 @@ class Reachability(StrEnum):
     """By its owner's choice: it announces no address and serves nothing."""
 
 
-class Judgement(StrEnum):
+class GossipJudgement(StrEnum):
     """What becomes of an announcement."""
 
     ACCEPT = "accept"
@@ -84,7 +84,7 @@ class ConnectedPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DeferredAnswer:
     """What a handler answers, where something is to happen once it is on its way: a slot is free again, say."""
 
     payload: bytes
@@ -92,9 +92,9 @@ class Answer:
     """Called once, in the handler's event loop, whether the answer could be sent or not."""
 
 
-RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | Answer]]
+RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | DeferredAnswer]]
 """(who asks, request) -> answer. May raise PeerError, which the asker then gets."""
-Validate = Callable[[KeyId, bytes], Awaitable[Judgement]]
+Validate = Callable[[KeyId, bytes], Awaitable[GossipJudgement]]
 """(who sent it on, announcement) -> what becomes of it. Decides within ANNOUNCEMENT_JUDGE_S_MAX, or it counts as IGNORE."""
 HandleAnnouncement = Callable[[KeyId, bytes], Awaitable[None]]
 """(who made it, announcement), after it was accepted; each one once."""

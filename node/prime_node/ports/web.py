@@ -50,7 +50,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BodyShare:
     """A bound that several bodies on their way in have in common, by its name. A body may count against several."""
 
     name: str
@@ -59,20 +59,20 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class BodyAdmission:
     """What was found out about a body before its first byte is read."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[BodyShare, ...]
     digest: str | None = None
     """The digest that the body must have, where its sender has signed one."""
 
 
-Admit = Callable[[Request, int], Admission]
+Admit = Callable[[Request, int], BodyAdmission]
 """Decides by the header of a request, whose body is still empty, and the length of the body to come. Raises PeerError."""
 
 
 @dataclass(frozen=True, slots=True)
-class Walls:
+class CallerBounds:
     """How a server bounds its callers."""
 
     network_of: Callable[[str, str], str] = lambda address, forwarded: address
@@ -109,7 +109,7 @@ class Route:
 class WebServer(Protocol):
     """Serves until told to stop. Slow headers and slow bodies are cut off by the adapter."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: Walls | None = None) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
         """Bind and serve. Port 0 picks a free one; returns the port. Raises LocalError where it cannot bind."""
         ...
 

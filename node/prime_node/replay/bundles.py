@@ -59,7 +59,7 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
     return batch
 
 
-def open_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
+def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
     """(2). Raises PeerError, which names bundle and worker: past intake nothing of this is possible but by a fault of ours."""
     bounds = run.spec.limits
     try:

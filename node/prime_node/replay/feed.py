@@ -17,7 +17,7 @@ from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
-from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_bundle, with_logprobs
+from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
@@ -145,7 +145,7 @@ class Feed:
     async def _bundle(self, digest: str, entry: BatchGroup) -> Bundle:
         """With the validator's logprobs where it was audited."""
         async with self._fetches:
-            bundle = open_bundle(await self._parcel(digest), digest=digest, worker=entry.worker, run=self._run)
+            bundle = open_trained_bundle(await self._parcel(digest), digest=digest, worker=entry.worker, run=self._run)
             if entry.logprobs is None:
                 return bundle
             judged = await self._parcel(entry.logprobs)

@@ -28,7 +28,7 @@ def stale(ready: Iterable[Ready], *, step: int, lag_max: int) -> tuple[int, ...]
     return tuple(sorted(group.slot for group in ready if step - group.policy_version > lag_max))
 
 
-def choose(ready: Sequence[Ready], count: int, *, selection: Selection, slots_end: int) -> tuple[int, ...] | None:
+def choose_ready(ready: Sequence[Ready], count: int, *, selection: Selection, slots_end: int) -> tuple[int, ...] | None:
     """The slots of a batch of `count` groups, ascending; None where it has to wait. `slots_end` bounds Selection.WINDOW."""
     if selection is Selection.WINDOW:
         ready = [group for group in ready if group.slot < slots_end]

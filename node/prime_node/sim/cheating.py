@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prime_node.coordinator.state import audits
-from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, Worker
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
 
 
 @dataclass(slots=True)
-class Seen:
+class CheatView:
     """What a cheat knows when it decides."""
 
     streak: int
@@ -38,7 +38,7 @@ class Seen:
     """Bundles since the last one that was audited."""
 
 
-Strategy = Callable[[Seen, random.Random], bool]
+Strategy = Callable[[CheatView, random.Random], bool]
 """Whether to cheat on the next bundle."""
 
 
@@ -51,7 +51,7 @@ def once_trusted(streak: int) -> Strategy:
     return lambda seen, rng: seen.streak >= streak
 
 
-def after_audits(seen: Seen, rng: random.Random) -> bool:
+def after_audits(seen: CheatView, rng: random.Random) -> bool:
     """Only right after an audit."""
     return seen.since_audit == 0
 
@@ -137,8 +137,8 @@ def _live(
     standing: set[str] = set()  # cheated bundles that were accepted
     for number in range(num_bundles):
         draw, notices = rng.random(), rng.random() < detection  # the same for every strategy
-        cheats = strategy(Seen(worker.streak, len(worker.surety), since_audit), rng)
-        audited = draw < audits.share(state.rules, worker)
+        cheats = strategy(CheatView(worker.streak, len(worker.surety), since_audit), rng)
+        audited = draw < audits.audit_share(state.rules, worker)
         since_audit = 0 if audited else since_audit + 1
         life.cheated += cheats
         life.audited += audited
@@ -165,7 +165,7 @@ def _live(
 def _state(checks: CheckPolicy) -> State:
     policy = checks.audits or ALL_AUDITED
     return State(
-        Rules(
+        SchedulerRules(
             run="",
             async_level=0,
             groups_per_step=1,
@@ -183,8 +183,8 @@ def _state(checks: CheckPolicy) -> State:
     )
 
 
-def _newcomer() -> Worker:
-    return Worker("", "", "", "", 1, 0)
+def _newcomer() -> WorkerRecord:
+    return WorkerRecord("", "", "", "", 1, 0)
 
 
 def _lease(number: int) -> LeaseRecord:

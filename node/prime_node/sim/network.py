@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
 from prime_node.broadcast.swarm.download import TREE_S_MAX
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, neighbours, share_of, topology_for
@@ -27,7 +27,7 @@ ORIGIN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SimulatedSwarm:
     """What is simulated."""
 
     homes: Sequence[Home]
@@ -109,7 +109,7 @@ class _Node:
 class Simulation:
     """One broadcast. Make it, `run` it once."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedSwarm) -> None:
         self._world = world
         self._rng = random.Random(world.seed)
         num_pieces = max(1, math.ceil(world.file_bytes / world.piece_bytes))
@@ -291,9 +291,9 @@ class Simulation:
             return
         server = self._nodes[request.server]
         turn = server.choker.asked(self._names[request.asker], number, self._now_s)
-        if turn is Turn.NOW:
+        if turn is UploadTurn.NOW:
             self._serve(number, request)
-        elif turn is Turn.REFUSED:
+        elif turn is UploadTurn.REFUSED:
             way_s = self._way_s(request.asker, request.server)
             self._at(self._now_s + way_s, self._refused, number)
 

@@ -87,7 +87,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """The answer."""
 
     compute_s: float
@@ -114,7 +114,7 @@ def state_bytes(parameters: float, gpus: int) -> float:
     return 16.0 * parameters / gpus
 
 
-def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | None = None) -> Plan:
+def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | None = None) -> StepPlan:
     """A step of `shape`, sharded over all GPUs."""
     load, machine = load or Load(), machine or Machine()
     passes = math.ceil(load.tokens / (gpus * load.pass_tokens))
@@ -124,7 +124,7 @@ def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | N
     traffic_s = passes * 8.0 * shape.parameters * (gpus - 1) / gpus / link
     layer = (shape.parameters - shape.root_parameters) / shape.layers
     kept = 2.0 * shape.layers + ACTIVATION_BYTES if load.recompute else ACTIVATION_BYTES * shape.layers
-    return Plan(
+    return StepPlan(
         compute_s=compute_s,
         traffic_s=traffic_s,
         wait_s=max(0.0, traffic_s - compute_s) + traffic_s / (passes * (shape.layers + 1)),

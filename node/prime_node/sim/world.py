@@ -16,15 +16,15 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.measure.tracker import StepLog, Tracker
-from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
+from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.effects import Topic, Woken
 from prime_node.coordinator.state.records import LeaseRecord, State
-from prime_node.coordinator.state.rules import Rules
-from prime_node.coordinator.state.scheduler import Refusal, choose_slots, forgettable_step
+from prime_node.coordinator.state.rules import SchedulerRules
+from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots, forgettable_step
 from prime_node.coordinator.state.tick import tick
 from prime_node.sim.virtual_time import Bell, Process, VirtualTime, Within
 from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead
@@ -75,7 +75,7 @@ class Scenario:
     leases_ahead: int = 1
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> SchedulerRules:
         return make_rules(
             self.schedule,
             async_level=self.async_level,
@@ -93,11 +93,11 @@ def make_rules(
     max_steps: int,
     workers: int,
     rollouts_per_group: int = 8,
-) -> Rules:
+) -> SchedulerRules:
     """A run's rules without a run. Leases never expire by themselves."""
     eta = float(async_level) if schedule.staleness_threshold is None else schedule.staleness_threshold
     is_window = schedule.selection is Selection.WINDOW
-    return Rules(
+    return SchedulerRules(
         run="0" * 64,
         async_level=lag_of(eta),
         groups_per_step=groups_per_step,
@@ -133,7 +133,7 @@ class _Worker:
     line: deque[LeaseRecord] = field(default_factory=deque)
 
 
-class World:
+class SimulatedRun:
     """`run` it, then read what it found."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -178,7 +178,7 @@ class World:
         num_groups = scenario.num_steps * scenario.groups_per_step
         return published_at(
             [Work(slot, 1, scenario.group_seconds(slot)) for slot in range(num_groups)],
-            Mode(rules.admission, rules.batches_per_step),
+            WaitingRules(rules.admission, rules.batches_per_step),
             workers=scenario.num_workers,
             train_seconds=lambda step: self.train_seconds[step],
             usable_seconds=scenario.broadcast_seconds,
@@ -197,7 +197,7 @@ class World:
             if isinstance(effect, Woken):
                 self._bells[effect.topic].ring()
 
-    def _ask_lease(self, worker: _Worker, policy_version: int) -> Generator[Within, None, LeaseRecord | Refusal]:
+    def _ask_lease(self, worker: _Worker, policy_version: int) -> Generator[Within, None, LeaseRecord | NothingToLease]:
         """api/leasing.py's `lease`, without the network."""
         deadline_s = self.time.now_s + self.scenario.costs.wait
         rollouts_max = self.scenario.groups_per_lease * self.state.rules.rollouts_per_group
@@ -209,7 +209,7 @@ class World:
                 rollouts_max=rollouts_max,
                 now_ms=self.time.now_ms,
             )
-            if not isinstance(found, Refusal):
+            if not isinstance(found, NothingToLease):
                 break
             left_s = deadline_s - self.time.now_s
             if not found.is_worth_waiting or left_s <= 0:
@@ -245,7 +245,7 @@ class World:
                 yield worker.policy_came if worker.latest < 0 else worker.leases_came
             yield costs.request
             found = yield from self._ask_lease(worker, worker.latest)
-            if isinstance(found, Refusal):
+            if isinstance(found, NothingToLease):
                 if self.state.is_complete:
                     return
                 yield max(costs.retry, found.pause_s)
@@ -355,7 +355,7 @@ class World:
                 yield self._submitted
             version = self._to_publish[0]
             yield self.scenario.costs.encode
-            self._decide(ev.ManifestPublished(version, f"{version:064d}", (Route(None, 1),)))
+            self._decide(ev.ManifestPublished(version, f"{version:064d}", (UpdateRoute(None, 1),)))
             self.published_s.append(self.time.now_s)
             self._to_publish.popleft()
             self._published.ring()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.algo.estimates import Mark, sampled_figures, spread
-from prime_node.envs.episodes import Bounds, Desk, Recorder, again_alone
+from prime_node.envs.episodes import Bounds, Desk, EpisodeRecorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
 from prime_protocol.assignment import Sampling
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class HeldOutPrompt:
     """A held-out problem, ready to be asked."""
 
     environment: str
@@ -37,24 +37,24 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutSets:
     """The two sets of questions."""
 
-    evaluation: tuple[Question, ...]
-    stopping: tuple[Question, ...]
+    evaluation: tuple[HeldOutPrompt, ...]
+    stopping: tuple[HeldOutPrompt, ...]
 
 
 def held_out(
     environments: Mapping[str, Environment], tokenizer: Tokenizer, *, evaluation: int, stopping: int
-) -> HeldOut:
+) -> HeldOutSets:
     """So many problems of each environment."""
-    sets: tuple[list[Question], list[Question]] = ([], [])
+    sets: tuple[list[HeldOutPrompt], list[HeldOutPrompt]] = ([], [])
     for name, environment in environments.items():
         for number, problem in enumerate(environment.held_out(evaluation + stopping)):
             prompt = tuple(tokenizer.encode_prompt(problem.prompt))
-            question = Question(name, prompt, problem, isinstance(problem, TurnProblem))
+            question = HeldOutPrompt(name, prompt, problem, isinstance(problem, TurnProblem))
             sets[number >= evaluation].append(question)
-    return HeldOut(tuple(sets[0]), tuple(sets[1]))
+    return HeldOutSets(tuple(sets[0]), tuple(sets[1]))
 
 
 class Evaluator:
@@ -64,7 +64,7 @@ class Evaluator:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        questions: HeldOut,
+        questions: HeldOutSets,
         sampling: Sampling,
         *,
         seed: int,
@@ -115,7 +115,7 @@ class Evaluator:
         """Free the engine. Idempotent."""
         await self._engine.close()
 
-    async def _accuracy(self, questions: Sequence[Question], weights: Weights, policy_version: int) -> float:
+    async def _accuracy(self, questions: Sequence[HeldOutPrompt], weights: Weights, policy_version: int) -> float:
         await self._engine.load(weights, policy_version=policy_version)
         marks = await self._ask(questions, self._sampling, samples=1)
         if questions and not any(mark.num_completions for mark in marks):
@@ -125,7 +125,7 @@ class Evaluator:
             )
         return _mean([mark.share for mark in marks if mark.num_completions])
 
-    async def _ask(self, questions: Sequence[Question], sampling: Sampling, *, samples: int) -> list[Mark]:
+    async def _ask(self, questions: Sequence[HeldOutPrompt], sampling: Sampling, *, samples: int) -> list[Mark]:
         """One mark for each question, over `samples` completions."""
         seeds = [
             [self._seed * 2**32 + sample * 2**20 + number for sample in range(samples)]
@@ -146,19 +146,19 @@ class Evaluator:
             marks[place] = _marked([None if reward is None else (reward == 1.0, reward) for reward in its])
         return [marks[place] for place in range(len(questions))]
 
-    async def _episode(self, question: Question, seed: int, desk: Desk, alone: asyncio.Lock) -> float | None:
+    async def _episode(self, question: HeldOutPrompt, seed: int, desk: Desk, alone: asyncio.Lock) -> float | None:
         """The reward of one rollout of an environment that answers; None where it fails."""
         problem, bounds = question.problem, self._bounds[question.environment]
         assert isinstance(problem, TurnProblem)
         try:
             return await again_alone(
-                lambda: problem.play(question.prompt_token_ids, Recorder(seed, bounds, desk.ask)), alone
+                lambda: problem.play(question.prompt_token_ids, EpisodeRecorder(seed, bounds, desk.ask)), alone
             )
         except Exception:  # an environment is not ours, and the engine's faults come by the desk
             log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)
             return None
 
-    def _mark(self, question: Question, completions: Sequence[Completion]) -> Mark:
+    def _mark(self, question: HeldOutPrompt, completions: Sequence[Completion]) -> Mark:
         """Where the environment fails, no answer is right or wrong: the run goes on without its word."""
         problem = question.problem
         values: list[tuple[bool, float] | None] = []
@@ -183,7 +183,7 @@ def _marked(values: Sequence[tuple[bool, float] | None]) -> Mark:
     return Mark(right, len(known), _mean(rewards), len(values) - len(known))
 
 
-def _by_environment(questions: Sequence[Question], marks: Sequence[Mark]) -> dict[str, list[Mark]]:
+def _by_environment(questions: Sequence[HeldOutPrompt], marks: Sequence[Mark]) -> dict[str, list[Mark]]:
     """Those of problems of which an answer could be marked."""
     found: dict[str, list[Mark]] = {}
     for question, mark in zip(questions, marks, strict=True):

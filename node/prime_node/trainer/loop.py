@@ -22,7 +22,7 @@ from typing import Any
 from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.recipe import Recipe
-from prime_node.trainer.rows import row_of
+from prime_node.trainer.rows import trainer_row
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.step import train_step
@@ -34,7 +34,7 @@ SAY_S = 30.0
 """A longer wait for a batch is told, and how long it is by then."""
 
 
-async def run(trainer: Trainer, stop: asyncio.Event) -> bool:
+async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
     """Train until the run's last policy is published (True) or until `stop` is set (False)."""
     try:
         spec = trainer.run.spec
@@ -86,7 +86,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         saved_s = now_s()
         await _unless_left(trainer, stop, trainer.publish())
         ended_s = now_s()
-        row = row_of(
+        row = trainer_row(
             trained,
             trainer.state,
             train_seconds=trainer.train_seconds,

@@ -9,7 +9,7 @@ from enum import StrEnum
 from prime_node.algo.advantages import Advantage, find_advantage
 from prime_node.algo.filters import Filter, find_filter
 from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import Damping, Schedule
+from prime_node.algo.schedule import Damping, ParameterSchedule
 from prime_node.ports.train_backend import Loss, TrainingMode
 from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
 from prime_protocol.errors import LocalError
@@ -44,7 +44,7 @@ class Recipe:
     loss: Loss
     advantage: Advantage
     filters: tuple[Filter, ...]
-    schedule: Schedule
+    schedule: ParameterSchedule
     damping: Damping | None
     mode: TrainingMode
     environment_modes: Mapping[str, TrainingMode]
@@ -61,7 +61,9 @@ class Recipe:
             loss=_loss(config.loss, completion_tokens_max),
             advantage=_advantage(config.advantage),
             filters=tuple(find_filter(each.type, kwargs=each.kwargs, enforce=each.enforce) for each in config.filters),
-            schedule=Schedule(optimizer.lr, optimizer.warmup_steps, max_steps, config.lr_final_share, config.lr_decay),
+            schedule=ParameterSchedule(
+                optimizer.lr, optimizer.warmup_steps, max_steps, config.lr_final_share, config.lr_decay
+            ),
             damping=None if config.lr_damping_nats is None else Damping(config.lr_damping_nats),
             mode=config.mode,
             environment_modes=config.environment_modes,

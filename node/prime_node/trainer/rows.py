@@ -11,7 +11,7 @@ from prime_node.trainer.state import TrainerState
 from prime_node.trainer.step import Trained
 
 
-def row_of(
+def trainer_row(
     trained: Trained,
     state: TrainerState,
     *,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from prime_node.algo.losses import find_loss
-from prime_node.algo.schedule import Schedule
+from prime_node.algo.schedule import ParameterSchedule
 from prime_node.trainer.state import Phase
 from prime_node.trainer.trainer import Trainer
 
@@ -21,7 +21,7 @@ async def teach(trainer: Trainer, stop: asyncio.Event) -> None:
     """Supervised steps until the accuracy's target, `steps_max`, or `stop`. Changes the phase unless it was stopped."""
     config = trainer.config.sft
     loss = find_loss("sft")
-    schedule = Schedule(config.optimizer.lr, config.optimizer.warmup_steps, 1, final_share=1.0)
+    schedule = ParameterSchedule(config.optimizer.lr, config.optimizer.warmup_steps, 1, final_share=1.0)
     while not await _is_taught(trainer):
         if stop.is_set():
             await trainer.save()

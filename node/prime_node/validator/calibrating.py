@@ -1,4 +1,4 @@
-"""Measuring honest error: one engine samples, another judges, nobody lies. What they differ by is what `calibrate` allows.
+"""Measuring honest error: one engine samples, another judges, nobody lies. `calibrate_statistics` allows what they differ by.
 
 Sampled and judged in small batches and in large ones, since kernels differ with the size of a batch, by leases like those of a
 run: groups of completions that share a prompt. Completions run to their length limit, so late positions are measured too.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.calibration import PairMoments
-from prime_protocol.evidence import Moments, calibrate
+from prime_protocol.evidence import Moments, calibrate_statistics
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.proof import num_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for
@@ -75,7 +75,7 @@ class Errors:
         for name, parts in self.values.items():
             values = np.concatenate(parts) * (1.0 if name in SHARES else SPREAD)
             cap = CAPS.get(name) or max(CAP_OVER_TAIL * float(np.quantile(values, 0.999)), CAP_MIN)
-            found[name] = calibrate(
+            found[name] = calibrate_statistics(
                 values,
                 cap=cap,
                 lambdas=[power / cap for power in POWERS],
@@ -119,7 +119,7 @@ def _group(rng: np.random.Generator, slot: int, vocab_size: int, prompt_tokens_m
     return GroupAssignment(slot=slot, problem=problem, prompt_token_ids=tuple(prompt), seeds=tuple(seeds))
 
 
-async def sample(engine: Engine, leases: Sequence[Lease]) -> list[Rollouts]:
+async def sample_honestly(engine: Engine, leases: Sequence[Lease]) -> list[Rollouts]:
     """What an honest worker would upload for each lease. The engine holds the policy."""
     return [rollouts_for(lease, await engine.generate(_generate_requests(lease), lease.sampling)) for lease in leases]
 
@@ -160,7 +160,7 @@ async def choice_moments(scorer: Scorer, leases: Sequence[Lease], sampled: Seque
     for name, parts in found.items():
         raised_T = np.concatenate(parts)
         cap = max(CAP_OVER_TAIL * float(np.quantile(raised_T, 0.999)), CAP_MIN)
-        slack = calibrate(raised_T, cap=cap, lambdas=[1.0], lengths=lengths_C, headroom=HEADROOM)
+        slack = calibrate_statistics(raised_T, cap=cap, lambdas=[1.0], lengths=lengths_C, headroom=HEADROOM)
         moments[name] = slack.model_copy(update={"cap": RATIO_CAP})
     return moments
 

@@ -19,7 +19,7 @@ from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.replay.staleness import versions_of
-from prime_node.validator.references import Comparison, References
+from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
@@ -68,7 +68,7 @@ class Judgement:
     """What its tokens say against the worker."""
     logprobs_T: npt.NDArray[np.float32] | None = None
     """[T] of an audited bundle: the validator's own, which the trainer uses in the place of the claimed ones."""
-    comparison: Comparison | None = None
+    comparison: ReferenceComparison | None = None
     """What the validator is going to sample to compare the bundle's rewards with. Stays here, as do:"""
     references: References | None = None
     """What it sampled."""

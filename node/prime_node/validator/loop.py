@@ -29,7 +29,7 @@ from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
 from prime_node.validator.lanes import Lanes
-from prime_node.validator.references import Comparison, Comparisons
+from prime_node.validator.references import Comparisons, ReferenceComparison
 from prime_node.validator.spans import policies_of
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, PeerError
@@ -77,7 +77,7 @@ class Validator:
         self.held = HeldScorer(self.scorer)
 
 
-async def run(validator: Validator, stop: asyncio.Event) -> None:
+async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
     """Judge bundles until `stop` is set; what has been fetched is judged first. Raises LocalError where this machine cannot."""
     if validator.config.unsafe_skip_proofs:
         log.warning("unsafe_skip_proofs: no rollout is proven; whoever joins decides what is learned")
@@ -192,7 +192,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
 
 async def _planned(
     validator: Validator, task: CheckTask, bundle: OpenedBundle, scorer: SamplingScorer
-) -> Comparison | None:
+) -> ReferenceComparison | None:
     if not (bundle.is_unseeded and validator.run.spec.checks.compares_rewards):
         return None
     return await validator.comparisons.plan(

@@ -50,7 +50,7 @@ PROBE_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ReferenceComparison:
     """Decided, and not sampled yet."""
 
     chosen: Chosen
@@ -58,7 +58,7 @@ class Comparison:
 
 
 @dataclass(slots=True)
-class Pace:
+class ReferencePace:
     """How fast an engine samples, and what it has still to sample."""
 
     step_s: float = 0.0
@@ -80,7 +80,7 @@ class Pace:
         self.step_s = (ended_s - started_s) / num
         self._known_until_s = ended_s + (ended_s - started_s) / PROBE_SHARE
 
-    def planned(self, chosen: Chosen, *, tokens_max: int, left_s: float, turns_max: int) -> Comparison | None:
+    def planned(self, chosen: Chosen, *, tokens_max: int, left_s: float, turns_max: int) -> ReferenceComparison | None:
         """As many of the groups as are sampled in time even if no completion ends early, after what is in the backlog.
 
         None where there are none, or where `turns_max` turns would hold up other bundles for too long.
@@ -90,7 +90,7 @@ class Pace:
         num = sum((count + 1) * group_s <= left_s - self.backlog_s for count in range(len(chosen)))
         if not num or turns_s > WAIT_SHARE_MAX * left_s:
             return None
-        return Comparison(dict(list(chosen.items())[:num]), num * group_s)
+        return ReferenceComparison(dict(list(chosen.items())[:num]), num * group_s)
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Comparisons:
 
     secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
     """What nobody can foresee: which groups are compared, and with what."""
-    pace: Pace = field(default_factory=Pace)
+    pace: ReferencePace = field(default_factory=ReferencePace)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     async def plan(
@@ -112,7 +112,7 @@ class Comparisons:
         clock: Clock,
         deadline_ms: int,
         turns_max: int,
-    ) -> Comparison | None:
+    ) -> ReferenceComparison | None:
         """What of a bundle is compared; None: nothing. To be called while nobody else uses the engine."""
         chosen = choose_groups(lease, spec=spec, bundle=bundle, secret=self.secret)
         if not chosen:
@@ -128,11 +128,11 @@ class Comparisons:
             )  # fmt: skip
         return planned
 
-    def begin(self, comparison: Comparison) -> None:
+    def begin(self, comparison: ReferenceComparison) -> None:
         """It is going to be sampled: what is planned from now on comes after it."""
         self.pace.backlog_s += comparison.bound_s
 
-    async def sample(self, comparison: Comparison, sampling: Sampling, generate: Generate) -> References:
+    async def sample(self, comparison: ReferenceComparison, sampling: Sampling, generate: Generate) -> References:
         """Of one that has begun. Raises what `generate` does."""
         try:
             async with self._turn:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from prime_node.envs.episodes import Desk, Recorder, again_alone, bounds_of
+from prime_node.envs.episodes import Desk, EpisodeRecorder, again_alone, bounds_of
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import TurnEnvironment
 from prime_protocol.assignment import GroupAssignment, Lease
@@ -48,7 +48,7 @@ async def play_lease(
                 _turns(
                     group,
                     environments.get(group.problem.environment),
-                    partial(Recorder, seed, bounds[group.problem.environment], desk.ask),
+                    partial(EpisodeRecorder, seed, bounds[group.problem.environment], desk.ask),
                     alone,
                 )
                 for group in lease.groups
@@ -62,7 +62,10 @@ async def play_lease(
 
 
 async def _turns(
-    group: GroupAssignment, environment: TurnEnvironment | None, begin: Callable[[], Recorder], alone: asyncio.Lock
+    group: GroupAssignment,
+    environment: TurnEnvironment | None,
+    begin: Callable[[], EpisodeRecorder],
+    alone: asyncio.Lock,
 ) -> list[Turn]:
     """Of one rollout; its seeds make a second time like the first."""
     recorder, problem = begin(), group.problem

@@ -77,7 +77,7 @@ def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: Eng
     return pack_parcel(header, body, PayloadType.ROLLOUT, key)
 
 
-class Pace:
+class GenerationPace:
     """How fast this machine generates, from what it has done: a mean that forgets. A rehearsal counts until work does."""
 
     def __init__(self) -> None:

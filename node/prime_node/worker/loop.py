@@ -14,8 +14,15 @@ import logging
 from collections.abc import Awaitable
 
 from prime_node.patience import causes_of, unless
-from prime_node.worker.reporting import farewell, fetch_receipts, heartbeat, last_receipts, show_status, status_of
-from prime_node.worker.session import Banned
+from prime_node.worker.reporting import (
+    farewell,
+    fetch_receipts,
+    heartbeat_request,
+    last_receipts,
+    show_status,
+    status_of,
+)
+from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import write_status
 from prime_node.worker.work import fulfil, hand_back, lease_ahead, load_first
 from prime_node.worker.worker import Ending, Worker
@@ -28,7 +35,7 @@ LAST_RECEIPTS_S_MAX = 10.0
 """A banned worker asks for what was judged so long; the coordinator may be away."""
 
 
-async def run(worker: Worker, stop: asyncio.Event) -> Ending:
+async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
     """Until `stop` is set, the run is over or we are banned.
 
     Raises LocalError where this machine cannot go on, PeerError where the coordinator cannot be talked to.
@@ -42,8 +49,8 @@ async def run(worker: Worker, stop: asyncio.Event) -> Ending:
         return ending
     except BaseExceptionGroup as group:  # the tasks' faults come together; a ban explains the others
         causes = causes_of(group)
-        error = next((cause for cause in causes if isinstance(cause, Banned)), causes[0])
-        if not isinstance(error, Banned):
+        error = next((cause for cause in causes if isinstance(cause, KeyBanned)), causes[0])
+        if not isinstance(error, KeyBanned):
             raise error from None
         log.error(
             "banned from this run: %s. What is not uploaded stays in %s. Where that is unjust, tell the run's operator your "
@@ -72,7 +79,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
         if not worker.quit.is_set():
             beside += [
                 tasks.create_task(_set_after(worker.quit, session.draining.wait())),
-                tasks.create_task(session.heartbeat(lambda: heartbeat(worker))),
+                tasks.create_task(session.heartbeat(lambda: heartbeat_request(worker))),
                 tasks.create_task(worker.trust.follow()),
                 tasks.create_task(worker.follower.follow()),
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),

@@ -11,7 +11,7 @@ from typing import Any
 from prime_node.patience import unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_node.worker.leases import Pace
+from prime_node.worker.leases import GenerationPace
 from prime_protocol.run_spec import RunSpec
 
 ROLLOUTS = 16
@@ -21,7 +21,7 @@ TOKENS_MAX = 16
 
 
 async def rehearse(
-    engine: Engine, spec: RunSpec, pace: Pace, *, clock: Clock, too_long: Coroutine[Any, Any, object]
+    engine: Engine, spec: RunSpec, pace: GenerationPace, *, clock: Clock, too_long: Coroutine[Any, Any, object]
 ) -> None:
     """Tell `pace` how fast the engine samples the policy that it holds; at least so slow, where `too_long` is done first."""
     tokens = min(TOKENS_MAX, spec.sampling.completion_tokens_max)

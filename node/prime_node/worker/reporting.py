@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from prime_node.ports.transport import Unreachable
-from prime_node.worker.session import Banned
+from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol import limits
@@ -32,7 +32,7 @@ async def last_receipts(worker: Worker) -> None:
     try:
         while await _take_receipts(worker, worker.session.attempt):
             continue
-    except (PeerError, Unreachable, Banned) as error:
+    except (PeerError, Unreachable, KeyBanned) as error:
         log.info("receipts: %s; what is missing is fetched next time", error)
 
 
@@ -53,7 +53,7 @@ async def show_status(worker: Worker) -> NoReturn:
         await worker.clock.sleep(worker.config.status_seconds)
 
 
-def heartbeat(worker: Worker) -> HeartbeatRequest:
+def heartbeat_request(worker: Worker) -> HeartbeatRequest:
     return HeartbeatRequest(
         state=worker.state,
         policy_version=worker.held,

@@ -29,7 +29,7 @@ _ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED, ErrorCode.IN_USE}
 """Refusals that go away: with a fresh stamp, after somebody has set the clock, or once the other machine with our key is gone."""
 
 
-class Banned(Exception):
+class KeyBanned(Exception):
     """The coordinator has banned this key from the run. The text is its reason."""
 
 
@@ -146,7 +146,7 @@ class Session:
                 )
                 raise PeerError(error.code, detail) from None
             if error.code is ErrorCode.BANNED:
-                raise Banned(error.detail) from None
+                raise KeyBanned(error.detail) from None
             if error.code is ErrorCode.UNKNOWN_WORKER:
                 raise PeerError(ErrorCode.UNAVAILABLE, "the coordinator forgets us as soon as we have joined") from None
             raise

@@ -23,7 +23,7 @@ from prime_node.ports.engine import Engine
 from prime_node.ports.environment import TurnEnvironment
 from prime_node.ports.transport import WorkerPort
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.leases import Pace
+from prime_node.worker.leases import GenerationPace
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
@@ -95,7 +95,7 @@ class Worker:
     waiting_for: str = ""
     rollouts_generated: int = 0
     leases_dropped: int = 0
-    pace: Pace = field(default_factory=Pace)
+    pace: GenerationPace = field(default_factory=GenerationPace)
     speed: Speed | None = None
     """What the rehearsal showed, for the coordinator."""
     accepted: Switch = field(default_factory=Switch)

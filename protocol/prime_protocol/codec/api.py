@@ -28,7 +28,7 @@ from prime_protocol.codec.layout import (
     Mode,
     address,
     bit_patterns,
-    read_head,
+    read_chunk_head,
     require_same_size,
     write_chunk,
 )
@@ -158,7 +158,7 @@ def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]])
         if not 0 <= start <= start + count <= target.out.size:
             raise ValueError(f"elements {start} to {start + count} of a tensor of {target.out.size}")
         element = target.element
-        mode = read_head(data, element, count)
+        mode = read_chunk_head(data, element, count)
         if mode is not Mode.FULL and target.base is None:
             raise CodecError(f"mode {mode.name} needs a base")
         kernels = _kernels_for(element, count)
@@ -177,7 +177,7 @@ def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: sl
         if kernels and element.itemsize == 2:
             kernels.decode_full(data, out)
         else:
-            out[:] = portable.decode_full(data, out.size, element)
+            out[:] = portable.portable_decode_full(data, out.size, element)
         return
     assert target.base is not None
     source = target.base[part]
@@ -195,7 +195,7 @@ def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: sl
     elif kernels:
         kernels.decode_classes(data, out, source, element)
     else:
-        out[:] = class_portable.decode_classes(data, source, element)
+        out[:] = class_portable.portable_decode_classes(data, source, element)
 
 
 def encode_chunks(pairs: Sequence[tuple[Array, Array | None]], element: ElementType) -> list[bytes]:
@@ -245,7 +245,7 @@ def _encode_alone(new: Array, base: Array | None, element: ElementType) -> bytes
 def _encode_full(new: Array, element: ElementType) -> bytes:
     kernels = _kernels_for(element, new.size)
     wordwise = kernels is not None and element.itemsize == 2
-    body = kernels.encode_full(new) if kernels and wordwise else portable.encode_full(new, element)
+    body = kernels.encode_full(new) if kernels and wordwise else portable.portable_encode_full(new, element)
     return write_chunk(Mode.FULL, element, new.size, body)
 
 

@@ -1,7 +1,7 @@
 """The CLASS mode's decoder on numpy alone, for machines without numba. Slower than the kernels, same bytes in, same result.
 
-The streams of a chunk lie one after the other so that each can be read as an array: `Bits` turns them into numpy once, and every
-step below is a whole-array operation. SPEC.md, section "CLASS".
+The streams of a chunk lie one after the other so that each can be read as an array: `BitReader` turns them into numpy once,
+and every step below is a whole-array operation. SPEC.md, section "CLASS".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClassPlan:
     magnitude_bits: int = 0
 
 
-class Bits:
+class BitReader:
     """A reader of bit streams: numbers from the front, then whole arrays. Raises CodecError at the end."""
 
     def __init__(self, body: bytes) -> None:
@@ -95,13 +95,13 @@ class Bits:
         return values
 
 
-def decode_classes(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
+def portable_decode_classes(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
     """The new bit patterns of a CLASS chunk."""
     if len(data) < BODY_AT:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
-    reader = Bits(bytes(data[BODY_AT:]))
-    plans = [read_plan(reader, base.size) for _ in lowest]
+    reader = BitReader(bytes(data[BODY_AT:]))
+    plans = [portable_read_plan(reader, base.size) for _ in lowest]
     num_escapes = reader.length() - 1
     if sum(plan.count for plan in plans) > base.size or num_escapes > base.size:
         raise CodecError("a class's parameters are out of range")
@@ -140,7 +140,7 @@ def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:
     return numbers
 
 
-def read_plan(reader: Bits, count: int) -> ClassPlan:
+def portable_read_plan(reader: BitReader, count: int) -> ClassPlan:
     plan = ClassPlan(coder=reader.take(2))
     if plan.coder == EMPTY:
         return plan
@@ -161,7 +161,7 @@ def read_plan(reader: Bits, count: int) -> ClassPlan:
     return plan
 
 
-def _read_changes(reader: Bits, plans: list[ClassPlan]) -> list[tuple[Array, Array]]:
+def _read_changes(reader: BitReader, plans: list[ClassPlan]) -> list[tuple[Array, Array]]:
     """Ranks and steps of every class, in the order of the streams: signs, low bits, unary codes, suffixes."""
     sparse = [plan for plan in plans if plan.coder == SPARSE]
     negative = reader.fixed(sum(plan.count for plan in sparse), 1).astype(bool)
@@ -192,7 +192,7 @@ def _read_changes(reader: Bits, plans: list[ClassPlan]) -> list[tuple[Array, Arr
     return [changes.get(id(plan), nothing) for plan in plans]
 
 
-def _read_magnitudes(reader: Bits, plan: ClassPlan, lows: Array, quotients: list[Array]) -> Array:
+def _read_magnitudes(reader: BitReader, plan: ClassPlan, lows: Array, quotients: list[Array]) -> Array:
     """|step| of every change of a class. Only exponential Golomb codes have suffixes left to read."""
     magnitudes = np.ones(plan.count, np.int64)
     if plan.magnitudes == EXCEPTIONS:

@@ -66,7 +66,7 @@ def encode_classes(
     ends, found = np.zeros(len(words), np.int64), np.zeros(2, np.int64)
     chunks: list[bytes | None] = []
     while len(chunks) < len(words):
-        done = encode.encode_classes(
+        done = encode.encode_class_table(
             table, len(chunks), wide, b.lowest, b.fill, b.scattered, b.escapes, b.plan, b.positions, b.steps,
             b.quotients, b.octets, ends, found,
         )  # fmt: skip
@@ -101,7 +101,7 @@ def decode_words(chunks: Sequence[Words], *, wide: bool = HAS_WIDE) -> None:
     b, found, done = _buffers(), np.zeros(4, np.int64), 0
     table = np.array([(*where, *_body(data)) for data, *where in chunks], np.int64)
     while done < len(chunks):
-        done = decode.decode_classes(
+        done = decode.decode_class_table(
             table, done, found[0] == decode.HAS_PLANES, b.octets, wide, b.lowest, b.fill, b.plan, b.positions, b.steps,
             b.quotients, b.places, b.clean, b.escapes, b.words, b.starts, found,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def _read_exponents(data: memoryview, offset: int, size: int) -> tuple[Array, in
     kind, payload, end = split_plane(data, offset)
     if kind == PlaneKind.ZSTD:
         plane = _buffers().high[:size]
-        if huffman.read_frame(_readonly(np.frombuffer(payload, np.uint8)), plane):
+        if huffman.read_huffman_frame(_readonly(np.frombuffer(payload, np.uint8)), plane):
             return plane, end
     return read_plane(data, offset, size)
 

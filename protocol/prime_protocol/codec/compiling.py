@@ -28,7 +28,7 @@ def ready_decoder() -> None:
     if load_kernels():
         element, out = TYPES["bf16"], np.zeros(KERNEL_ELEMENTS, np.uint16)
         out[::2] = 1 << 7  # two exponents, so that zstd has something to do
-        full = write_chunk(Mode.FULL, element, out.size, portable.encode_full(out, element))
+        full = write_chunk(Mode.FULL, element, out.size, portable.portable_encode_full(out, element))
         unchanged = write_chunk(Mode.CLASS, element, out.size, [UNCHANGED])
         for chunk in (full, unchanged):
             decode_chunk(chunk, out, out, dtype=element.name, start=0, count=out.size)
@@ -48,7 +48,7 @@ def cache_place() -> tuple[str, str] | None:
     if load_kernels() is None:
         return None
     from prime_protocol.codec.kernels.base import cache_key
-    from prime_protocol.codec.kernels.decode import decode_classes
+    from prime_protocol.codec.kernels.decode import decode_class_table
 
-    folder: str | None = decode_classes.stats.cache_path
+    folder: str | None = decode_class_table.stats.cache_path
     return None if folder is None else (folder, cache_key())

@@ -117,7 +117,7 @@ def write_chunk(mode: Mode, element: ElementType, count: int, body: Body) -> byt
     return b"".join((write_head(mode, element, count), *body))
 
 
-def read_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:
+def read_chunk_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:
     """Check the head against what the manifest announced. The head is redundant so that a chunk can be judged alone."""
     if len(data) < HEAD_BYTES:
         raise CodecError(f"{len(data)} bytes are no head")

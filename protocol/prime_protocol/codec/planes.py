@@ -101,7 +101,7 @@ def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
     if kind == PlaneKind.CONSTANT and len(payload) == 1:
         return np.full(size, payload[0], np.uint8), end
     if kind == PlaneKind.ZSTD:
-        return decompress(payload, size), end
+        return decompress_plane(payload, size), end
     raise CodecError(f"plane of kind {kind} with {len(payload)} bytes, {size} expected")
 
 
@@ -115,7 +115,7 @@ def compress(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENT
     return _compressor(parameters).compress(np.ascontiguousarray(plane).data)
 
 
-def decompress(frame: memoryview, size: int) -> Array:
+def decompress_plane(frame: memoryview, size: int) -> Array:
     """Exactly `size` bytes out of exactly one frame, or an error. Allocates no more than `size`."""
     try:
         declared = zstandard.get_frame_parameters(frame)

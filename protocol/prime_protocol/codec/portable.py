@@ -57,12 +57,12 @@ def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) ->
     return new
 
 
-def encode_full(new: Array, element: ElementType) -> Body:
+def portable_encode_full(new: Array, element: ElementType) -> Body:
     """Floats are rotated left by one bit first: the exponent then fills a byte of its own, and the sign joins the mantissa."""
     return _written(split_bytes(rotate_left(new, element)))
 
 
-def decode_full(data: bytes | memoryview, count: int, element: ElementType) -> Array:
+def portable_decode_full(data: bytes | memoryview, count: int, element: ElementType) -> Array:
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
     require_end(view, end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zstandard
 
 from prime_protocol.codec.errors import CodecError
-from prime_protocol.codec.layout import HEAD_BYTES, TYPES, ElementType, Mode, read_head
+from prime_protocol.codec.layout import HEAD_BYTES, TYPES, ElementType, Mode, read_chunk_head
 from prime_protocol.codec.wire import (
     BODY_AT,
     EMPTY,
@@ -27,11 +27,11 @@ from prime_protocol.codec.wire import (
 def decode(data: bytes, base: list[int] | None, *, dtype: str, count: int) -> list[int]:
     """The `count` new bit patterns."""
     element = TYPES[dtype]
-    mode = read_head(data, element, count)
+    mode = read_chunk_head(data, element, count)
     if mode is Mode.FULL:
         planes, end = read_planes(data, HEAD_BYTES, count, element.itemsize)
         require(end == len(data), "bytes after the end")
-        return [rotate_right(value, element) for value in join(planes)]
+        return [reference_rotate_right(value, element) for value in reference_join(planes)]
     if base is None:
         raise CodecError("needs a base")
     if mode is Mode.SKIP:
@@ -45,7 +45,7 @@ def decode(data: bytes, base: list[int] | None, *, dtype: str, count: int) -> li
     else:
         planes, end = read_planes(data, HEAD_BYTES, count, element.itemsize)
         require(end == len(data), "bytes after the end")
-        steps = [unzigzag(code) for code in join(planes)]
+        steps = [reference_unzigzag(code) for code in reference_join(planes)]
     modulus = 1 << 8 * element.itemsize
     return [(bits + step) % modulus for bits, step in zip(base, steps, strict=True)]
 
@@ -58,11 +58,11 @@ def require(condition: bool, reason: str) -> None:
 # Elements -----------------------------------------------------------------------------------------------------------
 
 
-def unzigzag(code: int) -> int:
+def reference_unzigzag(code: int) -> int:
     return -(code + 1) // 2 if code & 1 else code // 2
 
 
-def rotate_right(value: int, element: ElementType) -> int:
+def reference_rotate_right(value: int, element: ElementType) -> int:
     return value >> 1 | (value & 1) << (8 * element.itemsize - 1) if element.is_float else value
 
 
@@ -98,7 +98,7 @@ def inflate(frame: bytes, size: int) -> bytes:
         raise CodecError("zstd") from error
 
 
-def join(planes: list[bytes]) -> list[int]:
+def reference_join(planes: list[bytes]) -> list[int]:
     """Numbers from their bytes, the first plane lowest."""
     return [int.from_bytes(octets, "little") for octets in zip(*planes, strict=True)]
 
@@ -110,17 +110,17 @@ def gap_steps(data: bytes, count: int, element: ElementType) -> list[int]:
     planes, end = read_planes(data, HEAD_BYTES + 3, num_changes, 3 + element.itemsize)
     require(end == len(data), "bytes after the end")
     steps, at = [0] * count, -1
-    for gap, code in zip(join(planes[:3]), join(planes[3:]), strict=True):
+    for gap, code in zip(reference_join(planes[:3]), reference_join(planes[3:]), strict=True):
         at += gap + 1
         require(at < count, "a change behind the last element")
-        steps[at] = unzigzag(code)
+        steps[at] = reference_unzigzag(code)
     return steps
 
 
 # Classes ------------------------------------------------------------------------------------------------------------
 
 
-class Bits:
+class ReferenceBits:
     """Bits of bytes, the lowest bit of the first byte first."""
 
     def __init__(self, octets: bytes) -> None:
@@ -149,7 +149,7 @@ class Bits:
 def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int]:
     require(len(data) >= BODY_AT, "ends before the bit streams")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
-    bits = Bits(data[BODY_AT:])
+    bits = ReferenceBits(data[BODY_AT:])
     classes = [read_class(bits, len(base)) for _ in lowest]
     num_escapes = bits.length() - 1
     require(num_escapes <= len(base) and sum(c["count"] for c in classes) <= len(base), "too many elements")
@@ -181,7 +181,7 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
     return new if element.itemsize == 2 else [word & 0x7F | word >> 8 & 0x80 for word in new]
 
 
-def read_class(bits: Bits, count: int) -> dict[str, int]:
+def read_class(bits: ReferenceBits, count: int) -> dict[str, int]:
     row = {"coder": bits.take(2), "count": 0, "gap": 0, "kind": ONES, "exceptions": 0, "low": 0}
     if row["coder"] == EMPTY:
         return row
@@ -198,7 +198,7 @@ def read_class(bits: Bits, count: int) -> dict[str, int]:
     return row
 
 
-def read_changes(bits: Bits, classes: list[dict[str, int]]) -> list[list[tuple[int, int]]]:
+def read_changes(bits: ReferenceBits, classes: list[dict[str, int]]) -> list[list[tuple[int, int]]]:
     """(rank, step) of every change, class by class. The streams: signs, low bits, unary codes, suffixes."""
     sparse = [row if row["coder"] == SPARSE else {**row, "count": 0, "kind": ONES} for row in classes]
     signs = [[bits.take(1) for _ in range(row["count"])] for row in sparse]
@@ -217,7 +217,7 @@ def read_changes(bits: Bits, classes: list[dict[str, int]]) -> list[list[tuple[i
     changes = []
     for row, *streams in zip(sparse, signs, gaps, value_lows, quotients, prefixes, strict=True):
         sign_bits, class_gaps, lows, class_quotients, class_prefixes = streams
-        magnitudes = read_magnitudes(bits, row, lows, class_quotients, class_prefixes)
+        magnitudes = reference_magnitudes(bits, row, lows, class_quotients, class_prefixes)
         rank, pairs = -1, []
         for gap, magnitude, negative in zip(class_gaps, magnitudes, sign_bits, strict=True):
             rank += gap + 1
@@ -227,8 +227,8 @@ def read_changes(bits: Bits, classes: list[dict[str, int]]) -> list[list[tuple[i
     return changes
 
 
-def read_magnitudes(
-    bits: Bits, row: dict[str, int], lows: list[int], quotients: list[int], prefixes: list[int]
+def reference_magnitudes(
+    bits: ReferenceBits, row: dict[str, int], lows: list[int], quotients: list[int], prefixes: list[int]
 ) -> list[int]:
     """|step| of every change of one class."""
     magnitudes = [1] * row["count"]

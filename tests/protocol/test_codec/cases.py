@@ -21,7 +21,7 @@ from prime_protocol.codec import (
     reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
-from prime_protocol.codec.layout import TYPES, read_head, write_head
+from prime_protocol.codec.layout import TYPES, read_chunk_head, write_head
 
 Array = npt.NDArray[Any]
 FLOATS_WITH_CLASSES = [name for name, element in TYPES.items() if element.has_classes]
@@ -91,7 +91,7 @@ def _by_kernels(data: bytes, base: Array, dtype: str, out: Array, *, wide: bool)
 KERNELS: list[Decoder] = [partial(_by_kernels, wide=True), partial(_by_kernels, wide=False)]
 ALL_DECODERS: list[Decoder] = [
     lambda data, base, dtype, _: reference.decode(data, base.tolist(), dtype=dtype, count=base.size),
-    lambda data, base, dtype, _: class_portable.decode_classes(data, base, TYPES[dtype]).tolist(),
+    lambda data, base, dtype, _: class_portable.portable_decode_classes(data, base, TYPES[dtype]).tolist(),
     *KERNELS,
 ]
 
@@ -107,7 +107,7 @@ def decode_all_ways(
     guarded = np.full(base.size + 512, 0xA5, base.dtype)
     for decode in decoders:
         try:
-            read_head(data, TYPES[dtype], base.size)
+            read_chunk_head(data, TYPES[dtype], base.size)
             results.append(decode(data, base, dtype, guarded[256:-256]))
         except CodecError:
             results.append(None)

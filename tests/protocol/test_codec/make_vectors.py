@@ -38,8 +38,8 @@ def case(name: str, dtype: str, new: np.ndarray, base: np.ndarray | None, chunk:
 def codings(body: bytes, num_elements: int) -> set[tuple[int, int]]:
     """(coder, magnitude code) of every class in a CLASS body."""
     lowest = lowest_exponents(body[0], int.from_bytes(body[1:3], "little"))
-    reader = class_portable.Bits(body[3:])
-    plans = [class_portable.read_plan(reader, num_elements) for _ in lowest]
+    reader = class_portable.BitReader(body[3:])
+    plans = [class_portable.portable_read_plan(reader, num_elements) for _ in lowest]
     return {(plan.coder, plan.magnitudes) for plan in plans}
 
 

@@ -32,7 +32,7 @@ def written(plane: Array) -> bytes:
 def read(frame: bytes, size: int) -> Array | None:
     """What our reader makes of a frame, and that it writes nowhere else."""
     guarded = np.full(size + 128, GUARD, np.uint8)
-    taken = huffman.read_frame(np.frombuffer(frame, np.uint8), guarded[64:-64])
+    taken = huffman.read_huffman_frame(np.frombuffer(frame, np.uint8), guarded[64:-64])
     assert (guarded[:64] == GUARD).all()
     assert (guarded[-64:] == GUARD).all()
     return guarded[64:-64] if taken else None

@@ -125,7 +125,10 @@ def test_the_portable_modes_agree_with_the_reference_on_any_bytes(dtype: str, oc
     count = min(len(octets), len(other)) // element.itemsize
     base = np.frombuffer(octets, element.storage, count)
     new = np.frombuffer(other, element.storage, count)
-    bodies = {Mode.FULL: portable.encode_full(new, element), Mode.DENSE: portable.encode_dense(new, base, element)}
+    bodies = {
+        Mode.FULL: portable.portable_encode_full(new, element),
+        Mode.DENSE: portable.encode_dense(new, base, element),
+    }
     if (changes := np.flatnonzero(new != base)).size:
         bodies[Mode.GAP] = portable.encode_gap(new, base, element, changes)
     for mode, body in bodies.items():
@@ -148,11 +151,11 @@ def test_the_wide_and_the_scalar_encoder_write_the_same_bytes() -> None:
 
 def test_full_chunks_of_kernels_and_of_numpy_are_read_by_both() -> None:
     element, new, read = TYPES["bf16"], weights(50_000, "bf16", 3), np.empty(50_000, np.uint16)
-    for body in (classes.encode_full(new), portable.encode_full(new, element)):
+    for body in (classes.encode_full(new), portable.portable_encode_full(new, element)):
         data = write_chunk(Mode.FULL, element, new.size, body)
         classes.decode_full(data, read)
         assert np.array_equal(read, new)
-        assert np.array_equal(portable.decode_full(data, new.size, element), new)
+        assert np.array_equal(portable.portable_decode_full(data, new.size, element), new)
 
 
 @pytest.mark.parametrize(("density", "expected"), [(0.0, Mode.SKIP), (0.01, Mode.CLASS), (0.4, Mode.CLASS)])

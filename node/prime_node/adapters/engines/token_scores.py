@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from prime_node.adapters.engines.hidden_rows import bf16_bits
-from prime_node.adapters.engines.torch_noise import gumbel_noise
-from prime_node.adapters.engines.torch_nucleus import slack_of
+from prime_node.adapters.engines.torch_noise import torch_gumbel_noise
+from prime_node.adapters.engines.torch_nucleus import torch_slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
@@ -157,9 +157,9 @@ def score_tokens(
     scaled_NV = logits_NV / sampling.temperature
     noisy_NV, known = scaled_NV, [seed for seed in seeds if seed is not None]
     if known:
-        noisy_NV = scaled_NV + gumbel_noise(known, positions, logits_NV.shape[1], logits_NV.device)
+        noisy_NV = scaled_NV + torch_gumbel_noise(known, positions, logits_NV.shape[1], logits_NV.device)
     return TokenScores(
-        scaled_NV, noisy_NV, None if sampling.filters is None else slack_of(scaled_NV, *sampling.filters)
+        scaled_NV, noisy_NV, None if sampling.filters is None else torch_slack_of(scaled_NV, *sampling.filters)
     )
 
 

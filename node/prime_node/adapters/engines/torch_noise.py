@@ -21,7 +21,9 @@ BLOCK_BYTES = 2**21
 """numpy's float64 intermediates are kept about this large, so that they stay in the cache."""
 
 
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+def torch_gumbel_noise(
+    seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
+) -> torch.Tensor:
     """Equal to prime_protocol.noise.gumbel_noise: float32 [B, V] on `device`."""
     if device.type != "cpu":
         return noise_in_torch(seeds, positions, vocab_size, device)

@@ -17,7 +17,7 @@ LARGEST = 256
 HAIR = 1e-6
 
 
-def slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+def torch_slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
     """Slack [N, V] of all tokens, as prime_protocol.nucleus.slack_of gives it."""
     slack_NV = torch.full_like(scaled_NV, float("inf"))
     if min_p > 0:

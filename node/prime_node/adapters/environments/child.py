@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from prime_node.adapters.environments.frames import Answered, Asked, read_frame
+from prime_node.adapters.environments.frames import Answered, Asked, read_message_frame
 from prime_node.adapters.environments.launcher import Launched
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_node.scratch import Scratch
@@ -70,7 +70,7 @@ class Ended(EnvironmentFailed, EnvironmentGone):
     """The process is what failed."""
 
 
-class Child:
+class EnvironmentChild:
     """Starts when it is made, and blocks until the environments are ready. Raises LocalError with what the child says is
     wrong."""
 
@@ -172,7 +172,7 @@ class Child:
             while line := process.stdout.readline(limits.ENVIRONMENT_LINE_BYTES_MAX + 1):
                 if not line.endswith(b"\n"):
                     raise ValueError(f"a line of more than {limits.ENVIRONMENT_LINE_BYTES_MAX} bytes, or half a line")
-                self._take(read_frame(line))
+                self._take(read_message_frame(line))
         except ValueError as error:
             log.warning("the environments' process is ended: it wrote what is no answer (%s)", error)
             _kill(process)

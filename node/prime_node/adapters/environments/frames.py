@@ -39,7 +39,7 @@ class Answered:
     is_worn: bool
 
 
-def read_frame(line: bytes) -> Asked | Answered:
+def read_message_frame(line: bytes) -> Asked | Answered:
     """Raises ValueError."""
     try:
         found = json.loads(line)

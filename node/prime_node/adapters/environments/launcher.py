@@ -216,7 +216,7 @@ def _is_open(path: Path, root: Path, hidden: Sequence[str]) -> bool:
     return path.is_relative_to(root) and not closed
 
 
-def main() -> None:
+def run_launcher() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its role ends it
     with socket.socket(fileno=STDIN) as channel, contextlib.suppress(OSError):
@@ -225,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_launcher()

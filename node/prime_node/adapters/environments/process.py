@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from prime_node.adapters.environments.child import Child, Command, Ended, EnvironmentFailed, new_number
+from prime_node.adapters.environments.child import Command, Ended, EnvironmentChild, EnvironmentFailed, new_number
 from prime_node.adapters.environments.frames import as_flag, as_reward, as_text, as_texts
 from prime_node.ports.environment import Ask, EnvironmentSilent
 from prime_protocol.rollout import Completion
@@ -57,8 +57,8 @@ class EnvironmentProcess:
         self._description = dict(description)
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        self._child = Child(self._command, self._description)
-        self._retired: set[Child] = set()
+        self._child = EnvironmentChild(self._command, self._description)
+        self._retired: set[EnvironmentChild] = set()
         self.ready = self._child.ready
 
     def ask(self, method: str, environment: str, **arguments: Any) -> Any:
@@ -112,7 +112,7 @@ class EnvironmentProcess:
             if child in self._retired and not child.asks:
                 loop.run_in_executor(None, self._end_retired, child)  # nobody waits for it
 
-    async def _hear(self, child: Child) -> None:
+    async def _hear(self, child: EnvironmentChild) -> None:
         """Raises EnvironmentGone where the child answers nobody any more: code that blocks holds up all of its episodes."""
         answer_s_max = min(ANSWER_S_MAX, self.silence_s_max)
         _, answer = child.send(method="ping")
@@ -133,20 +133,20 @@ class EnvironmentProcess:
             for child in (self._child, *tuple(self._retired)):
                 child.end()
 
-    def _started(self) -> Child:
+    def _started(self) -> EnvironmentChild:
         with self._lock:
             if not self._is_fit(self._child):
                 log.warning("the environments' process is gone or hangs; starting another")
                 if self._child not in self._retired:
                     self._child.end()
-                self._child = Child(self._command, self._description)
+                self._child = EnvironmentChild(self._command, self._description)
             return self._child
 
-    def _is_fit(self, child: Child) -> bool:
+    def _is_fit(self, child: EnvironmentChild) -> bool:
         """Whether it is to be asked anything new."""
         return not child.is_gone and child not in self._retired
 
-    def _end_retired(self, child: Child) -> None:
+    def _end_retired(self, child: EnvironmentChild) -> None:
         with self._asking:  # whoever asked before it was retired still gets an answer
             child.end()
         self._retired.discard(child)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import NETWORK, Limits, Rules
+from prime_node.adapters.sandbox.rules import NETWORK, ProcessLimits, SandboxRules
 from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
 
 NOBODY = 65_534
@@ -63,7 +63,7 @@ def around_command(
     The last argument of the command line names that folder and those walls for `read_order`. So they come from the process that
     starts it, and no later message can widen them. `imports`: folders of modules that it imports beside Python's own.
     """
-    program, _ = bubblewrap.find()
+    program, _ = bubblewrap.find_bubblewrap()
     needed = [*_interpreter(), *map(Path, walls.read)]
     if not program:
         user = NOBODY if _may_switch_user() and all(_is_public(path, above=True) for path in needed) else None
@@ -97,7 +97,7 @@ def read_order(text: str) -> tuple[Walls, Path]:
 
 def why_not_isolated() -> str:
     """Empty where namespaces are to be had."""
-    return bubblewrap.find()[1]
+    return bubblewrap.find_bubblewrap()[1]
 
 
 def confine_here(walls: Walls, folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
         missing.append("namespaces: its own /tmp, processes and network")
     shared = (TMP, Path("/dev/shm")) if walls.isolated else ()
     level = confine(
-        Rules(
+        SandboxRules(
             read=(*system_paths(), *python_paths(), *map(Path, walls.read)),
             write=(folder, *shared),
             devices=devices(),
@@ -123,7 +123,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
             families=NETWORK if walls.network or walls.loopback else frozenset(),
             change_modes=walls.isolated,
             log_denials=False,
-            limits=Limits(
+            limits=ProcessLimits(
                 data_bytes=walls.memory_bytes_max,
                 processes=walls.processes_max + (0 if walls.isolated else _num_threads()),
                 file_bytes=walls.file_bytes_max,

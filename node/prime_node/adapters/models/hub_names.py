@@ -30,7 +30,7 @@ _EXPERT = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HubTensor:
     """One of the hub's tensors within a parameter: rows `start` to `end` of one expert, or, without an expert, all of it."""
 
     name: str
@@ -60,21 +60,21 @@ class HubNames:
             if self._fused and type(one) is WeightRenaming
         ]
 
-    def pieces(self, name: str, shape: Shape) -> list[Piece]:
+    def pieces(self, name: str, shape: Shape) -> list[HubTensor]:
         """What a parameter is on the hub, in its own order."""
         for target, sources in self._fused.items():
             if name.endswith(target) and len(shape) == 3:
                 rows = shape[1] // len(sources)
                 return [
-                    Piece(self._on_hub(name, target, source, expert), (rows, shape[2]), expert, start, start + rows)
+                    HubTensor(self._on_hub(name, target, source, expert), (rows, shape[2]), expert, start, start + rows)
                     for expert in range(shape[0])
                     for start, source in zip(range(0, shape[1], rows), sources, strict=True)
                 ]
-        return [Piece(self._renaming(name), shape)]
+        return [HubTensor(self._renaming(name), shape)]
 
-    def of_model(self, name: str, shape: Shape, weights: Weights) -> list[Piece]:
+    def of_model(self, name: str, shape: Shape, weights: Weights) -> list[HubTensor]:
         """The same, but a parameter that these weights have under the model's own name is taken by it."""
-        return [Piece(name, shape)] if name in weights else self.pieces(name, shape)
+        return [HubTensor(name, shape)] if name in weights else self.pieces(name, shape)
 
     def misfit(self, shapes: Mapping[str, Shape], weights: Weights, *, others: Iterable[str] = ()) -> str | None:
         """What is wrong with these weights for parameters of these shapes; `others`: names that may be there as well."""

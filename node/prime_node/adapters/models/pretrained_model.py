@@ -30,7 +30,7 @@ _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _STORAGE = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}
 
 
-def model_files(name_or_path: str) -> dict[str, bytes]:
+def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
     """Configuration and tokenizer. Raises LocalError where something that a run needs is missing."""
     folder = _folder(name_or_path, patterns=_FILES)
     missing = [name for name in _NEEDED if not (folder / name).is_file()]

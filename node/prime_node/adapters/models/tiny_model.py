@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_protocol.weights import Weights, WeightTensor, rounded
+from prime_protocol.weights import Weights, WeightTensor, rounded_to
 
 END, PAD, BEGIN, ANSWER = range(256, 260)
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|begin|>", "<|answer|>", *(f"<|reserved_{n}|>" for n in range(4)))
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def model_files(
+def tiny_model_files(
     *, hidden_size: int = 128, num_layers: int = 2, num_heads: int = 4, intermediate_size: int = 384
 ) -> dict[str, bytes]:
     """File name -> bytes: everything of the model but its weights. The defaults are the demo's 0.5 M parameters."""
@@ -90,7 +90,7 @@ def initial_weights(folder: Path, seed: int) -> Weights:
     weights: dict[str, WeightTensor] = {}
     for name, shape in _tensor_shapes(config):
         values = np.ones(shape) if len(shape) == 1 else random.standard_normal(shape) * config["initializer_range"]
-        weights[name] = rounded(values.astype(np.float32), "bf16")
+        weights[name] = rounded_to(values.astype(np.float32), "bf16")
     return weights
 
 

@@ -16,7 +16,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
-from prime_node.adapters.peers.libp2p_gate import Gate
+from prime_node.adapters.peers.libp2p_gate import ConnectionGater
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.transport import Unreachable
@@ -59,7 +59,7 @@ async def key_answers(peer: KeyId, address: str) -> bool:
     end = endpoint_of(address)
     if end is None or end.relay:
         return False
-    gate = Gate(near=(end.host,))
+    gate = ConnectionGater(near=(end.host,))
     host = make_host(SigningKey(os.urandom(32)), PeerSettings(listen=(), private=True))
     gate.guard(host)
     try:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 ANY_PORT = 0
 
 
-class Gate:
+class ConnectionGater:
     """One host's. Used on the trio side only."""
 
     def __init__(self, near: Iterable[str] = ()) -> None:

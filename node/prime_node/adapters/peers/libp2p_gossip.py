@@ -19,7 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pubsub import Pubsub
 
-from prime_node.ports.peers import Judgement
+from prime_node.ports.peers import GossipJudgement
 from prime_protocol import limits
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ PROTOCOL = "/meshsub/1.1.0"
 RPC_BYTES_MAX = 4 * limits.ANNOUNCEMENT_BYTES_MAX
 JUDGED_KEPT = 1_024
 
-Judge = Callable[[str, bytes], Awaitable[Judgement]]
+Judge = Callable[[str, bytes], Awaitable[GossipJudgement]]
 Hear = Callable[[str, bytes], Awaitable[None]]
 Blame = Callable[[str, str], Awaitable[None]]
 
@@ -95,7 +95,7 @@ class Gossip:
                 return True  # our own
             if not self._is_first(bytes(message.from_id), bytes(message.seqno)):
                 return False
-            return await self._judge(str(forwarder), bytes(message.data), judge) is Judgement.ACCEPT
+            return await self._judge(str(forwarder), bytes(message.data), judge) is GossipJudgement.ACCEPT
 
         async def listen() -> None:
             while True:
@@ -125,17 +125,17 @@ class Gossip:
             self._judged.popitem(last=False)
         return True
 
-    async def _judge(self, forwarder: str, data: bytes, judge: Judge) -> Judgement:
-        judgement = Judgement.IGNORE
+    async def _judge(self, forwarder: str, data: bytes, judge: Judge) -> GossipJudgement:
+        judgement = GossipJudgement.IGNORE
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
-            judgement = Judgement.REJECT
+            judgement = GossipJudgement.REJECT
         else:
             with trio.move_on_after(limits.ANNOUNCEMENT_JUDGE_S_MAX):
                 try:
                     judgement = await judge(forwarder, data)
                 except Exception:
                     log.exception("an announcement that %s sent on could not be judged", forwarder)
-        if judgement is Judgement.REJECT:
+        if judgement is GossipJudgement.REJECT:
             self._rejected[forwarder] += 1
             if self._rejected[forwarder] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
                 del self._rejected[forwarder]

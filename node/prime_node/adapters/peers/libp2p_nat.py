@@ -29,7 +29,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
-from prime_node.adapters.peers.libp2p_gate import Gate
+from prime_node.adapters.peers.libp2p_gate import ConnectionGater
 from prime_node.adapters.peers.libp2p_streams import Streams
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of, may_be_named
@@ -53,7 +53,7 @@ class Holes:
         nursery: trio.Nursery,
         *,
         serves_as_relay: bool,
-        gate: Gate,
+        gate: ConnectionGater,
         seen_at: Callable[[KeyId], Awaitable[frozenset[str]]],
     ) -> None:
         """`seen_at`: the IP addresses that a peer's links come from, by a relay's word."""
@@ -164,7 +164,7 @@ class _Punching(DCUtRProtocol):  # type: ignore[misc]
     """The library's own dials whatever the other peer names, by TCP and by a stream of UDP packets. This one dials the
     addresses at which a relay sees the peer, by TCP alone, and tells the peer of no address inside a home."""
 
-    gate: Gate
+    gate: ConnectionGater
     relay_hosts: Callable[[], frozenset[str]]
 
     def __init__(self, host: Any) -> None:

@@ -22,19 +22,19 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_doorkeeper import Doorkeeper
-from prime_node.adapters.peers.libp2p_gate import Gate
+from prime_node.adapters.peers.libp2p_gate import ConnectionGater
 from prime_node.adapters.peers.libp2p_gossip import Gossip
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
-from prime_node.adapters.peers.libp2p_streams import Serve, Streams, hosts_of, leads_through_relay, settle
+from prime_node.adapters.peers.libp2p_streams import Serve, Streams, hosts_of, leads_through_relay, settle_answer
 from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.peers import (
-    Answer,
     ConnectedPeer,
+    DeferredAnswer,
     HandleAnnouncement,
     PeerAddress,
     Reachability,
@@ -66,7 +66,7 @@ class Libp2pNetwork:
         self._run = run
         self._settings = settings
         self._thread = TrioThread("libp2p")
-        self._gate = Gate(near=_near(settings))
+        self._gate = ConnectionGater(near=_near(settings))
         self._local = LocalPeers(key.key_id, run, found=lambda address: self.learn((address,)))
         self._served: dict[str, tuple[RequestHandler, int]] = {}
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
@@ -238,12 +238,12 @@ class Libp2pNetwork:
                     nursery.start_soon(host.get_network().close_peer, peer)
             await host.close()
 
-    def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | Answer]]:
-        async def there(asker: str, payload: bytes) -> bytes | Answer:
-            given = await self._thread.borrow(functools.partial(handler, asker, payload), settle)
-            if isinstance(given, Answer):
+    def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | DeferredAnswer]]:
+        async def there(asker: str, payload: bytes) -> bytes | DeferredAnswer:
+            given = await self._thread.borrow(functools.partial(handler, asker, payload), settle_answer)
+            if isinstance(given, DeferredAnswer):
                 after = given.after
-                return Answer(given.payload, lambda: self._thread.soon(after))
+                return DeferredAnswer(given.payload, lambda: self._thread.soon(after))
             return given
 
         return there
@@ -255,7 +255,7 @@ class Libp2pNetwork:
         return there
 
     def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
-        async def heard(peer: str, payload: bytes) -> bytes | Answer:
+        async def heard(peer: str, payload: bytes) -> bytes | DeferredAnswer:
             self._heard_s[peer] = trio.current_time()
             return await answer(peer, payload)
 

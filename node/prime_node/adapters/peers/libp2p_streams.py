@@ -25,7 +25,7 @@ from libp2p.peer.id import ID
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_yamux import Stream
-from prime_node.ports.peers import Answer
+from prime_node.ports.peers import DeferredAnswer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of
@@ -49,7 +49,7 @@ OPEN_S_MAX = 10.0
 WINDOW_MORE_BYTES = 2**20
 """Beyond yamux's 256 KiB: replies on their way on one stream."""
 
-Serve = Callable[[str, bytes], Awaitable[bytes | Answer]]
+Serve = Callable[[str, bytes], Awaitable[bytes | DeferredAnswer]]
 """(key id of the asker, request) -> answer; runs on the trio side, and so does what comes after the answer."""
 
 
@@ -255,11 +255,11 @@ class Streams:
     async def _answer(
         self, stream: INetStream, writing: trio.Lock, peer: str, answer: Serve, number: int, payload: bytes
     ) -> None:
-        given: bytes | Answer = b""
+        given: bytes | DeferredAnswer = b""
         try:
             try:
                 given = await answer(peer, payload)
-                frame = pack_answer(number, given.payload if isinstance(given, Answer) else given)
+                frame = pack_answer(number, given.payload if isinstance(given, DeferredAnswer) else given)
             except PeerError as error:
                 frame = pack_refusal(number, error)
             except Unreachable as error:
@@ -269,15 +269,15 @@ class Streams:
                 frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "a fault of this peer"))
             await _send(stream, writing, frame)
         finally:
-            settle(given)
+            settle_answer(given)
             self._answering[peer] -= 1
             if not self._answering[peer]:
                 del self._answering[peer]
 
 
-def settle(given: bytes | Answer) -> None:
+def settle_answer(given: bytes | DeferredAnswer) -> None:
     """An answer is on its way, or will not be."""
-    if isinstance(given, Answer):
+    if isinstance(given, DeferredAnswer):
         given.after()
 
 

@@ -13,10 +13,10 @@ from collections import Counter
 from typing import NoReturn
 
 from prime_node.ports.peers import (
-    Answer,
     ConnectedPeer,
+    DeferredAnswer,
+    GossipJudgement,
     HandleAnnouncement,
-    Judgement,
     PeerAddress,
     Reachability,
     RequestHandler,
@@ -61,7 +61,7 @@ class MemoryNetwork:
         self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
         self._seen: set[tuple[str, str, KeyId]] = set()
         self._known: dict[KeyId, PeerAddress] = {}
-        self._answering: set[asyncio.Future[bytes | Answer]] = set()
+        self._answering: set[asyncio.Future[bytes | DeferredAnswer]] = set()
         self._staying: dict[KeyId, PeerAddress] = {}
         self._fault = asyncio.Event()
 
@@ -205,7 +205,7 @@ class MemoryNetwork:
         self._answering.add(task)
         try:
             answer = await task
-            if isinstance(answer, Answer):
+            if isinstance(answer, DeferredAnswer):
                 answer.after()
                 return answer.payload
             return answer
@@ -230,11 +230,11 @@ class MemoryNetwork:
         validate, handle = self._topics[topic]
         judgement = await validate(sender, data)
         self._seen.add(name)
-        if judgement is Judgement.REJECT:
+        if judgement is GossipJudgement.REJECT:
             self._rejected[sender] += 1
             if self._rejected[sender] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
                 await self.block(sender, "announced too much that does not verify")
-        elif judgement is Judgement.ACCEPT:
+        elif judgement is GossipJudgement.ACCEPT:
             await handle(author, data)
             await self._forward(topic, data, author=author, came_from=sender)
 

@@ -2,7 +2,7 @@
 
 It gives what Landlock cannot: no path leads to a socket outside, /proc shows only the command's own processes, /tmp and /dev/shm
 are its own and vanish with it, and there is no network but by name. A process that Landlock already binds can mount nothing, so
-it can start nothing this way: `find` tells.
+it can start nothing this way: `find_bubblewrap` tells.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class View:
 
 
 @functools.cache
-def find() -> tuple[str, str]:
+def find_bubblewrap() -> tuple[str, str]:
     """(path of the program, why it does not serve); one of the two is empty. Runs it once to find out."""
     program = shutil.which("bwrap")
     if program is None:

@@ -7,13 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import Family, Level, Rules, Wall
+from prime_node.adapters.sandbox.rules import Family, SandboxLevel, SandboxRules, Wall
 
 _TASKS = Path("/proc/self/task")
 _OF_UNIX = ("abstract sockets", "Unix sockets by path")
 
 
-def confine(rules: Rules) -> Level:
+def confine(rules: SandboxRules) -> SandboxLevel:
     """Leave this process what the rules name, and nothing else; the Level says what this system does not enforce.
 
     To be called before the first thread is started. Raises OSError where the kernel refuses what it says that it has, and
@@ -22,7 +22,7 @@ def confine(rules: Rules) -> Level:
     if sys.platform != "linux":
         missing = f"{sys.platform} has neither Landlock nor seccomp"
         names = ("files", "signals", "abstract sockets", "Unix sockets by path", "system calls")
-        return Level(tuple(Wall(name, False, missing) for name in names))
+        return SandboxLevel(tuple(Wall(name, False, missing) for name in names))
     from prime_node.adapters.sandbox import landlock, namespaces, privileges, seccomp
     from prime_node.adapters.sandbox.bubblewrap import View
 
@@ -35,20 +35,20 @@ def confine(rules: Rules) -> Level:
     walls, further = [], rules.write_in_shared_root
     if rules.own_root:
         view = View(read=tuple(landlock.readable(rules)), write=rules.write, devices=rules.devices)
-        walls.append(namespaces.enter(view))
+        walls.append(namespaces.enter_namespaces(view))
         if walls[0].up:
             further, rules = tuple(map(Path, namespaces.EMPTY)), replace(rules, change_modes=True)
     rules = replace(rules, write=(*rules.write, *further))
     if not rules.dumpable:
         privileges.forbid_dumps()
     privileges.no_new_privileges()
-    walls += landlock.restrict(rules)
+    walls += landlock.restrict_access(rules)
     dropped = privileges.drop_capabilities(rules.keep_capabilities)
-    filtered = seccomp.restrict(rules)
-    return Level((*_with_sockets(walls, rules, filtered), filtered, dropped))
+    filtered = seccomp.restrict_calls(rules)
+    return SandboxLevel((*_with_sockets(walls, rules, filtered), filtered, dropped))
 
 
-def _with_sockets(walls: list[Wall], rules: Rules, filtered: Wall) -> list[Wall]:
+def _with_sockets(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> list[Wall]:
     """Without the family, no Unix socket is reached at all; in a root of its own, none by a path that leads outside."""
     if Family.UNIX not in rules.families and filtered.up:
         return [*(wall for wall in walls if wall.what not in _OF_UNIX), Wall("Unix sockets", True)]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import Rules, Wall
+from prime_node.adapters.sandbox.rules import SandboxRules, Wall
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """System calls; the same number on every architecture."""
@@ -64,7 +64,7 @@ def abi() -> int:
     return max(0, int(_libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
-def restrict(rules: Rules) -> list[Wall]:
+def restrict_access(rules: SandboxRules) -> list[Wall]:
     """Bind this thread, and with ABI 8 all threads, to the rules. The caller has set no_new_privs.
 
     Returns what is enforced from now on. Raises OSError where the kernel has Landlock and refuses.
@@ -91,7 +91,7 @@ def restrict(rules: Rules) -> list[Wall]:
         _checked(_libc().syscall(_RESTRICT_SELF, ruleset, _flags(rules, version)))
     finally:
         os.close(ruleset)
-    return walls_of(rules, version)
+    return enforced_walls(rules, version)
 
 
 def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
@@ -112,14 +112,14 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
     return found
 
 
-def readable(rules: Rules) -> list[Path]:
+def readable(rules: SandboxRules) -> list[Path]:
     """What is named below something hidden stays open; a folder above it is opened around it."""
     hidden = [path.resolve() for path in rules.hidden]
     named = [path for path in rules.read if any(one in path.resolve().parents for one in hidden)]
     return [*around([path for path in rules.read if path not in named], hidden), *named]
 
 
-def _granted(rules: Rules) -> list[tuple[Path, int]]:
+def _granted(rules: SandboxRules) -> list[tuple[Path, int]]:
     return [
         *((path.resolve(), READ) for path in readable(rules)),
         *((path.resolve(), WRITE) for path in rules.write),
@@ -127,7 +127,7 @@ def _granted(rules: Rules) -> list[tuple[Path, int]]:
     ]
 
 
-def _handled(rules: Rules, version: int) -> _Handled:
+def _handled(rules: SandboxRules, version: int) -> _Handled:
     rights = _FIRST_RIGHTS
     for since, right in _LATER_RIGHTS.items():
         if version >= since:
@@ -142,19 +142,19 @@ def _handled(rules: Rules, version: int) -> _Handled:
     return _Handled(rights, net, scoped)
 
 
-def _flags(rules: Rules, version: int) -> int:
+def _flags(rules: SandboxRules, version: int) -> int:
     quiet = 0 if rules.log_denials or version < ABI_LOG else _LOG_SAME_EXEC_OFF | _LOG_SUBDOMAINS_OFF
     return quiet | (_TSYNC if version >= ABI_TSYNC else 0)
 
 
-def _asked(rules: Rules) -> list[str]:
-    """Names of the walls beside files, in the order of `walls_of`."""
+def _asked(rules: SandboxRules) -> list[str]:
+    """Names of the walls beside files, in the order of `enforced_walls`."""
     names = ["TCP ports"] if rules.bind_ports is not None or rules.connect_ports is not None else []
     names += [] if rules.signals_outside else ["signals"]
     return names if rules.abstract_sockets_outside else [*names, "abstract sockets"]
 
 
-def walls_of(rules: Rules, version: int) -> list[Wall]:
+def enforced_walls(rules: SandboxRules, version: int) -> list[Wall]:
     """What a kernel of that ABI enforces of the rules."""
     found = [Wall("files", True)]
     for name in _asked(rules):

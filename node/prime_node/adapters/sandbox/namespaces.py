@@ -1,4 +1,4 @@
-"""This process in a file system of its own: `enter` makes a root that holds what it is given, and leaves everything else behind.
+"""This process in a file system of its own: `enter_namespaces` makes a root that holds what it is given and nothing else.
 
 It needs neither a program nor privileges where the kernel lets users make namespaces. What it adds to Landlock: files outside
 cannot even be named, so neither their modes nor their times change, no socket file of another program can be reached, and /tmp
@@ -37,7 +37,7 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def enter(view: View) -> Wall:
+def enter_namespaces(view: View) -> Wall:
     """Leave this process the paths of the view. The caller has one thread. `view.network` is not looked at: it stays as it is."""
     if sys.platform != "linux":
         return Wall(WHAT, False, f"{sys.platform} has no namespaces")

@@ -8,7 +8,7 @@ import resource
 import struct
 from collections.abc import Iterable
 
-from prime_node.adapters.sandbox.rules import Limits, Wall
+from prime_node.adapters.sandbox.rules import ProcessLimits, Wall
 
 _SET_DUMPABLE, _CAPBSET_READ, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT, _AMBIENT_CLEAR_ALL = 4, 23, 24, 38, 47, 4
 _VERSION_3 = 0x20080522
@@ -54,7 +54,7 @@ def drop_capabilities(keep: Iterable[int]) -> Wall:
     return Wall("capabilities", True)
 
 
-def apply_limits(limits: Limits) -> None:
+def apply_limits(limits: ProcessLimits) -> None:
     """Soft and hard alike; no core files in any case. Raises OSError."""
     wanted = {
         resource.RLIMIT_CORE: 0,

@@ -1,4 +1,4 @@
-"""What a confined process may do (`Rules`), and what the system enforces of it (`Level`). Values only: nothing acts here."""
+"""What a confined process may do (`SandboxRules`), and what the system enforces of it (`SandboxLevel`). Values only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProcessLimits:
     """Resource limits (setrlimit). None leaves a limit as it is. A limit is never raised above the present hard limit."""
 
     data_bytes: int | None = None
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class SandboxRules:
     """What a process keeps. Paths that do not exist are left out; symbolic links are resolved."""
 
     read: tuple[Path, ...] = ()
@@ -78,7 +78,7 @@ class Rules:
     log_denials: bool = True
     """Whether Landlock's refusals go to the system's audit log (ABI 7)."""
     umask: int | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: ProcessLimits = field(default_factory=ProcessLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Wall:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class SandboxLevel:
     """What the system enforces of some Rules."""
 
     walls: tuple[Wall, ...]

@@ -14,7 +14,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from prime_node.adapters.sandbox.rules import Family, Rules, Wall
+from prime_node.adapters.sandbox.rules import Family, SandboxRules, Wall
 from prime_node.adapters.sandbox.syscalls import Architecture, architecture
 
 _LD, _JEQ, _JGE, _JSET, _RET, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
@@ -64,7 +64,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def restrict(rules: Rules) -> Wall:
+def restrict_calls(rules: SandboxRules) -> Wall:
     """Bind this process to the filter. The caller has set no_new_privs. Raises OSError where the kernel refuses it."""
     machine = architecture()
     if machine is None:
@@ -110,7 +110,7 @@ class _Code:
         return b"".join(struct.pack("=HBBI", *instruction) for instruction in self.made)
 
 
-def program(rules: Rules, machine: Architecture) -> bytes:
+def program(rules: SandboxRules, machine: Architecture) -> bytes:
     """The filter's instructions. Example: len(program(Rules(), architecture())) // 8."""
     code = _Code(machine)
     code.add(_LD, _AT_ARCH)

@@ -20,7 +20,7 @@ from typing import Any
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.training.torch_backend import TorchBackend
-from prime_node.algo.shares import Share
+from prime_node.algo.shares import RankShare
 from prime_node.ports.train_backend import Loss, OptimizerSettings, PackedBatch, PolicyCopy, StepStats, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
@@ -92,7 +92,7 @@ class LeadingBackend:
     def load(self, folder: Path) -> None:
         self._call("load", folder)
 
-    def _call(self, method: str, *arguments: Any, own: Sequence[Share] = ()) -> Any:
+    def _call(self, method: str, *arguments: Any, own: Sequence[RankShare] = ()) -> Any:
         """`own`: what each rank gets besides, first."""
         calls = [(method, own[rank : rank + 1], arguments) for rank in range(self._ranks.count)]
         self._ranks.lead(calls)

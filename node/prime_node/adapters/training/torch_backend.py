@@ -44,7 +44,7 @@ from prime_node.adapters.training.torch_optimizers import make_optimizer
 from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
-from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, Share, shares
+from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, RankShare, shares
 from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.ports.train_backend import (
     Loss,
@@ -123,7 +123,7 @@ class TorchBackend:
     def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
         return PackedBatch(self.shares(samples))
 
-    def shares(self, samples: Sequence[TrainSample] | PackedBatch) -> Sequence[Share]:
+    def shares(self, samples: Sequence[TrainSample] | PackedBatch) -> Sequence[RankShare]:
         """What each rank computes of a batch. Pure. Raises LocalError."""
         if isinstance(samples, PackedBatch):
             return samples.shares
@@ -140,7 +140,7 @@ class TorchBackend:
     def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
 
-    def train_share(self, share: Share, loss: Loss, lr: float) -> StepStats:
+    def train_share(self, share: RankShare, loss: Loss, lr: float) -> StepStats:
         """This rank's part of a step."""
         if share.num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
@@ -185,7 +185,7 @@ class TorchBackend:
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return self.share_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
 
-    def share_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+    def share_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
         """Of the whole batch, on every rank."""
         found: dict[int, list[float]] = {}
         with torch.no_grad():
@@ -205,7 +205,7 @@ class TorchBackend:
     def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return self.share_proximal_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
 
-    def share_proximal_logprobs(self, share: Share, num_samples: int) -> list[list[float]]:
+    def share_proximal_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
         """Of the whole batch, on every rank."""
         assert self._proximal, "no proximal policy has been kept"
         present = self._copied()
@@ -266,18 +266,18 @@ class TorchBackend:
 
     def save(self, folder: Path) -> Callable[[], None]:
         settings = json.dumps(asdict(self._settings)).encode()
-        state = train_state.copied(self._policy.model, self._optimizer, self._ranks, note=settings)
+        state = train_state.copied_train_state(self._policy.model, self._optimizer, self._ranks, note=settings)
         return train_state.writer(state, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
-        train_state.restore(self._policy.model, self._optimizer, folder, self._ranks)
+        train_state.restore_train_state(self._policy.model, self._optimizer, folder, self._ranks)
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         return published(self._policy.model, self._lora)
 
-    def _passes(self, share: Share) -> Iterator[Pass]:
+    def _passes(self, share: RankShare) -> Iterator[Pass]:
         """As many on every rank, for each is a collective; gradients are reduced after the last, or after each."""
         if share.num_passes > len(share.passes):
             empty = Pass(pack_sequences([_NOTHING], micro_batch_tokens=1)[0], (), ())

@@ -31,7 +31,7 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_protocol.errors import LocalError
 
 
-def copied(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
+def copied_train_state(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
     """The state at this moment, in the host's memory: later steps do not change it. `note` is the same on all ranks."""
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
     for name, parameter in _trained(model):
@@ -77,7 +77,7 @@ def note_of(folder: Path, ranks: Ranks) -> bytes:
     return state["note"].numpy().tobytes()
 
 
-def restore(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
+def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
     """Continue where the state was copied. Raises LocalError."""
     reader = FileSystemReader(folder)
     try:

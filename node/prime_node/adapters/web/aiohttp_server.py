@@ -21,8 +21,8 @@ from prime_node.adapters.web.doors import Doors, Entry, Listener, connections_ma
 from prime_node.adapters.web.guarded_handler import GuardedHandler, error_answer
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, BODY_GRACE_S, send_s_max
 from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
-from prime_node.adapters.web.shares import Held, Shares
-from prime_node.ports.web import Admission, Request, Response, Route, Share, Walls
+from prime_node.adapters.web.shares import HeldBytes, Shares
+from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
@@ -64,7 +64,7 @@ class AiohttpServer:
         self._bulk: BulkRoutes | None = None
         self._doors: Doors | None = None
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: Walls | None = None) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
         app = web.Application(middlewares=[_explain_unknown])
         for route in routes:
             app.router.add_route(route.method, route.path, self._adapt(route), expect_handler=_say_nothing_yet)
@@ -78,7 +78,7 @@ class AiohttpServer:
             log.warning(
                 "at most %d connections: the limit of open files is low; raise it (ulimit -n, LimitNOFILE)", most
             )
-        self._doors = Doors(walls or Walls(), asyncio.get_running_loop().time, connections_max=most)
+        self._doors = Doors(walls or CallerBounds(), asyncio.get_running_loop().time, connections_max=most)
         if any(route.is_bulk for route in routes):
             self._bulk = BulkRoutes(
                 routes,
@@ -151,7 +151,7 @@ class AiohttpServer:
                 raise PeerError(ErrorCode.MALFORMED, "a compressed body is not accepted here")
             if length > route.body_bytes_max:
                 raise LimitExceeded("body_bytes_max", length, route.body_bytes_max)
-            admission = Admission(()) if route.admit is None else route.admit(plain, length)
+            admission = BodyAdmission(()) if route.admit is None else route.admit(plain, length)
             return _Body(length, admission.digest, self._bodies.open(admission.shares))
         except PeerError:
             _guard_of(request).give_up()
@@ -212,24 +212,24 @@ class _Body:
 
     length: int
     digest: str | None
-    held: Held
+    held: HeldBytes
 
     def close(self) -> None:
         self.held.close()
 
 
-def _answers_to(entry: Entry) -> tuple[Share, Share]:
+def _answers_to(entry: Entry) -> tuple[BodyShare, BodyShare]:
     """What a large answer counts against, to anybody but a key of the run."""
     if entry.sender is not None:
         each_max, all_max = limits.MEMBERS_ANSWER_BYTES_EACH_MAX, limits.MEMBERS_ANSWER_BYTES_MAX
         return (
-            Share(f"answers to {entry.sender.key}", each_max, limits.HTTP_MEMBERS_EACH_MAX),
-            Share("answers to members", all_max, limits.HTTP_MEMBERS_MAX),
+            BodyShare(f"answers to {entry.sender.key}", each_max, limits.HTTP_MEMBERS_EACH_MAX),
+            BodyShare("answers to members", all_max, limits.HTTP_MEMBERS_MAX),
         )
     each_max, all_max = limits.STRANGERS_ANSWER_BYTES_EACH_MAX, limits.STRANGERS_ANSWER_BYTES_MAX
     return (
-        Share(f"answers to {entry.network}", each_max, limits.HTTP_STRANGERS_EACH_MAX),
-        Share("answers to strangers", all_max, limits.HTTP_STRANGERS_MAX),
+        BodyShare(f"answers to {entry.network}", each_max, limits.HTTP_STRANGERS_EACH_MAX),
+        BodyShare("answers to strangers", all_max, limits.HTTP_STRANGERS_MAX),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from prime_node.adapters.web.shares import Turns
-from prime_node.ports.web import Sender, Walls
+from prime_node.ports.web import CallerBounds, Sender
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
@@ -87,7 +87,7 @@ class Doors:
     """
 
     def __init__(
-        self, walls: Walls, now: Callable[[], float], *, connections_max: int = limits.HTTP_CONNECTIONS_MAX
+        self, walls: CallerBounds, now: Callable[[], float], *, connections_max: int = limits.HTTP_CONNECTIONS_MAX
     ) -> None:
         self.walls = walls
         self.num_connections = self.num_strangers = self.num_members = 0

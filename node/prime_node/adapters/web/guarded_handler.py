@@ -17,7 +17,7 @@ from aiohttp import web
 
 from prime_node.adapters.web.doors import Doors, Entry
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, explanation
-from prime_node.adapters.web.request_head import Head, find_end, read_head
+from prime_node.adapters.web.request_head import Head, find_end, read_request_head
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
@@ -216,7 +216,7 @@ class GuardedHandler(web.RequestHandler):
                 self._has_begun = True
                 self._wait_for_header(min(self._header_s_max, limits.HTTP_HEADER_S_MAX))
             return False
-        head = read_head(bytes(self._held[:end]))
+        head = read_request_head(bytes(self._held[:end]))
         if not self._doors.walls.is_host(self.entry.address, head.host):
             raise PeerError(
                 ErrorCode.MALFORMED,

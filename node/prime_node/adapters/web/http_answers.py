@@ -35,7 +35,7 @@ _PIECE_BYTES = 2**16
 Reply = TypeVar("Reply", bound=WireModel)
 
 
-class Refusal(PeerError):
+class ExplainedRefusal(PeerError):
     """A PeerError that the server itself explained with an ErrorBody."""
 
 
@@ -95,7 +95,7 @@ def new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     )
 
 
-async def pieces(body: bytes, patience: Patience) -> AsyncIterator[bytes]:
+async def pieces_of_body(body: bytes, patience: Patience) -> AsyncIterator[bytes]:
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
         patience.moved()
@@ -152,7 +152,7 @@ def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerE
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
         detail += _clock_difference(date, clock)
-    return Refusal(fault.code, detail, retry_after_s=fault.retry_after_s, epoch=fault.epoch)
+    return ExplainedRefusal(fault.code, detail, retry_after_s=fault.retry_after_s, epoch=fault.epoch)
 
 
 def _clock_difference(date: str | None, clock: Clock) -> str:

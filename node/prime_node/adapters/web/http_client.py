@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from prime_node.adapters.web.http_answers import (
     STALL_S,
+    ExplainedRefusal,
     Patience,
-    Refusal,
     error_of,
     new_session,
     nonsense,
-    pieces,
+    pieces_of_body,
     read_bounded,
     reason_of,
     sensible,
@@ -312,7 +312,7 @@ class HttpClient:
         """
         try:
             return await self._send(action, body_of(), is_request, wait_s, bytes_max)
-        except Refusal as error:
+        except ExplainedRefusal as error:
             if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
                 raise
             self._epoch = error.epoch
@@ -334,7 +334,7 @@ class HttpClient:
             status, answer, _ = await self._exchange(
                 "POST", f"/v1/{action}", body=body, headers=headers, wait_s=wait_s, bytes_max=bytes_max
             )
-        except Refusal:
+        except ExplainedRefusal:
             raise
         except PeerError as error:
             raise nonsense(error) from None
@@ -364,7 +364,7 @@ class HttpClient:
                 async with session.request(
                     method,
                     self.url + path,
-                    data=pieces(body, patience) if body else body,
+                    data=pieces_of_body(body, patience) if body else body,
                     headers=sent,
                     allow_redirects=False,
                 ) as answer:

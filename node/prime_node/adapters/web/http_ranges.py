@@ -34,8 +34,8 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Example: Answer(206, {"content-length": "262144"}, b"..")."""
+class RangeAnswer:
+    """Example: RangeAnswer(206, {"content-length": "262144"}, b"..")."""
 
     status: int
     headers: Mapping[str, str]
@@ -69,7 +69,7 @@ class RangeClient:
             if not self._open and not self._is_closed:
                 self._idle.append(await self._connect())
 
-    async def get(self, path: str, headers: Mapping[str, str], *, bytes_max: int) -> Answer:
+    async def get(self, path: str, headers: Mapping[str, str], *, bytes_max: int) -> RangeAnswer:
         """One request and its whole answer, of any status. Raises PeerError or Unreachable."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         asked = f"GET {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept-Encoding: identity\r\n{lines}\r\n"
@@ -128,7 +128,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._answered: asyncio.Future[Answer] | None = None
+        self._answered: asyncio.Future[RangeAnswer] | None = None
         self._asked_s = self._moved_s = 0.0
         self._bytes_max = 0
         self._head = bytearray(HEADER_BYTES_MAX)
@@ -143,7 +143,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._filled = 0
         """Of the header's buffer, then of the body."""
 
-    async def ask(self, request: bytes, bytes_max: int) -> Answer:
+    async def ask(self, request: bytes, bytes_max: int) -> RangeAnswer:
         """Raises _ClosedBefore, PeerError or Unreachable; the connection is closed then, and by a cancellation."""
         if self._transport is None:
             raise _ClosedBefore
@@ -244,7 +244,7 @@ class _Connection(asyncio.BufferedProtocol):
         assert self._body is not None
         assert self._answered is not None
         if not self._answered.done():
-            self._answered.set_result(Answer(self._status, self._headers, bytes(self._body)))
+            self._answered.set_result(RangeAnswer(self._status, self._headers, bytes(self._body)))
         self._begin()
 
 

@@ -50,7 +50,7 @@ def find_end(data: bytes | bytearray, seen: int) -> int:
     return -1 if end < 0 else length
 
 
-def read_head(data: bytes) -> Head:
+def read_request_head(data: bytes) -> Head:
     """A whole header, with its empty line. Raises PeerError."""
     request, *lines = data[: -len(END)].split(b"\r\n")
     found = _REQUEST_LINE.fullmatch(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prime_node.ports.web import Share
+from prime_node.ports.web import BodyShare
 from prime_protocol.errors import ErrorCode, PeerError
 
 BUCKETS_MAX = 65_536
@@ -25,7 +25,7 @@ class Shares:
     def __init__(self) -> None:
         self._used: dict[str, _Used] = {}
 
-    def open(self, shares: Sequence[Share]) -> Held:
+    def open(self, shares: Sequence[BodyShare]) -> HeldBytes:
         """Begin to hold something. Raises PeerError(UNAVAILABLE) where too much is held already."""
         for share in shares:
             used = self._used.get(share.name)
@@ -33,14 +33,14 @@ class Shares:
                 raise _busy(share)
         for share in shares:
             self._used.setdefault(share.name, _Used()).num_bodies += 1
-        return Held(self, tuple(shares))
+        return HeldBytes(self, tuple(shares))
 
     def num_bytes(self, name: str) -> int:
         """How many bytes count against a share."""
         used = self._used.get(name)
         return 0 if used is None else used.num_bytes
 
-    def grow(self, shares: Sequence[Share], num_bytes: int) -> None:
+    def grow(self, shares: Sequence[BodyShare], num_bytes: int) -> None:
         """Raises PeerError(UNAVAILABLE) where a share has no room; nothing is counted then."""
         for share in shares:
             if self._used[share.name].num_bytes + num_bytes > share.bytes_max:
@@ -48,7 +48,7 @@ class Shares:
         for share in shares:
             self._used[share.name].num_bytes += num_bytes
 
-    def shrink(self, shares: Sequence[Share], num_bytes: int) -> None:
+    def shrink(self, shares: Sequence[BodyShare], num_bytes: int) -> None:
         """Give back what `open` and `grow` took."""
         for share in shares:
             used = self._used[share.name]
@@ -58,10 +58,10 @@ class Shares:
                 del self._used[share.name]
 
 
-class Held:
+class HeldBytes:
     """One body, or one answer, that counts against its shares until it is closed."""
 
-    def __init__(self, shares: Shares, names: tuple[Share, ...]) -> None:
+    def __init__(self, shares: Shares, names: tuple[BodyShare, ...]) -> None:
         self._shares, self._names = shares, names
         self._num_bytes = 0
 
@@ -76,7 +76,7 @@ class Held:
         self._names, self._num_bytes = (), 0
 
 
-def _busy(share: Share) -> PeerError:
+def _busy(share: BodyShare) -> PeerError:
     return PeerError(
         ErrorCode.UNAVAILABLE,
         f"too much is on its way in at once: the share of {share.name} is full",

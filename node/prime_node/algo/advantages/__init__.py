@@ -19,7 +19,7 @@ from prime_node.algo.advantages.group_mean import group_mean
 from prime_node.algo.advantages.leave_one_out import leave_one_out
 from prime_node.algo.advantages.length_penalty import LengthCost, shaped_rewards
 from prime_node.algo.advantages.normalized import normalized
-from prime_node.algo.registry import choose, import_object
+from prime_node.algo.registry import find_by_name, import_object
 from prime_protocol.errors import LocalError
 
 __all__ = [
@@ -74,7 +74,7 @@ def find_advantage(
 ) -> Advantage:
     """By name, or one's own by `import_path` ("package.module.function"), with its settings. Raises LocalError."""
     settings = dict(kwargs or {})
-    function = choose("advantage", name, ADVANTAGES) if import_path is None else import_object(import_path)
+    function = find_by_name("advantage", name, ADVANTAGES) if import_path is None else import_object(import_path)
     try:
         inspect.signature(function).bind(None, **settings)
     except TypeError as error:

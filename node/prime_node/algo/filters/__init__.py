@@ -11,7 +11,7 @@ from prime_node.algo.filters.base import FilterFunction, FilterInputs
 from prime_node.algo.filters.gibberish import gibberish
 from prime_node.algo.filters.repetition import repetition
 from prime_node.algo.filters.zero_advantage import zero_advantage
-from prime_node.algo.registry import choose
+from prime_node.algo.registry import find_by_name
 from prime_protocol.errors import LocalError
 
 __all__ = ["FILTERS", "Filter", "FilterInputs", "find_filter", "flags"]
@@ -40,7 +40,7 @@ class Filter:
 def find_filter(name: str, *, kwargs: Mapping[str, Any] | None = None, enforce: bool = True) -> Filter:
     """By name, with its settings. Raises LocalError."""
     settings = dict(kwargs or {})
-    function = choose("filter", name, FILTERS)
+    function = find_by_name("filter", name, FILTERS)
     try:
         inspect.signature(function).bind(None, **settings)
     except TypeError as error:

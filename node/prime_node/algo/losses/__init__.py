@@ -25,7 +25,7 @@ from prime_node.algo.losses.opd import opd
 from prime_node.algo.losses.ppo_clip import ppo_clip
 from prime_node.algo.losses.sft import sft
 from prime_node.algo.losses.tis import tis
-from prime_node.algo.registry import choose, import_object
+from prime_node.algo.registry import find_by_name, import_object
 from prime_node.ports.train_backend import AggregationKind, TrainingMode
 from prime_protocol.errors import LocalError
 
@@ -83,7 +83,7 @@ def find_loss(
     sequence by itself. The modes `sft` and `opd` are the losses of these names. Raises LocalError.
     """
     settings = dict(kwargs or {})
-    known = choose("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
+    known = find_by_name("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
     try:
         inspect.signature(known.function).bind(None, **settings)
     except TypeError as error:

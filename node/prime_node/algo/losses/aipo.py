@@ -7,7 +7,7 @@ Above delta the gradient is zero: a token that the policy already prefers far mo
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share_of_tokens
 
 
 def aipo(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
@@ -15,5 +15,5 @@ def aipo(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
     ratio = log_ratio(inputs).exp()
     return LossOutputs(
         loss=-ratio.clamp(max=delta) * inputs.advantages,
-        metrics={"ratio_mean": ratio, "ratio_clipped_share": share(ratio > delta)},
+        metrics={"ratio_mean": ratio, "ratio_clipped_share": share_of_tokens(ratio > delta)},
     )

@@ -7,7 +7,7 @@ Below delta its gradient is `aipo`'s; above it a token still counts, delta times
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share_of_tokens
 
 
 def aipo_stop_gradient(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
@@ -15,5 +15,5 @@ def aipo_stop_gradient(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs
     ratio = log_ratio(inputs).exp().detach()
     return LossOutputs(
         loss=-ratio.clamp(max=delta) * inputs.advantages * inputs.trainer_logprobs,
-        metrics={"ratio_mean": ratio, "ratio_clipped_share": share(ratio > delta)},
+        metrics={"ratio_mean": ratio, "ratio_clipped_share": share_of_tokens(ratio > delta)},
     )

@@ -84,7 +84,7 @@ def clipped_surrogate(
     if dual_clip is not None:
         loss = torch.where(advantages < 0.0, torch.minimum(loss, -dual_clip * advantages), loss)
     clips = torch.where(advantages > 0.0, ratio > 1.0 + eps_high, (advantages < 0.0) & (ratio < 1.0 - eps_low))
-    return LossOutputs(loss, {"ratio_mean": ratio.detach(), "ratio_clipped_share": share(clips)})
+    return LossOutputs(loss, {"ratio_mean": ratio.detach(), "ratio_clipped_share": share_of_tokens(clips)})
 
 
 def sequence_mean(values: Tensor, inputs: LossInputs) -> Tensor:
@@ -108,7 +108,7 @@ def sequence_ids(inputs: LossInputs) -> Tensor:
     return torch.arange(len(inputs.lengths), device=mask.device).repeat_interleave(lengths_S, output_size=len(mask))
 
 
-def share(flags: Tensor) -> Tensor:
+def share_of_tokens(flags: Tensor) -> Tensor:
     """A metric whose mean is the share of tokens that are flagged."""
     return flags.to(torch.float32)
 

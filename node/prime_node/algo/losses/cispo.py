@@ -7,7 +7,7 @@ PPO's clip drops exactly the rare tokens that turn a chain of thought; here they
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share_of_tokens
 
 
 def cispo(inputs: LossInputs, *, eps_low: float = 1.0, eps_high: float = 4.0) -> LossOutputs:
@@ -16,5 +16,5 @@ def cispo(inputs: LossInputs, *, eps_low: float = 1.0, eps_high: float = 4.0) ->
     weight = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
     return LossOutputs(
         loss=-weight * inputs.advantages * inputs.trainer_logprobs,
-        metrics={"ratio_mean": ratio, "ratio_clipped_share": share(weight != ratio)},
+        metrics={"ratio_mean": ratio, "ratio_clipped_share": share_of_tokens(weight != ratio)},
     )

@@ -15,7 +15,7 @@ from prime_node.algo.losses.base import LOG_RATIO_MAX, LossInputs, log_prox_weig
 from prime_protocol.errors import LocalError
 
 
-class Level(StrEnum):
+class CorrectionLevel(StrEnum):
     """What one weight belongs to."""
 
     TOKEN = "token"
@@ -29,10 +29,10 @@ class Level(StrEnum):
 def behavior_weight(inputs: LossInputs, level: str) -> Tensor:
     """[N] w, without a gradient. Raises LocalError for an unknown level."""
     log_weight = log_prox_weight(inputs)
-    if level == Level.TOKEN:
+    if level == CorrectionLevel.TOKEN:
         return log_weight.exp()
-    if level == Level.SEQUENCE:
+    if level == CorrectionLevel.SEQUENCE:
         return sequence_sum(log_weight, inputs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
-    if level == Level.GEOMETRIC:
+    if level == CorrectionLevel.GEOMETRIC:
         return sequence_mean(log_weight, inputs).exp()
-    raise LocalError(f"loss level {level!r}: expected one of {', '.join(Level)}")
+    raise LocalError(f"loss level {level!r}: expected one of {', '.join(CorrectionLevel)}")

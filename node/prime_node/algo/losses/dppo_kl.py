@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, share_of_tokens
 
 
 def dppo_kl(
@@ -34,5 +34,5 @@ def dppo_kl(
     policy_term = torch.where(dropped, 0.0, -adv_tau * advantages * counted)
     return LossOutputs(
         loss=policy_term + kl_tau * log_r.square(),
-        metrics={"ratio_mean": ratio, "masked_share": share(dropped), "log_ratio_squared": log_r.square()},
+        metrics={"ratio_mean": ratio, "masked_share": share_of_tokens(dropped), "log_ratio_squared": log_r.square()},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surrogate, log_prox_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surrogate, log_prox_ratio, share_of_tokens
 from prime_node.algo.losses.correction import behavior_weight
 
 
@@ -28,5 +28,5 @@ def mis(
     kept = torch.where(is_kept, weight, 0.0)
     surrogate = clipped_surrogate(log_prox_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high)
     return LossOutputs(
-        kept * surrogate.loss, {**surrogate.metrics, "weight_mean": kept, "masked_share": share(~is_kept)}
+        kept * surrogate.loss, {**surrogate.metrics, "weight_mean": kept, "masked_share": share_of_tokens(~is_kept)}
     )

@@ -5,7 +5,7 @@ loss = -clamp(w, weight_min, weight_max) * min(rho * A, clip(rho) * A)        rh
 
 from __future__ import annotations
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surrogate, log_prox_ratio, share
+from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surrogate, log_prox_ratio, share_of_tokens
 from prime_node.algo.losses.correction import behavior_weight
 
 
@@ -24,5 +24,5 @@ def tis(
     surrogate = clipped_surrogate(log_prox_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high)
     return LossOutputs(
         clamped * surrogate.loss,
-        {**surrogate.metrics, "weight_mean": clamped, "weight_truncated_share": share(weight != clamped)},
+        {**surrogate.metrics, "weight_mean": clamped, "weight_truncated_share": share_of_tokens(weight != clamped)},
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit.audit_report import TITLES, Check, date_of
-from prime_node.broadcast.follow.paths import Route, routes_of, search
+from prime_node.broadcast.follow.paths import UpdateRoute, routes_of, search
 from prime_node.broadcast.follow.pinned import fetch_key_rings
 from prime_node.ports.transport import PublicSource
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
@@ -51,7 +51,7 @@ class ManifestAudit:
     """Signed statements that contradict each other."""
     digests: dict[int, str] = field(default_factory=dict)
     """Of the manifests that were opened."""
-    routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)
+    routes: dict[int, tuple[UpdateRoute, ...]] = field(default_factory=dict)
     """Their encodings."""
     roots: dict[int, str] = field(default_factory=dict)
     base_roots: dict[tuple[int, int], str] = field(default_factory=dict)

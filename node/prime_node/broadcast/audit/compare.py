@@ -45,7 +45,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CheckpointComparison:
     """What was found."""
 
     num_tensors: int
@@ -58,13 +58,13 @@ class Comparison:
         return not self.differences
 
 
-def compare(signed: Weights, other: Weights) -> Comparison:
+def compare(signed: Weights, other: Weights) -> CheckpointComparison:
     """`other` beside the weights of a verified policy."""
     found = [_compare_tensor(name, tensor, other.get(name)) for name, tensor in signed.items()]
     extra = [
         Difference(name, Fault.EXTRA, "the signed policy has no such tensor") for name in other if name not in signed
     ]
-    return Comparison(len(signed), (*(difference for difference in found if difference), *extra))
+    return CheckpointComparison(len(signed), (*(difference for difference in found if difference), *extra))
 
 
 def _compare_tensor(name: str, signed: WeightTensor, other: WeightTensor | None) -> Difference | None:

@@ -37,7 +37,7 @@ PROVENANCE_FILE = "PROVENANCE.json"
 SIGNED_PROVENANCE_FILE = "PROVENANCE.dsse.json"
 
 
-def export(
+def export_checkpoint(
     verified: Verified,
     folder: Path,
     *,

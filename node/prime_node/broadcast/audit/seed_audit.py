@@ -12,7 +12,7 @@ from prime_protocol.assigned import SeedRule
 from prime_protocol.errors import PeerError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.seed_chain import opened
+from prime_protocol.seed_chain import opened_secrets
 from prime_protocol.verdict import Receipt
 
 
@@ -43,7 +43,7 @@ class SeedAudit:
         chain = run.spec.seed_chain
         if chain is not None and head.secret is not None:
             try:
-                self._secrets = opened(chain, head.secret)
+                self._secrets = opened_secrets(chain, head.secret)
             except PeerError as error:
                 self._fault = error.detail
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.ways import Step, Ways
+from prime_node.broadcast.follow.ways import UpdateStep, Ways
 from prime_node.broadcast.swarm.download import Download
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -65,8 +65,8 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Of one download. Example: Progress(policy_version=41, bytes_done=5_000_000, bytes_total=9_000_000)."""
+class DownloadProgress:
+    """Of one download. Example: DownloadProgress(policy_version=41, bytes_done=5_000_000, bytes_total=9_000_000)."""
 
     policy_version: int
     bytes_done: int
@@ -88,7 +88,7 @@ class Follower:
         policies_kept: int = 2,
         memory_bytes_max: int = 64 * 2**20,
         parts_bytes_max: int = 64 * 2**30,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[DownloadProgress], None] = lambda _: None,
         rng: random.Random | None = None,
     ) -> None:
         """`sources` are (name, source) pairs, the preferred one first. Raises LocalError if the folder is
@@ -230,7 +230,7 @@ class Follower:
                     log.error("policy %d is not what it was when it was verified; it is dropped", wrong.policy_version)
                     self._policies.pop(wrong.policy_version, None)
 
-    async def _walk(self, way: Sequence[Step], version: int) -> Policy:
+    async def _walk(self, way: Sequence[UpdateStep], version: int) -> Policy:
         """Apply one encoding after another."""
         progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._on_progress)
         first = way[0].encoding.base_version
@@ -244,7 +244,7 @@ class Follower:
         assert base is not None
         return base
 
-    async def _decode(self, step: Step, base: Policy | None, root: str | None, progress: _Counter) -> Weights:
+    async def _decode(self, step: UpdateStep, base: Policy | None, root: str | None, progress: _Counter) -> Weights:
         """Fetch and decode all parts, several at once. Raises Unreachable, _ClosedError or _WrongBaseError."""
         manifest, encoding = step.signed.manifest, step.encoding
         try:
@@ -326,7 +326,7 @@ def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes:
 class _ClosedError(Exception):
     """An encoding that leads nowhere: its bytes are gone, or they are the signed ones and do not decode to the policy."""
 
-    def __init__(self, step: Step, error: PeerError, *, for_good: bool) -> None:
+    def __init__(self, step: UpdateStep, error: PeerError, *, for_good: bool) -> None:
         super().__init__(error.detail)
         self.step = step
         self.for_good = for_good
@@ -343,7 +343,7 @@ class _WrongBaseError(Exception):
 class _Counter:
     """Adds up the bytes of one download and tells."""
 
-    def __init__(self, policy_version: int, bytes_total: int, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, policy_version: int, bytes_total: int, tell: Callable[[DownloadProgress], None]) -> None:
         self._policy_version = policy_version
         self._bytes_total = bytes_total
         self._bytes_done = 0
@@ -352,4 +352,4 @@ class _Counter:
 
     def add(self, num_bytes: int) -> None:
         self._bytes_done += num_bytes
-        self._tell(Progress(self._policy_version, self._bytes_done, self._bytes_total))
+        self._tell(DownloadProgress(self._policy_version, self._bytes_done, self._bytes_total))

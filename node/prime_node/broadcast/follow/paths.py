@@ -16,15 +16,15 @@ from prime_protocol.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """What an encoding means here. Example: Route(base_version=40, sent_bytes=120_000) of policy 44."""
+class UpdateRoute:
+    """What an encoding means here. Example: UpdateRoute(base_version=40, sent_bytes=120_000) of policy 44."""
 
     base_version: int | None
     """None for an anchor."""
     sent_bytes: int
 
 
-Routes = Mapping[int, Sequence[Route]]
+Routes = Mapping[int, Sequence[UpdateRoute]]
 """Policy version -> its encodings, for every manifest that was read."""
 
 
@@ -33,7 +33,7 @@ class Hop:
     """One encoding to apply."""
 
     policy_version: int
-    route: Route
+    route: UpdateRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Search:
     """Policies whose manifests might show a cheaper one, the nearest first."""
 
 
-def routes_of(manifest: Manifest) -> tuple[Route, ...]:
-    return tuple(Route(encoding.base_version, encoding.sent_bytes) for encoding in manifest.encodings)
+def routes_of(manifest: Manifest) -> tuple[UpdateRoute, ...]:
+    return tuple(UpdateRoute(encoding.base_version, encoding.sent_bytes) for encoding in manifest.encodings)
 
 
 def search(target: int, known: Routes, held: Collection[int] = ()) -> Search:

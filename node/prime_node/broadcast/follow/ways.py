@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.paths import Path, Route, routes_of, search
+from prime_node.broadcast.follow.paths import Path, UpdateRoute, routes_of, search
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
 
@@ -29,7 +29,7 @@ Closed = Collection[tuple[int, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UpdateStep:
     """One hop with all that is needed to take it."""
 
     signed: SignedManifest
@@ -47,12 +47,12 @@ class Ways:
         """`on_disk` says whether a blob is here, by its digest."""
         self._heads = heads
         self._on_disk = on_disk
-        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._routes: dict[int, tuple[UpdateRoute, ...]] = {}
         self._roots: dict[int, BasePolicy] = {}
         """Policies whose root is known: from their own manifest, or from one of a delta that was taken against them."""
         self._manifests: dict[int, SignedManifest] = {}
 
-    async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[Step]:
+    async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[UpdateStep]:
         """The cheapest way in bytes. Raises PeerError(NOT_FOUND) where none is open, or Unreachable."""
         self._forget_old()
         self._note(target)
@@ -62,7 +62,7 @@ class Ways:
             signed = await self._manifest(hop.policy_version)
             encoding = signed.manifest.encoding(hop.route.base_version)
             assert encoding is not None
-            steps.append(Step(signed, encoding))
+            steps.append(UpdateStep(signed, encoding))
         return steps
 
     def at_hand(self, policy_version: int) -> SignedManifest | None:
@@ -92,13 +92,13 @@ class Ways:
             raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {target} any more")
         return found.path
 
-    def _routes_now(self, version: int) -> Sequence[Route]:
+    def _routes_now(self, version: int) -> Sequence[UpdateRoute]:
         """A policy's routes, shorter by what is on the disk where its manifest is at hand."""
         signed = self._manifests.get(version)
         if signed is None:
             return self._routes[version]
         return [
-            Route(one.base_version, sum(blob.size for blob in one.blobs if not self._on_disk(blob.digest)))
+            UpdateRoute(one.base_version, sum(blob.size for blob in one.blobs if not self._on_disk(blob.digest)))
             for one in signed.manifest.encodings
         ]
 

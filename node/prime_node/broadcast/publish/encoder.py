@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.follow.paths import UpdateRoute, routes_of
 from prime_node.broadcast.publish.spans import (
     SpanRules,
     anchor_is_due,
@@ -46,7 +46,7 @@ class SpanEncoder:
     def __init__(self, rules: SpanRules) -> None:
         self.rules = rules
         self._held: dict[int, _Held] = {}
-        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._routes: dict[int, tuple[UpdateRoute, ...]] = {}
 
     @property
     def held(self) -> tuple[int, ...]:

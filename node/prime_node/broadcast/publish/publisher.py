@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from prime_node.broadcast.follow.paths import Route, routes_of
+from prime_node.broadcast.follow.paths import UpdateRoute, routes_of
 from prime_node.broadcast.publish.announced import Announced
 from prime_node.broadcast.publish.disk_room import DiskRoom
 from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder
@@ -322,5 +322,5 @@ class Publisher:
         )
 
 
-def _name_of(route: Route, version: int) -> str:
+def _name_of(route: UpdateRoute, version: int) -> str:
     return "anchor" if route.base_version is None else f"delta_{version - route.base_version}"

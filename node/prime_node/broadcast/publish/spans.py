@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prime_node.broadcast.follow.paths import Route, Routes, search
+from prime_node.broadcast.follow.paths import Routes, UpdateRoute, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ def paying_deltas(
     `published` are the encodings of earlier policies, as far as they matter; `anchor_bytes` is what an anchor takes, where
     that is known.
     """
-    chosen: list[Route] = []
+    chosen: list[UpdateRoute] = []
     for base, sent_bytes in sorted(deltas.items(), reverse=True):
         if anchor_bytes is not None and sent_bytes >= anchor_bytes:
             continue
         other_way = search(policy_version, {**published, policy_version: chosen}, {base}).path
         if other_way is None or sent_bytes < other_way.sent_bytes:
-            chosen.append(Route(base, sent_bytes))
+            chosen.append(UpdateRoute(base, sent_bytes))
     return [route.base_version for route in chosen if route.base_version is not None]
 
 
@@ -64,12 +64,12 @@ def anchor_is_due(
     policy_version: int, deltas: Mapping[int, int], published: Routes, rules: SpanRules, *, anchor_bytes: int | None
 ) -> bool:
     """Does an anchor pay beside the deltas that were chosen? Always where nothing else leads to the policy from nothing."""
-    routes = [Route(base, sent_bytes) for base, sent_bytes in deltas.items()]
+    routes = [UpdateRoute(base, sent_bytes) for base, sent_bytes in deltas.items()]
     way = search(policy_version, {**published, policy_version: routes}).path
     return way is None or anchor_bytes is None or way.sent_bytes > rules.anchor_pays * anchor_bytes
 
 
-def worth_remembering(published: Routes) -> dict[int, tuple[Route, ...]]:
+def worth_remembering(published: Routes) -> dict[int, tuple[UpdateRoute, ...]]:
     """The part of `published` that later decisions look at: policy 0, and all since the newest anchor but one."""
     anchors = sorted(version for version, routes in published.items() if any(r.base_version is None for r in routes))
     since = anchors[-2] if len(anchors) > 1 else 0

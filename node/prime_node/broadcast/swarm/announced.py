@@ -13,7 +13,7 @@ import logging
 from prime_node.broadcast.swarm.network_peer import NetworkPeer
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.ports.clock import Clock
-from prime_node.ports.peers import Judgement, PeerNetwork
+from prime_node.ports.peers import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
@@ -67,14 +67,14 @@ class AnnouncedHeads:
         self._named = NamedSource("announcements", self, SourceKind.PEER)
         network.subscribe(TOPIC, self.judge, self.hear)
 
-    async def judge(self, sender: KeyId, data: bytes) -> Judgement:
+    async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
         """Verify, beside the event loop: a manifest may be long."""
         try:
             version, _ = await asyncio.to_thread(self._open, data)
         except PeerError as error:
             log.info("peer %s sends on a head that does not hold: %s", sender, error)
-            return Judgement.REJECT
-        return Judgement.ACCEPT if version > self._named.head else Judgement.IGNORE
+            return GossipJudgement.REJECT
+        return GossipJudgement.ACCEPT if version > self._named.head else GossipJudgement.IGNORE
 
     async def hear(self, author: KeyId, data: bytes) -> None:
         version, manifest = await asyncio.to_thread(self._open, data)

@@ -23,7 +23,7 @@ ACCOUNTS_IDLE_MAX = 1_024
 """Above this, accounts of peers that have not been heard of for long are dropped."""
 
 
-class Turn(StrEnum):
+class UploadTurn(StrEnum):
     """What becomes of a request."""
 
     NOW = "now"
@@ -84,7 +84,7 @@ class Choker:
         """The same, by network."""
         self._waiting_in: Counter[str] = Counter()
 
-    def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> Turn:
+    def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> UploadTurn:
         """A peer wants something. `network`: all members there together have a bounded share; empty for none."""
         account = self._account(peer, now_s)
         account.is_member = is_member
@@ -92,15 +92,15 @@ class Choker:
             account.network = network
         if self.serving < self.rules.slots and self._may_have_one(peer):
             self._begin(peer)
-            return Turn.NOW
+            return UploadTurn.NOW
         rules, queue = self.rules, self._waiting.get(peer, ())
         if self._num_waiting >= rules.waiting_max or len(queue) >= rules.waiting_per_peer_max:
-            return Turn.REFUSED
+            return UploadTurn.REFUSED
         if account.network and self._waiting_in[account.network] >= rules.waiting_per_network_max:
-            return Turn.REFUSED
+            return UploadTurn.REFUSED
         self._waiting.setdefault(peer, deque()).append(request)
         self._count_waiting(peer, 1)
-        return Turn.WAIT
+        return UploadTurn.WAIT
 
     def done(self, peer: str, sent_bytes: int, now_s: float) -> int | None:
         """An answer was sent, or has failed. Returns the waiting request that takes its slot."""

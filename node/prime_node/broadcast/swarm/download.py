@@ -24,7 +24,7 @@ from typing import TypeVar
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
-from prime_node.broadcast.swarm.piece_sets import PieceSet, members, pieces, span
+from prime_node.broadcast.swarm.piece_sets import PieceSet, members, piece_set, span
 from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool, fetch_from
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -140,7 +140,7 @@ class Download:
             assert data is not None
             self.decode(piece.chunks, data)
             here.append(number)
-        return pieces(here)
+        return piece_set(here)
 
     def _on_disk(self) -> PieceSet:
         made = 0

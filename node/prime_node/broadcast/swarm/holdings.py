@@ -55,7 +55,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class HoldingsChange:
     """What has come since somebody asked last."""
 
     cursor: int
@@ -133,17 +133,19 @@ class Holdings:
 
     # News
 
-    def news(self, cursor: int) -> News:
+    def news(self, cursor: int) -> HoldingsChange:
         """Since `cursor`; everything, where that is too long ago or 0."""
         if not self._log_begins <= cursor <= self._log_begins + len(self._log) or cursor == 0:
-            return News(self._end, {name: one.has for name, one in self._holdings.items() if one.has}, self.head)
+            return HoldingsChange(
+                self._end, {name: one.has for name, one in self._holdings.items() if one.has}, self.head
+            )
         fresh: dict[str, PieceSet] = {}
         for name, pieces in self._log[cursor - self._log_begins :]:
             if name in self._holdings:
                 fresh[name] = fresh.get(name, 0) | pieces
-        return News(self._end, fresh, self.head)
+        return HoldingsChange(self._end, fresh, self.head)
 
-    async def changed(self, seen: News) -> None:
+    async def changed(self, seen: HoldingsChange) -> None:
         """Until there is something that `seen` does not say, or `tell` is called."""
         if self._end == seen.cursor and self.head == seen.head:
             await self._changed.wait()

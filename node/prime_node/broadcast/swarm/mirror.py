@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.ways import Step, Ways
+from prime_node.broadcast.follow.ways import UpdateStep, Ways
 from prime_node.broadcast.swarm.download import Download
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -111,7 +111,7 @@ class Mirror:
         except PeerError as error:
             log.info("policy %d: newcomers cannot begin here: %s", signed.manifest.policy_version, error)
 
-    async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[Step]:
+    async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[UpdateStep]:
         """The steps before the policy's own."""
         return (await self._ways.find(signed, held=(), closed=gone))[:-1]
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S
-from prime_node.ports.peers import Answer, PeerAddress, PeerNetwork
+from prime_node.ports.peers import DeferredAnswer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
@@ -30,7 +30,7 @@ LINK_S_MAX = 40.0
 """To link to a peer, the punching of a hole included."""
 
 
-class Question(WireModel):
+class PeerQuestion(WireModel):
     """Example: {"path": "/v1/blobs/ab..", "start": 0, "end": 65536}."""
 
     path: str = Field(max_length=200)
@@ -53,8 +53,8 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
     """As `serve_over`, for whoever has no service: the coordinator."""
     paths = [(re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", r.path)), r.handler) for r in routes]
 
-    async def answer(peer: KeyId, payload: bytes) -> bytes | Answer:
-        question = parse_json(payload, Question)
+    async def answer(peer: KeyId, payload: bytes) -> bytes | DeferredAnswer:
+        question = parse_json(payload, PeerQuestion)
         handler, params = _find(paths, question.path)
         headers = {} if question.authorization is None else {"authorization": question.authorization}
         if question.start is not None and question.end is not None:
@@ -73,7 +73,7 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
             if response.after is not None:
                 response.after()
             raise
-        return body if response.after is None else Answer(body, response.after)
+        return body if response.after is None else DeferredAnswer(body, response.after)
 
     network.serve(PROTOCOL, answer, request_bytes_max=limits.PEER_QUESTION_BYTES_MAX)
 
@@ -129,7 +129,7 @@ class NetworkPeer:
     async def news(self) -> AsyncIterator[PeerNews]:
         news = PeerNews()
         while True:
-            question = Question(path="/v1/have", cursor=news.cursor, head=news.head)
+            question = PeerQuestion(path="/v1/have", cursor=news.cursor, head=news.head)
             body = await self._request(question, limits.PEER_NEWS_BYTES_MAX, wait_s=KEEP_ALIVE_S)
             news = parse_json(body, PeerNews)
             yield news
@@ -148,9 +148,9 @@ class NetworkPeer:
         """The link stays: the network keeps what it may need again."""
 
     async def _ask(self, path: str, bytes_max: int, *, start: int | None = None, end: int | None = None) -> bytes:
-        return await self._request(Question(path=path, start=start, end=end), bytes_max)
+        return await self._request(PeerQuestion(path=path, start=start, end=end), bytes_max)
 
-    async def _request(self, question: Question, bytes_max: int, *, wait_s: float = 0.0) -> bytes:
+    async def _request(self, question: PeerQuestion, bytes_max: int, *, wait_s: float = 0.0) -> bytes:
         await self._need_direct_link()
         asked = question.model_copy(update={"authorization": self._authorization()})
         return await self._network.request(

@@ -22,7 +22,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.swarm.piece_sets import Counts, PieceSet, any_of, members, span
+from prime_node.broadcast.swarm.piece_sets import PieceCounts, PieceSet, any_of, members, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Picker:
         self._rng = rng
         self._rules = rules or PickerRules()
         self._sources: dict[str, _Source] = {}
-        self._counts = Counts()
+        self._counts = PieceCounts()
         """Of the sources that are counted."""
         self._askers: dict[int, list[str]] = {}
         """Open pieces, and the sources that were asked for them."""

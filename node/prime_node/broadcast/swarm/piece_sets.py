@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 PieceSet = int
 
 
-def pieces(numbers: Iterable[int]) -> PieceSet:
-    """Example: pieces([0, 2]) is 0b101."""
+def piece_set(numbers: Iterable[int]) -> PieceSet:
+    """Example: piece_set([0, 2]) is 0b101."""
     made = 0
     for number in numbers:
         made |= 1 << number
@@ -53,7 +53,7 @@ def any_of(of: PieceSet, rng: random.Random) -> int:
     return (rest & -rest).bit_length() - 1 + place
 
 
-class Counts:
+class PieceCounts:
     """For every piece, how many sources hold it."""
 
     def __init__(self) -> None:

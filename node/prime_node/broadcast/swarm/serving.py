@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_node.broadcast.swarm.holdings import Holdings, News
+from prime_node.broadcast.swarm.holdings import Holdings, HoldingsChange
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.ranges import parse_range
-from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, Telling, told
+from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, HoldingsBroadcast, told
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.clock import Clock
@@ -72,7 +72,7 @@ class PeerService:
     _is_closing: bool = False
 
     def __post_init__(self) -> None:
-        self._telling = Telling(self.holdings, self.clock)
+        self._telling = HoldingsBroadcast(self.holdings, self.clock)
 
     def routes(self) -> list[Route]:
         gets: list[tuple[str, Handler]] = [
@@ -269,7 +269,7 @@ class PeerService:
         with self._listening(listener, network):
             return told(await self._fresh(listener, cursor, head))
 
-    async def _fresh(self, member: str, cursor: int, head: int) -> News:
+    async def _fresh(self, member: str, cursor: int, head: int) -> HoldingsChange:
         """News since the last ones, as soon as there is a piece that the listener lacks, or a policy is whole; what he has waits
         for that. Here news cost a request each. As lines of a stream they cost too little for this to show."""
         await self.clock.sleep(NEWS_EVERY_S)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from prime_node.broadcast.follow.paths import Route, search
+from prime_node.broadcast.follow.paths import UpdateRoute, search
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
@@ -111,9 +111,9 @@ class Shelf:
             log.warning("%s: %s", self._folder, error)
 
     def _worth_keeping(self) -> set[Name]:
-        routes: dict[int, list[Route]] = {version: [] for version in self._signed}
+        routes: dict[int, list[UpdateRoute]] = {version: [] for version in self._signed}
         for (version, base_version), encoding in self._here.items():
-            routes[version].append(Route(base_version, encoding.sent_bytes))
+            routes[version].append(UpdateRoute(base_version, encoding.sent_bytes))
         newest = sorted(routes)[-POLICIES_KEPT:]
         kept = {name for name in self._here if name[0] in newest}
         for version in newest:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.swarm.holdings import Holdings, News
+from prime_node.broadcast.swarm.holdings import Holdings, HoldingsChange
 from prime_node.broadcast.swarm.piece_sets import runs
 from prime_node.ports.clock import Clock
 from prime_protocol.peers import PeerNews
@@ -29,7 +29,7 @@ LINES_MAX = 16
 
 
 @dataclass
-class Telling:
+class HoldingsBroadcast:
     """What the listeners share."""
 
     holdings: Holdings
@@ -87,7 +87,7 @@ class Telling:
         self._told.set()
         self._told = asyncio.Event()
 
-    def _line(self, cursor: int, news: News) -> bytes:
+    def _line(self, cursor: int, news: HoldingsChange) -> bytes:
         name = cursor, news.cursor, news.head
         line = self._lines.get(name)
         if line is None:
@@ -97,7 +97,7 @@ class Telling:
         return line
 
 
-def told(news: News) -> bytes:
+def told(news: HoldingsChange) -> bytes:
     """As it goes over the wire."""
     pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
     return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()

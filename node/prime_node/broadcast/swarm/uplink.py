@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_node.broadcast.swarm.choker import Choker, ChokerRules, Turn
+from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
 from prime_node.files import replace
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
@@ -179,9 +179,9 @@ class Uplink:
         self._requests += 1
         request = self._requests
         turn = self._choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member, network=network)
-        if turn is Turn.NOW:
+        if turn is UploadTurn.NOW:
             return
-        if turn is Turn.REFUSED:
+        if turn is UploadTurn.REFUSED:
             raise PeerError(ErrorCode.UNAVAILABLE, "too many wait here already", retry_after_s=RETRY_S)
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[request] = peer, waiting

@@ -28,7 +28,7 @@ from prime_protocol.telemetry import Hardware
 ROOM_RETRY_S = 60.0
 
 
-async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
+async def admit_worker(core: Core, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
     """Take part, or begin anew with the same key. Raises PeerError."""
     state, config = core.state, core.config
     worker = state.workers.get(signer)
@@ -44,7 +44,7 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
     invite = "" if worker is None else worker.invite
     if config.invites_needed and not (is_known or invite):
         invite = _redeem(core, request)  # (3)
-    network = network_of(core, address)
+    network = name_of_network(core, address)
     if not is_active:
         if state.num_active >= state.rules.workers_max:  # (4)
             raise PeerError(
@@ -83,7 +83,7 @@ async def join(core: Core, signer: str, request: JoinRequest, *, address: str) -
     )
 
 
-def network_of(core: Core, address: str) -> str:
+def name_of_network(core: Core, address: str) -> str:
     """A name for the network of an address, which only this coordinator can make; empty for one that the operator trusts."""
     if is_in(address, core.config.trusted):
         return ""

@@ -14,9 +14,9 @@ fills the room of another class, and no key and no network fills its own class's
 from __future__ import annotations
 
 from prime_node.coordinator.api.callers import Callers
-from prime_node.coordinator.api.requests import Caller, Gate, require_role, sender_of, wrong_run
+from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, sender_of, wrong_run
 from prime_node.coordinator.core import Core
-from prime_node.ports.web import Admission, Admit, Request, Share
+from prime_node.ports.web import Admit, BodyAdmission, BodyShare, Request
 from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, open_claim, read_claim
 from prime_protocol.errors import LimitExceeded
@@ -26,10 +26,10 @@ NETWORKS_PER_CLASS = 4
 """Members of one network that the operator does not trust take at most one of so many parts of the members' share."""
 
 
-def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Caller) -> Admit:
+def admits(core: Core, gate: RequestGate, callers: Callers, *, action: str, caller: Caller) -> Admit:
     """The check for bodies that go to /v1/`action`."""
 
-    def admit(request: Request, num_bytes: int) -> Admission:
+    def admit(request: Request, num_bytes: int) -> BodyAdmission:
         now_s, address = core.clock.monotonic_s(), callers.address_of(request)
         network = callers.network_of(address)
         header = request.headers.get(CLAIM_HEADER.lower())
@@ -54,7 +54,7 @@ def admits(core: Core, gate: Gate, callers: Callers, *, action: str, caller: Cal
             gate.limiter.by_key.spend(signer, now_s)
         gate.spend_nonce(signer, claim.nonce, state=core.state, address=address, now_s=now_s)
         request.vouch(sender)
-        return Admission(_of_known(core, signer, network, callers), claim.body_digest)
+        return BodyAdmission(_of_known(core, signer, network, callers), claim.body_digest)
 
     return admit
 
@@ -69,7 +69,7 @@ def paid_by(core: Core, request: Request) -> str:
     return signer if is_known and signer in core.state.workers else ""
 
 
-def _of_stranger(num_bytes: int, network: str) -> Admission:
+def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:
     """Raises LimitExceeded."""
     if num_bytes > limits.STRANGER_BODY_BYTES_MAX:
         raise LimitExceeded(
@@ -78,31 +78,31 @@ def _of_stranger(num_bytes: int, network: str) -> Admission:
             limits.STRANGER_BODY_BYTES_MAX,
         )
     each_max, all_max = limits.STRANGERS_BODY_BYTES_EACH_MAX, limits.STRANGERS_BODY_BYTES_MAX
-    return Admission(
+    return BodyAdmission(
         (
-            Share(f"strangers at {network}", each_max, limits.BODIES_EACH_MAX),
-            Share("strangers", all_max, limits.HTTP_STRANGERS_MAX),
+            BodyShare(f"strangers at {network}", each_max, limits.BODIES_EACH_MAX),
+            BodyShare("strangers", all_max, limits.HTTP_STRANGERS_MAX),
         )
     )
 
 
-def _of_known(core: Core, signer: str, network: str, callers: Callers) -> tuple[Share, ...]:
+def _of_known(core: Core, signer: str, network: str, callers: Callers) -> tuple[BodyShare, ...]:
     """A key may send two of the largest bodies at once, however small its class's share is set."""
     bounds = core.run.spec.limits
     if signer not in core.state.workers:
         each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
         all_max = max(limits.ROLES_BODY_BYTES_MAX, each_max)
         return (
-            Share(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
-            Share("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
+            BodyShare(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
+            BodyShare("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
         )
     each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
     all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
     shares = (
-        Share(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
-        Share("members", all_max, limits.HTTP_CONNECTIONS_MAX),
+        BodyShare(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
+        BodyShare("members", all_max, limits.HTTP_CONNECTIONS_MAX),
     )
     if callers.is_trusted(network):
         return shares
     network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
-    return (*shares, Share(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))
+    return (*shares, BodyShare(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))

@@ -23,7 +23,7 @@ TICKET_S = 24 * 3_600.0
 """Long, so that the swarm goes on without the coordinator; a banned key gets no new one."""
 
 
-async def find(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
+async def find_peers(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
     """Answer a verified request that came from `address`. Raises PeerError."""
     is_guest = signer not in core.config.seeders and sender_of(signer, run=core.run, state=core.state) is None
     if is_guest and (core.config.invites_needed or core.config.allowed_workers):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prime_node.coordinator.api.receipts import replaced, verdict_of
-from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
+from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
@@ -41,7 +41,7 @@ AGAIN = "again "
 """Begins the name of the bucket for what a worker, or anybody who has recorded it, sends again."""
 
 
-async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
+async def upload(core: Core, gate: RequestGate, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
     """One bundle. `paid_by`: the key whose rate is charged already. Raises PeerError."""
 
     def charge(bucket: str) -> None:
@@ -71,7 +71,9 @@ async def upload(core: Core, gate: Gate, parcel: bytes, *, address: str, paid_by
     if isinstance(decision, ev.BundleContradicted):
         return await _keep_both(core, decision, lease, opened)
     if isinstance(decision, ev.BundleArrived):
-        drawn = core.assigner.audit_draw(bundle) < audits.share(core.state.rules, core.state.workers[header.worker])
+        drawn = core.assigner.audit_draw(bundle) < audits.audit_share(
+            core.state.rules, core.state.workers[header.worker]
+        )
         seeded = header.engine.seeded
         decision = replace(decision, audited=drawn or not seeded, seeded=seeded)
     core.decide(decision)

@@ -9,7 +9,7 @@ from prime_node.coordinator import curation
 from prime_node.coordinator.agreement import Contradiction, Opinion
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import replaced
-from prime_node.coordinator.api.requests import Caller, Gate, require_role
+from prime_node.coordinator.api.requests import Caller, RequestGate, require_role
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import copies
 from prime_node.coordinator.state import events as ev
@@ -29,7 +29,7 @@ RETRY_S = 0.2
 """How soon a validator may ask again after it waited in vain."""
 
 
-async def check(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
+async def next_check_task(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
     """The oldest waiting bundle, first those of the validator's own policies."""
     core.agreement.heard(signer, core.clock.monotonic_s())
     bundle = await core.news.until(
@@ -168,7 +168,7 @@ async def _decide(core: Core, opinion: Opinion) -> None:
         core.news.publish(Topic.CHECK)
 
 
-async def put_logprobs(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
+async def put_logprobs(core: Core, gate: RequestGate, parcel: bytes, *, address: str) -> str:
     """A validator's own logprobs of a bundle that it is about to accept. Content-addressed and idempotent."""
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)

@@ -12,7 +12,7 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim, LeaseRecord
-from prime_node.coordinator.state.scheduler import Grant, Refusal, choose_slots
+from prime_node.coordinator.state.scheduler import Grant, NothingToLease, choose_slots
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.messages import (
@@ -34,7 +34,7 @@ RETRY_S = 0.2
 """How soon to ask again where waiting here would not help, a new policy being needed first."""
 
 
-async def heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
+async def take_heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
     require_session(core, signer, request.session)
     if request.policy_version > core.state.head:  # shown to others, so what cannot be is not kept
         request = request.model_copy(update={"policy_version": -1})
@@ -64,7 +64,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
         if unknown:
             core.decide(ev.LeasesExpired(unknown))
 
-    def look() -> Grant | Refusal:
+    def look() -> Grant | NothingToLease:
         require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # things change meanwhile
         require_session(core, signer, request.session)
         refusal = _policy_fault(core, request)
@@ -79,11 +79,11 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
     found = await core.news.until(
         Topic.LEASE,
         look,
-        is_worth_waiting=lambda found: isinstance(found, Refusal) and found.is_worth_waiting,
+        is_worth_waiting=lambda found: isinstance(found, NothingToLease) and found.is_worth_waiting,
         wait_s=request.wait_s,
     )
     core.presence.heard(signer, core.clock.monotonic_s())
-    if isinstance(found, Refusal):
+    if isinstance(found, NothingToLease):
         core.hints[signer] = found.reason
         return NotYet(reason=found.reason, retry_after_s=max(RETRY_S, found.pause_s))
     core.hints.pop(signer, None)
@@ -114,7 +114,7 @@ def note_failed(core: Core, record: LeaseRecord, *, is_judged: bool = False) -> 
         log.warning("step %d: %d problems fail for everybody who plays them; others are drawn", record.step, redrawn)
 
 
-async def leave(core: Core, signer: str, request: LeaveRequest) -> None:
+async def take_leave(core: Core, signer: str, request: LeaveRequest) -> None:
     require_session(core, signer, request.session)
     core.decide(ev.WorkerLeft(signer))
     core.presence.forget(signer)
@@ -166,7 +166,7 @@ def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Enve
     return seal(core.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, core.key)
 
 
-def _policy_fault(core: Core, request: LeaseRequest) -> Refusal | None:
+def _policy_fault(core: Core, request: LeaseRequest) -> NothingToLease | None:
     """The worker must hold a policy that is published here, and the same one."""
     state, version = core.state, request.policy_version
     publication = state.published.get(version)
@@ -174,7 +174,7 @@ def _policy_fault(core: Core, request: LeaseRequest) -> Refusal | None:
         reason = "no policy is published yet" if state.head < 0 else f"fetch policy {state.head}"
         if version > state.head >= 0:
             reason = f"policy {version} is not known here, the newest is {state.head}: tell the operator if this lasts"
-        return Refusal(reason, is_worth_waiting=False)
+        return NothingToLease(reason, is_worth_waiting=False)
     if publication.digest != request.policy_digest:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,

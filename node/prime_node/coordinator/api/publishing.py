@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from prime_node.broadcast.follow.paths import routes_of, search
-from prime_node.coordinator.api.requests import Caller, Gate, require_role, wrong_run
+from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.api.training import batch_digests
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
@@ -30,7 +30,7 @@ from prime_protocol.parcel import open_parcel
 log = logging.getLogger(__name__)
 
 
-async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> str:
+async def put_blob(core: Core, gate: RequestGate, parcel: bytes, *, address: str) -> str:
     """A checkpoint part or model file by the trainer. Content-addressed and idempotent.
 
     It must be fresh: a replay would bring back what was deleted since.
@@ -52,13 +52,13 @@ async def put_blob(core: Core, gate: Gate, parcel: bytes, *, address: str) -> st
     return await core.public.put(bytes(opened.check_body(header)), digest=header.body_digest)
 
 
-class Publisher:
+class ManifestIntake:
     """Takes manifests in, one at a time."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    async def publish(self, gate: Gate, body: bytes, *, address: str) -> None:
+    async def publish(self, gate: RequestGate, body: bytes, *, address: str) -> None:
         """Idempotent for the same manifest. Raises PeerError."""
         core = self._core
         with gate.blame(address, core.clock.monotonic_s()):

@@ -65,7 +65,7 @@ _ROLES = {
 
 
 @dataclass(slots=True)
-class Gate:
+class RequestGate:
     """Lets requests in. Holds the memory that steps (2) and (7) to (9) need."""
 
     run: PinnedRun

@@ -31,8 +31,8 @@ from prime_node.coordinator.api import (
 )
 from prime_node.coordinator.api.bodies import admits, paid_by
 from prime_node.coordinator.api.callers import Callers
-from prime_node.coordinator.api.publishing import Publisher
-from prime_node.coordinator.api.requests import Caller, Gate, sender_of
+from prime_node.coordinator.api.publishing import ManifestIntake
+from prime_node.coordinator.api.requests import Caller, RequestGate, sender_of
 from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
@@ -56,12 +56,12 @@ Answer = BaseModel | Envelope | bytes | None
 Action = Callable[[Core, str, Any], Awaitable[Answer]]
 
 _ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
-    ("heartbeat", Caller.WORKER, messages.HeartbeatRequest, leasing.heartbeat),
+    ("heartbeat", Caller.WORKER, messages.HeartbeatRequest, leasing.take_heartbeat),
     ("lease", Caller.WORKER, messages.LeaseRequest, leasing.lease),
     ("return_lease", Caller.WORKER, messages.ReturnLeaseRequest, leasing.return_lease),
-    ("leave", Caller.WORKER, messages.LeaveRequest, leasing.leave),
+    ("leave", Caller.WORKER, messages.LeaveRequest, leasing.take_leave),
     ("receipts", Caller.KNOWN, messages.ReceiptsRequest, receipts.receipts),
-    ("check", Caller.VALIDATOR, messages.CheckRequest, judging.check),
+    ("check", Caller.VALIDATOR, messages.CheckRequest, judging.next_check_task),
     ("check_result", Caller.VALIDATOR, messages.CheckResultRequest, judging.check_result),
     ("batch", Caller.TRAINER, messages.BatchRequest, training.batch),
     ("bundle", Caller.JUDGES, messages.BundleRequest, judging.bundle),
@@ -69,9 +69,9 @@ _ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
 )
 
 
-def make_routes(core: Core, gate: Gate) -> list[Route]:
+def make_routes(core: Core, gate: RequestGate) -> list[Route]:
     """All endpoints of one coordinator."""
-    bounds, publisher = core.run.spec.limits, Publisher(core)
+    bounds, publisher = core.run.spec.limits, ManifestIntake(core)
 
     async def upload(request: Request) -> Response:
         core.metrics.add("prime_upload_bytes_total", len(request.body))
@@ -98,11 +98,13 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
         return _admitted(core, gate, request, kind, Caller.ANYONE)
 
     async def join(request: Request) -> Response:
-        return _respond(await admission.join(core, *admitted(request, messages.JoinRequest), address=request.remote))
+        return _respond(
+            await admission.admit_worker(core, *admitted(request, messages.JoinRequest), address=request.remote)
+        )
 
     async def find_peers(request: Request) -> Response:
         address = finding.announced_from(core, request)
-        return _respond(await finding.find(core, *admitted(request, messages.PeersRequest), address=address))
+        return _respond(await finding.find_peers(core, *admitted(request, messages.PeersRequest), address=address))
 
     posts: list[tuple[str, Caller, Handler, int]] = [
         (name, caller, _signed(core, gate, kind, caller, handler), limits.REQUEST_BYTES_MAX)
@@ -125,14 +127,14 @@ def make_routes(core: Core, gate: Gate) -> list[Route]:
     return routes
 
 
-def _signed(core: Core, gate: Gate, kind: type[Any], caller: Caller, handler: Action) -> Handler:
+def _signed(core: Core, gate: RequestGate, kind: type[Any], caller: Caller, handler: Action) -> Handler:
     async def handle(request: Request) -> Response:
         return _respond(await handler(core, *_admitted(core, gate, request, kind, caller)))
 
     return handle
 
 
-def _admitted(core: Core, gate: Gate, request: Request, kind: type[Any], caller: Caller) -> tuple[str, Any]:
+def _admitted(core: Core, gate: RequestGate, request: Request, kind: type[Any], caller: Caller) -> tuple[str, Any]:
     try:
         signer, asked = gate.admit(
             _sent(request),
@@ -186,7 +188,7 @@ def _guarded(core: Core, path: str, handler: Handler, callers: Callers) -> Handl
     return handle
 
 
-def _public(core: Core, gate: Gate) -> list[tuple[str, Handler]]:
+def _public(core: Core, gate: RequestGate) -> list[tuple[str, Handler]]:
     async def run(request: Request) -> Response:
         return _respond(core.run.envelope)
 
@@ -228,7 +230,7 @@ def _public(core: Core, gate: Gate) -> list[tuple[str, Handler]]:
         epoch = gate.epochs.present(now_ms=core.clock.now_ms(), now_s=core.clock.monotonic_s())
         return _json({"ok": True, "run": core.run.digest, "epoch": epoch})
 
-    told = Spared(lambda: _json(status.status(core)), core.clock)
+    told = Spared(lambda: _json(status.status_of_run(core)), core.clock)
     measured = Spared(lambda: _measured(core), core.clock)
 
     async def show_status(request: Request) -> Response:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from prime_node.coordinator.api.publishing import read_manifest
-from prime_node.coordinator.api.requests import Gate
+from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.assignments import newest_open
 from prime_node.coordinator.core import Core
 from prime_node.ports.documents import Documents
@@ -52,7 +52,7 @@ def require_own_key(run: PinnedRun, key: SigningKey) -> None:
         )
 
 
-async def take_key_ring(core: Core, gate: Gate, body: bytes, *, address: str) -> None:
+async def take_key_ring(core: Core, gate: RequestGate, body: bytes, *, address: str) -> None:
     """The next ring, signed by the root. Idempotent for the newest one. Raises PeerError."""
     now_s = core.clock.monotonic_s()
     with gate.blame(address, now_s):

@@ -10,7 +10,7 @@ from typing import Any
 from prime_node.coordinator import curation
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits, newcomers
-from prime_node.coordinator.state.records import State, Worker
+from prime_node.coordinator.state.records import State, WorkerRecord
 from prime_node.coordinator.watchdog import waiting
 from prime_node.ports.metrics import Metric, MetricKind
 from prime_protocol.evidence import log_evidence
@@ -51,7 +51,7 @@ METRICS = (
 )
 
 
-def status(core: Core) -> dict[str, Any]:
+def status_of_run(core: Core) -> dict[str, Any]:
     """Everything an operator asks first. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
     state = core.state
     workers = sorted(state.workers.values(), key=lambda worker: (not worker.active, worker.joined_at_ms))
@@ -131,7 +131,7 @@ def _steps(state: State) -> list[dict[str, Any]]:
     ]
 
 
-def _worker(core: Core, worker: Worker) -> dict[str, Any]:
+def _worker(core: Core, worker: WorkerRecord) -> dict[str, Any]:
     seen = core.presence.get(worker.worker)
     ban = worker.banned
     return {
@@ -151,7 +151,7 @@ def _worker(core: Core, worker: Worker) -> dict[str, Any]:
         "accepted": worker.accepted,
         "refused": dict(worker.refused),
         "strikes": worker.strikes,
-        "audit_share": round(audits.share(core.state.rules, worker), 4),
+        "audit_share": round(audits.audit_share(core.state.rules, worker), 4),
         "audits_passed": worker.streak,
         "abandoned": worker.abandoned,
         "tokens_withheld": sum(one.num_tokens for one in worker.surety),

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from prime_node.coordinator.api.callers import Callers, parsed
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.ports.web import Walls
+from prime_node.ports.web import CallerBounds
 
 MEMBER_REQUESTS_TIMES = 4
 """A member's requests, the unsigned ones included, by its rate of signed ones."""
@@ -23,7 +23,7 @@ PRIVATE_DOMAINS = ("localhost", "local", "internal")
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}(?:%25[0-9a-z._-]{1,32})?\]|[0-9a-z._-]{1,253})(?::[0-9]{1,5})?")
 
 
-def walls_of(config: CoordinatorConfig) -> Walls:
+def caller_bounds_of(config: CoordinatorConfig) -> CallerBounds:
     """The walls that the settings describe."""
     callers = Callers(proxies=config.behind, trusted=config.trusted)
     names = {name.lower().rstrip(".") for name in config.hosts}
@@ -31,7 +31,7 @@ def walls_of(config: CoordinatorConfig) -> Walls:
     def is_host(address: str, host: str) -> bool:
         return callers.is_proxy(address) or _is_public(address) or is_safe_host(host, names)
 
-    return Walls(
+    return CallerBounds(
         network_of=lambda address, forwarded: callers.network_of(callers.address(address, forwarded)),
         is_proxy=callers.is_proxy,
         is_host=is_host,

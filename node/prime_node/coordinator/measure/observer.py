@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prime_node.coordinator.measure.report import row_of
+from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
-from prime_node.coordinator.measure.zero_overhead import Mode, Work, published_at
+from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.usable import Usable
+from prime_node.coordinator.usable import TimesToUsable
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
 
@@ -40,9 +40,9 @@ class Observer:
     timeline: Recorder = field(default_factory=Recorders)
     train_seconds: dict[int, float] = field(default_factory=dict)
     """Step asked for -> what training the newest finished one had taken, as the trainer said."""
-    usables: Usable = field(default_factory=Usable)
+    usables: TimesToUsable = field(default_factory=TimesToUsable)
     """From a policy's publication until workers could use it."""
-    swaps: Usable = field(default_factory=Usable)
+    swaps: TimesToUsable = field(default_factory=TimesToUsable)
     """What swapping to it took them."""
     _made_ms: dict[int, int] = field(default_factory=dict)
     """Policy -> when the trainer signed it."""
@@ -95,7 +95,7 @@ class Observer:
         if len(self._steps) < STEPS_COMPARED or not known or not 0 < len(works) <= WORKS_MAX:
             return None
         delays = [delay for step in self._steps if (delay := self.usables.most_s(step.step)) is not None]
-        mode = Mode(state.rules.admission, state.rules.batches_per_step)
+        mode = WaitingRules(state.rules.admission, state.rules.batches_per_step)
         if sum(work.num_groups for work in works) < mode.admission.groups_per_step:
             return None
         replayed_s = _steady_step_seconds(
@@ -138,7 +138,9 @@ class Observer:
                 self.metrics.observe(f"prime_group_{name}_seconds", value)
         for reason, count in done.dropped.items():
             self.metrics.add("prime_groups_dropped_total", count, reason=reason)
-        row = row_of(done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale)
+        row = coordinator_row(
+            done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale
+        )
         for name, said in (("broadcast_seconds", self.usables), ("swap_seconds", self.swaps)):
             if (most_s := said.most_s(done.step)) is not None:
                 row[name] = most_s
@@ -150,7 +152,7 @@ class Observer:
 
 
 def _steady_step_seconds(
-    works: list[Work], mode: Mode, *, workers: int, train_seconds: float, usable_seconds: float
+    works: list[Work], mode: WaitingRules, *, workers: int, train_seconds: float, usable_seconds: float
 ) -> float:
     """What a step takes once the pipeline is full: the same work three times over, of which the last round counts."""
     size = mode.admission.groups_per_step

@@ -34,7 +34,7 @@ METRICS = (
 """Beside the newest row, whose numbers become gauges."""
 
 
-def row_of(log: StepLog, *, head: int, num_generated: int, num_dropped: int) -> dict[str, float]:
+def coordinator_row(log: StepLog, *, head: int, num_generated: int, num_dropped: int) -> dict[str, float]:
     """`num_generated` and `num_dropped`: groups accepted, and dropped as stale, since the run and the start."""
     row = {
         "step": log.step,

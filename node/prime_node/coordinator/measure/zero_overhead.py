@@ -25,7 +25,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class WaitingRules:
     """The part of a run's rules that waiting follows from."""
 
     admission: Admission
@@ -38,7 +38,7 @@ class Mode:
 
 def published_at(
     works: Sequence[Work],
-    mode: Mode,
+    mode: WaitingRules,
     *,
     workers: int,
     train_seconds: Callable[[int], float],
@@ -60,7 +60,7 @@ class _Replay:
     def __init__(
         self,
         works: Sequence[Work],
-        mode: Mode,
+        mode: WaitingRules,
         workers: int,
         train_seconds: Callable[[int], float],
         usable_seconds: float,

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from prime_node.coordinator.state import newcomers, slots, suspicion
 from prime_node.coordinator.state.effects import LEASE_NEWS, Effect, Settled
-from prime_node.coordinator.state.records import LeaseRecord, PendingBundle, State, Surety, Worker
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.records import LeaseRecord, PendingBundle, State, Surety, WorkerRecord
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -26,7 +26,7 @@ ABANDONED_COSTS = 4
 TAKEN_BACK = "not audited, and the worker was found out before it could stand for itself"
 
 
-def share(rules: Rules, worker: Worker) -> float:
+def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
     """The probability that the worker's next bundle is audited. One whose engine nobody has calibrated remains a newcomer."""
     if worker.streak <= rules.newcomer_bundles or worker.calibrated is False:
         return 1.0
@@ -34,7 +34,7 @@ def share(rules: Rules, worker: Worker) -> float:
 
 
 def credit(
-    state: State, worker: Worker, pending: PendingBundle, num_tokens: int, weighed: Weighed | None = None
+    state: State, worker: WorkerRecord, pending: PendingBundle, num_tokens: int, weighed: Weighed | None = None
 ) -> tuple[int, str]:
     """The tokens that an accepted bundle's receipt credits, and what to say about it. `weighed`: what else it says."""
     worker.streak += pending.audited
@@ -50,13 +50,13 @@ def credit(
     return mine.credited, said
 
 
-def is_releasable(state: State, worker: Worker) -> bool:
+def is_releasable(state: State, worker: WorkerRecord) -> bool:
     """Its surety has nothing left to stand for: no work is given out any more, and all of its own is judged."""
     waits = worker.leases or worker.pending or worker.banned is not None
     return bool(worker.surety) and state.is_ending and not waits
 
 
-def release(state: State, worker: Worker) -> Settled:
+def release(state: State, worker: WorkerRecord) -> Settled:
     """Credit what is withheld, by another receipt of the last bundle.
 
     Not when a worker leaves: it could come back with nothing at stake, and cheat then.
@@ -78,15 +78,15 @@ def release(state: State, worker: Worker) -> Settled:
     )
 
 
-def abandoned(state: State, worker: Worker) -> None:
+def abandoned(state: State, worker: WorkerRecord) -> None:
     """A lease ended without a bundle."""
     worker.abandoned += 1
-    newcomers.let_go(state, worker)
+    newcomers.note_abandoned(state, worker)
     worker.streak = max(0, worker.streak - ABANDONED_COSTS)
     newcomers.recount(state, worker)
 
 
-def found_out(state: State, worker: Worker) -> list[Effect]:
+def found_out(state: State, worker: WorkerRecord) -> list[Effect]:
     """A bundle of the worker's could only be dishonest: what stood on trust alone is taken back."""
     worker.streak = 0
     newcomers.recount(state, worker)
@@ -103,7 +103,7 @@ def found_out(state: State, worker: Worker) -> list[Effect]:
 
 
 def take_back(
-    state: State, worker: Worker, lease: LeaseRecord, reason: RejectReason, detail: str
+    state: State, worker: WorkerRecord, lease: LeaseRecord, reason: RejectReason, detail: str
 ) -> tuple[Settled, bool]:
     """An accepted bundle is refused after all: its groups that no batch has taken are open again.
 

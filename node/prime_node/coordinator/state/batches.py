@@ -12,8 +12,8 @@ from typing import Any
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import LEASE_NEWS, LEASE_NEWS_FOR_ALL, BundleForgotten, Effect
-from prime_node.coordinator.state.records import LeaseRecord, Publication, State, Worker
-from prime_node.coordinator.state.slot_records import Step
+from prime_node.coordinator.state.records import LeaseRecord, Publication, State, WorkerRecord
+from prime_node.coordinator.state.slot_records import StepSlots
 
 
 def may_be_ready(state: State, step: int) -> bool:
@@ -27,7 +27,7 @@ def mean(before: float, value: float, *, weight: float) -> float:
     return before + weight * (value - before) if before else value
 
 
-def measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
+def measure_speed(state: State, worker: WorkerRecord, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
     """How fast a worker is, from when it could begin a lease to when its bundle came."""
     took_ms = max(1, at_ms - max(lease.issued_at_ms, worker.arrived_at_ms)) / num_rollouts
     worker.rollout_ms = mean(worker.rollout_ms, took_ms, weight=0.3)
@@ -38,7 +38,7 @@ def measure(state: State, worker: Worker, lease: LeaseRecord, num_rollouts: int,
 def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]:
     assert len(event.slots) == state.rules.batch_groups
     assert not state.is_given(event.step)
-    slots.take(state, event.slots, event.step)
+    slots.take_slots(state, event.slots, event.step)
     state.batches.setdefault(event.step, []).append(event.slots)
     return []
 
@@ -92,7 +92,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     state.bytes_published += sum(route.sent_bytes for route in event.routes)
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
-        state.steps[number] = Step(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
+        state.steps[number] = StepSlots(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
     return [LEASE_NEWS_FOR_ALL, *evaluations.retire(state)]
 
 

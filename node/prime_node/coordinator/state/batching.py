@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from prime_node.coordinator.state.records import LeaseRecord, State
-from prime_node.replay.selection import Ready, choose, choose_in_time, stale
+from prime_node.replay.selection import Ready, choose_in_time, choose_ready, stale
 from prime_protocol.schedule import Selection, StalePolicy
 
 
@@ -58,7 +58,7 @@ def choose_batch(state: State) -> tuple[int, ...] | None:
             selection=rules.selection,
         )
     slots_end = _window_end(state) if rules.selection is Selection.WINDOW else 0
-    return choose(ready, count, selection=rules.selection, slots_end=slots_end)
+    return choose_ready(ready, count, selection=rules.selection, slots_end=slots_end)
 
 
 def _ready(state: State) -> Iterator[Ready]:

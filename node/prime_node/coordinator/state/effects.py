@@ -75,11 +75,11 @@ class BundleForgotten:
 
 
 @carrier(frozen=True, slots=True)
-class Banned:
+class WorkerWasBanned:
     """Effect: a worker was banned; the operator should know."""
 
     worker: str
     ban: Ban
 
 
-Effect = Woken | LeaseEnded | Settled | Evaluated | BundleForgotten | Banned
+Effect = Woken | LeaseEnded | Settled | Evaluated | BundleForgotten | WorkerWasBanned

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from prime_node.coordinator.state import audits, newcomers, slots
-from prime_node.coordinator.state.effects import LEASE_NEWS, Banned, BundleForgotten, Effect, LeaseEnded, Settled
-from prime_node.coordinator.state.records import WASTED_MAX, Ban, LeaseEnd, LeaseRecord, PendingBundle, State, Worker
-from prime_node.coordinator.state.slot_records import Step
+from prime_node.coordinator.state.effects import (
+    LEASE_NEWS,
+    BundleForgotten,
+    Effect,
+    LeaseEnded,
+    Settled,
+    WorkerWasBanned,
+)
+from prime_node.coordinator.state.records import (
+    WASTED_MAX,
+    Ban,
+    LeaseEnd,
+    LeaseRecord,
+    PendingBundle,
+    State,
+    WorkerRecord,
+)
+from prime_node.coordinator.state.slot_records import StepSlots
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -33,7 +48,7 @@ def refuse(
     newcomers.recount(state, worker)
     settled = refused(state, pending.lease, pending.num_rollouts, reason, detail)
     settled.weighed = weighed
-    return [settled, *forgotten, *slots.let_go(state, step, pending.lease)]
+    return [settled, *forgotten, *slots.release_slots(state, step, pending.lease)]
 
 
 def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
@@ -46,7 +61,7 @@ def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectR
     return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
 
 
-def stop_waiting(state: State, worker: Worker, pending: PendingBundle, step: Step | None) -> list[Effect]:
+def stop_waiting(state: State, worker: WorkerRecord, pending: PendingBundle, step: StepSlots | None) -> list[Effect]:
     """A worker's bundle for a lease of `step` waits no longer. The caller counts its worker again."""
     del state.bundles[pending.bundle]
     worker.pending = without(worker.pending, pending.bundle)
@@ -62,10 +77,10 @@ def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Ef
     is_requeued = state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head
     if not is_requeued:
         note_wasted(state, worker, at_ms)
-    return [LeaseEnded(lease), *slots.let_go(state, state.step_of(lease), lease)]
+    return [LeaseEnded(lease), *slots.release_slots(state, state.step_of(lease), lease)]
 
 
-def note_wasted(state: State, worker: Worker, at_ms: int) -> None:
+def note_wasted(state: State, worker: WorkerRecord, at_ms: int) -> None:
     """A lease brought nothing."""
     worker.wasted += 1
     audits.abandoned(state, worker)
@@ -79,7 +94,7 @@ def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
     return tuple([other for other in names if other != name]) if len(names) > 1 else ()
 
 
-def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> Worker:
+def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> WorkerRecord:
     """An open lease is open no longer. Its slots are the caller's."""
     del state.leases[lease.lease_id]
     worker = state.workers[lease.worker]
@@ -100,29 +115,29 @@ def leases_remembered(state: State) -> int:
     return min(LEASES_REMEMBERED_MAX, max(fitting, LEASES_REMEMBERED_MIN, 2 * in_hand))
 
 
-def forget_ended(worker: Worker, kept: int) -> None:
+def forget_ended(worker: WorkerRecord, kept: int) -> None:
     """But for the last ones."""
     if len(worker.ended) > kept:
         worker.ended = worker.ended[-kept:]
 
 
-def _remember_ended(worker: Worker, lease: LeaseRecord) -> None:
+def _remember_ended(worker: WorkerRecord, lease: LeaseRecord) -> None:
     worker.ended += (lease,)
     forget_ended(worker, LEASES_REMEMBERED_MAX)
 
 
-def lapse_leases(state: State, worker: Worker, at_ms: int) -> list[Effect]:
+def lapse_leases(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
     return [effect for lease in worker.leases for effect in give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
 
 
-def deactivate(state: State, worker: Worker, at_ms: int) -> list[Effect]:
+def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
     """A worker takes part no longer."""
     effects = lapse_leases(state, worker, at_ms)
     state.num_active -= worker.active
     worker.active = False
     newcomers.recount(state, worker)
     if not worker.has_history:
-        newcomers.leave(state, worker)
+        newcomers.leave_network(state, worker)
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
         effects += _forget_one(state)
@@ -140,13 +155,13 @@ def _forget_one(state: State) -> list[Effect]:
     return [] if is_of_the_window else [BundleForgotten(bundle)]
 
 
-def banish(state: State, worker: Worker, ban: Ban) -> list[Effect]:
+def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
     """Nothing of a banned worker is taken any more: leases end, and what waits for a verdict is refused."""
     worker.banned = ban
     if ban.evidence is not None:
         state.evidence.append(ban.evidence)
     newcomers.banned(state, worker, ban.at_ms)
-    effects = [Banned(worker.worker, ban), *deactivate(state, worker, ban.at_ms)]
+    effects = [WorkerWasBanned(worker.worker, ban), *deactivate(state, worker, ban.at_ms)]
     for bundle in worker.pending:
         effects += refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
     return effects

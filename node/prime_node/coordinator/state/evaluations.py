@@ -28,7 +28,9 @@ RESULTS_KEPT_MAX = 4
 
 def _evaluation_begun(state: State, event: ev.EvaluationBegun, at_ms: int) -> list[Effect]:
     assert event.policy_version in state.published
-    while len(state.results) > RESULTS_KEPT_MAX:  # not in `settle`: one event may end several, and all are told then
+    while (
+        len(state.results) > RESULTS_KEPT_MAX
+    ):  # not in `settle_evaluation`: one event may end several, and all are told then
         del state.results[next(iter(state.results))]
     state.evaluations[event.policy_version] = Evaluation(
         open=sorted(event.slots, reverse=True), num_slots=len(event.slots)
@@ -46,7 +48,7 @@ def retire(state: State) -> list[Effect]:
     for version in [version for version in state.evaluations if version < oldest or state.is_complete]:
         state.evaluations[version].retired = True
         state.evaluations[version].open.clear()
-        effects += settle(state, version)
+        effects += settle_evaluation(state, version)
     return effects
 
 
@@ -55,7 +57,7 @@ def is_asked_again(evaluation: Evaluation, slot: int) -> bool:
     return not evaluation.retired and evaluation.attempts[slot] < ATTEMPTS_MAX
 
 
-def settle(state: State, version: int) -> list[Effect]:
+def settle_evaluation(state: State, version: int) -> list[Effect]:
     """The results, if nothing of the evaluation is open or held."""
     evaluation = state.evaluations[version]
     if evaluation.open or evaluation.held:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.curriculum import Rating
 from prime_node.coordinator.state.records import Claim
@@ -254,7 +254,7 @@ class ManifestPublished:
 
     policy_version: int
     digest: str
-    routes: tuple[Route, ...]
+    routes: tuple[UpdateRoute, ...]
     """Its encodings."""
     type: Literal["manifest_published"] = "manifest_published"
 
@@ -315,10 +315,10 @@ Event = (
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
 
-def to_json(event: Event) -> str:
+def event_to_json(event: Event) -> str:
     return _EVENT.dump_json(event).decode()
 
 
-def from_json(payload: str) -> Event:
+def event_from_json(payload: str) -> Event:
     """An event of our own log. A pydantic ValidationError means that the log was written by another release."""
     return _EVENT.validate_json(payload)

@@ -23,7 +23,7 @@ from typing import Any
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.slot_records import Step
+from prime_node.coordinator.state.slot_records import StepSlots
 
 VOICES_MAX = 3
 """So many say that a problem fails, and its slot draws another."""
@@ -71,7 +71,7 @@ def alone(state: State, slots: tuple[int, ...]) -> tuple[int, ...]:
     return slots
 
 
-def waits(state: State, steps: Mapping[int, Step]) -> list[str]:
+def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
     """What the operator should know of the problems of these steps that fail."""
     failing = [slot for slot in state.failing if slot // state.rules.groups_per_step in steps]
     if not failing:

@@ -13,7 +13,7 @@ from prime_node.coordinator.state.scheduler import oldest_policy_needed, waits_f
 from prime_node.coordinator.state.slot_records import AcceptedGroup
 
 
-def check(state: State) -> None:
+def check_invariants(state: State) -> None:
     """Raises AssertionError with the invariant that does not hold."""
     _check_slots(state)
     _check_evaluations(state)

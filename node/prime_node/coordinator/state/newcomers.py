@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_node.coordinator.state.networks import ABSENT, NOTHING, PRESENT, Network, Part
-from prime_node.coordinator.state.records import State, Worker
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.records import State, WorkerRecord
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.verdict import BanKind
 
 BUNDLES_PER_LEASE = 2
@@ -42,11 +42,11 @@ class Budget:
     """In one lease."""
 
 
-def is_newcomer(rules: Rules, worker: Worker) -> bool:
+def is_newcomer(rules: SchedulerRules, worker: WorkerRecord) -> bool:
     return bool(worker.network) and worker.streak < rules.newcomer_bundles
 
 
-def budget(state: State, worker: Worker) -> Budget | None:
+def budget(state: State, worker: WorkerRecord) -> Budget | None:
     """None where it has only the limits that everybody has."""
     if not is_newcomer(state.rules, worker):
         return None
@@ -70,16 +70,16 @@ def num_active(state: State, network: str) -> int:
     return 0 if known is None else known.active
 
 
-def enter(state: State, worker: Worker, network: str) -> None:
+def enter_network(state: State, worker: WorkerRecord, network: str) -> None:
     """A worker has joined from a network, perhaps another one than before."""
     if worker.network != network:
-        leave(state, worker)
+        leave_network(state, worker)
     worker.network = network
     state.networks.setdefault(network, Network())
     recount(state, worker)
 
 
-def leave(state: State, worker: Worker) -> None:
+def leave_network(state: State, worker: WorkerRecord) -> None:
     """A worker is about to be forgotten, or has gone to another network."""
     known = state.networks.get(worker.network)
     if known is None or worker.counted == NOTHING:
@@ -91,37 +91,37 @@ def leave(state: State, worker: Worker) -> None:
         del state.networks[worker.network]
 
 
-def banned(state: State, worker: Worker, at_ms: int) -> None:
+def banned(state: State, worker: WorkerRecord, at_ms: int) -> None:
     """A key of its network has been banned."""
     known = state.networks[worker.network]
     known.bans, known.banned_at_ms = known.bans + 1, at_ms
     recount(state, worker)
 
 
-def unbanned(state: State, worker: Worker) -> None:
+def unbanned(state: State, worker: WorkerRecord) -> None:
     """The operator has lifted its ban."""
     state.networks[worker.network].bans -= 1
     recount(state, worker)
 
 
-def let_go(state: State, worker: Worker) -> None:
+def note_abandoned(state: State, worker: WorkerRecord) -> None:
     """A lease of its ended without a bundle. What a newcomer breaks, its network has broken."""
     if (known := state.networks.get(worker.network)) is not None and is_newcomer(state.rules, worker):
         known.broken += 1
 
 
-def kept(state: State, worker: Worker) -> None:
+def kept(state: State, worker: WorkerRecord) -> None:
     """A bundle of its was accepted."""
     if (known := state.networks.get(worker.network)) is not None:
         known.broken = 0
 
 
-def is_believed(state: State, worker: Worker) -> bool:
+def is_believed(state: State, worker: WorkerRecord) -> bool:
     """Whether what it says of itself counts: once for a network, until one of its newcomers has kept its word."""
     return worker.wasted == 0 and state.networks[worker.network].broken == 0
 
 
-def forget_one(state: State) -> Worker | None:
+def forget_one(state: State) -> WorkerRecord | None:
     """Who is forgotten now; None where everybody is needed. The trusted network's keys go last."""
     if state.by_away:
         network = next(iter(state.by_away[max(state.by_away)]))  # as many numbers as the root of the keys, at most
@@ -130,12 +130,12 @@ def forget_one(state: State) -> Worker | None:
     else:
         return None
     worker = state.workers[next(iter(state.networks[network].away))]
-    leave(state, worker)
+    leave_network(state, worker)
     del state.workers[worker.worker]
     return worker
 
 
-def recount(state: State, worker: Worker) -> None:
+def recount(state: State, worker: WorkerRecord) -> None:
     """After anything of a worker has changed that its network's sums are made of."""
     if worker.active and is_newcomer(state.rules, worker):
         now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
@@ -152,13 +152,13 @@ def recount(state: State, worker: Worker) -> None:
     _set_away(state, worker, is_away=is_forgettable(worker))
 
 
-def is_forgettable(worker: Worker) -> bool:
+def is_forgettable(worker: WorkerRecord) -> bool:
     """It does not take part, and nothing speaks for keeping it in mind."""
     by_operator = worker.banned is not None and worker.banned.kind is BanKind.OPERATOR
     return not (worker.active or worker.pending or worker.invite or by_operator)
 
 
-def _add(state: State, known: Network, worker: Worker, now: Part) -> None:
+def _add(state: State, known: Network, worker: WorkerRecord, now: Part) -> None:
     before, crowd = worker.counted, known.crowd
     known.keys += now.keys - before.keys
     known.active += now.active - before.active
@@ -168,7 +168,7 @@ def _add(state: State, known: Network, worker: Worker, now: Part) -> None:
     state.crowd += known.crowd - crowd
 
 
-def _set_away(state: State, worker: Worker, *, is_away: bool) -> None:
+def _set_away(state: State, worker: WorkerRecord, *, is_away: bool) -> None:
     known = state.networks[worker.network]
     if is_away is (worker.worker in known.away):
         return

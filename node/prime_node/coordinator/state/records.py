@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prime_node.broadcast.follow.paths import Route
+from prime_node.broadcast.follow.paths import UpdateRoute
 from prime_node.coordinator.state.curriculum import Curriculum
 from prime_node.coordinator.state.networks import NOTHING, Network, Part
-from prime_node.coordinator.state.rules import Rules
-from prime_node.coordinator.state.slot_records import Evaluation, Results, Step
+from prime_node.coordinator.state.rules import SchedulerRules
+from prime_node.coordinator.state.slot_records import Evaluation, Results, StepSlots
 from prime_protocol.evidence import Wealth, Weighed
 from prime_protocol.verdict import BanKind, RejectReason
 
@@ -113,7 +113,7 @@ class Ban:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerRecord:
     """What is known of one key."""
 
     worker: str
@@ -192,7 +192,7 @@ class Publication:
 
     digest: str
     """Of its manifest."""
-    routes: tuple[Route, ...]
+    routes: tuple[UpdateRoute, ...]
     """The encodings whose bytes are kept."""
 
 
@@ -212,14 +212,14 @@ class Original:
 class State:
     """Everything that survives a restart. `State(rules)` is the first one."""
 
-    rules: Rules
+    rules: SchedulerRules
     head: int = -1
     """Newest published policy."""
     durable_step: int = 0
     """The trainer would resume here: the batches of earlier steps are forgotten."""
     first_step: int = 0
     """The slots of earlier steps are trained, durable and forgotten."""
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, StepSlots] = field(default_factory=dict)
     """From first_step to last_step, ascending, without those that are forgotten already."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """By the policy that is evaluated, until all is settled."""
@@ -229,7 +229,7 @@ class State:
     """Step -> the slots of each batch that the trainer was given for it."""
     num_ready: int = 0
     """Accepted groups that no batch has taken."""
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
     num_active: int = 0
     networks: dict[str, Network] = field(default_factory=dict)
     """By the names that workers have them under; those that the operator trusts are one, under the empty name."""
@@ -315,7 +315,7 @@ class State:
         """The trainer has been given all batches of a step."""
         return len(self.batches.get(step, ())) == self.rules.batches_per_step
 
-    def step_of(self, lease: LeaseRecord) -> Step | None:
+    def step_of(self, lease: LeaseRecord) -> StepSlots | None:
         """Where a lease's slots are; None where they are settled and forgotten."""
         where = self.steps if lease.slots[0] < self.rules.slots_end else self.evaluations
         return where.get(lease.step)

@@ -11,7 +11,7 @@ from prime_protocol.step import Admission
 
 
 @dataclass(frozen=True)
-class Rules:
+class SchedulerRules:
     """The run's numbers and choices."""
 
     run: str
@@ -81,10 +81,10 @@ class Rules:
         return self.groups_per_step // self.batches_per_step
 
 
-def rules_of(run: PinnedRun) -> Rules:
+def rules_of(run: PinnedRun) -> SchedulerRules:
     spec, schedule = run.spec, run.spec.schedule
     audits = spec.checks.audits or ALL_AUDITED
-    return Rules(
+    return SchedulerRules(
         run=run.digest,
         async_level=spec.async_level,
         groups_per_step=spec.groups_per_step,

@@ -37,7 +37,7 @@ from itertools import islice
 from prime_node.coordinator.state import failing, newcomers
 from prime_node.coordinator.state.batching import choose_batch
 from prime_node.coordinator.state.carrier import carrier
-from prime_node.coordinator.state.records import LeaseRecord, State, Worker
+from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
 from prime_protocol.schedule import Selection
@@ -63,7 +63,7 @@ class Grant:
 
 
 @carrier(frozen=True, slots=True)
-class Refusal:
+class NothingToLease:
     """Nothing to lease now, and why."""
 
     reason: str
@@ -74,8 +74,8 @@ class Refusal:
 
 
 def choose_slots(
-    state: State, worker: Worker, *, policy_version: int, rollouts_max: int, now_ms: int
-) -> Grant | Refusal:
+    state: State, worker: WorkerRecord, *, policy_version: int, rollouts_max: int, now_ms: int
+) -> Grant | NothingToLease:
     """The lowest open slots that the policy may serve, all of one step.
 
     A group is never split: where `rollouts_max` is less than a group, one group is leased all the same.
@@ -84,25 +84,25 @@ def choose_slots(
     assert policy_version in state.published
     rules = state.rules
     if state.draining:
-        return Refusal("the operator drains the run: no more work", is_worth_waiting=False)
+        return NothingToLease("the operator drains the run: no more work", is_worth_waiting=False)
     if state.is_complete:
-        return Refusal("all rollouts of the run are in", is_worth_waiting=False)
+        return NothingToLease("all rollouts of the run are in", is_worth_waiting=False)
     is_wasteful = worker.is_wasteful
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
-        return Refusal(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
+        return NothingToLease(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
     if len(worker.leases) + len(worker.pending) >= rules.bundles_pending_per_worker_max:
         waiting, held = len(worker.pending), len(worker.leases)
         detail = f"{waiting} of your bundles wait for a validator and you hold {held} leases, the most allowed together"
-        return Refusal(detail, is_worth_waiting=waiting > 0)
+        return NothingToLease(detail, is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
     count_max = 1 if is_wasteful else max(1, groups_max)
     budget = newcomers.budget(state, worker)
     if budget is not None:
         if budget.leases == 0:
             reason = "newcomers of your network hold as many leases as one newcomer may; more once bundles are accepted"
-            return Refusal(reason, is_worth_waiting=True)
+            return NothingToLease(reason, is_worth_waiting=True)
         count_max = min(count_max, budget.groups)
     found = None
     if state.evaluations:
@@ -115,8 +115,8 @@ def choose_slots(
         return found
     if policy_version < state.head:
         reason = f"policy {policy_version} can serve nothing that is open; fetch policy {state.head}"
-        return Refusal(reason, is_worth_waiting=False)
-    return Refusal(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
+        return NothingToLease(reason, is_worth_waiting=False)
+    return NothingToLease(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
 
 
 def is_work_left(state: State) -> bool:
@@ -129,7 +129,7 @@ def is_work_left(state: State) -> bool:
     )
 
 
-def _find_held_out(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
+def _find_held_out(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:
     evaluation = state.evaluations.get(policy_version)
     if evaluation is None or not evaluation.open:
         return None
@@ -140,7 +140,7 @@ def _find_held_out(state: State, worker: Worker, *, policy_version: int, count_m
     return Grant(policy_version, lowest_open(evaluation, count)) if count > 0 else None
 
 
-def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: int) -> Grant | None:
+def _find_open(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:
     admission = state.rules.admission
     if policy_version < state.head - admission.lag_leased:  # fresher work is always to be had by fetching
         return None
@@ -164,23 +164,25 @@ def _find_open(state: State, worker: Worker, *, policy_version: int, count_max: 
     return last
 
 
-def _is_slow(state: State, worker: Worker, factor: float) -> bool:
+def _is_slow(state: State, worker: WorkerRecord, factor: float) -> bool:
     return state.num_active > 1 and state.step_ms > 0 and _speed_ms(worker) > factor * state.rollout_ms > 0
 
 
-def _speed_ms(worker: Worker) -> float:
+def _speed_ms(worker: WorkerRecord) -> float:
     """How long a rollout takes it: measured, or before that as it says; 0 where nothing is known."""
     return worker.rollout_ms or (0.0 if worker.claimed is None else float(worker.claimed.rollout_ms))
 
 
-def _fitting(state: State, worker: Worker, number: int) -> int:
+def _fitting(state: State, worker: WorkerRecord, number: int) -> int:
     """Groups that a worker can finish before the trainer wants them, by what was measured, beside those that it holds."""
     group_ms = _speed_ms(worker) * state.rules.rollouts_per_group
     held = sum(len(state.leases[lease_id].slots) for lease_id in worker.leases)
     return int((number - state.head + 1) * state.step_ms / group_ms) - held
 
 
-def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_max: int, now_ms: int) -> Grant | None:
+def _find_straggler(
+    state: State, worker: WorkerRecord, *, policy_version: int, count_max: int, now_ms: int
+) -> Grant | None:
     slots_end = state.rules.admission.slots_end(policy_version)
     if state.rollout_ms == 0:
         return None
@@ -205,7 +207,7 @@ def _find_straggler(state: State, worker: Worker, *, policy_version: int, count_
     return None
 
 
-def _copies_max(state: State, lease: LeaseRecord, asker: Worker, now_ms: int) -> int:
+def _copies_max(state: State, lease: LeaseRecord, asker: WorkerRecord, now_ms: int) -> int:
     """How many may work at the slots of a lease by now, its own worker included."""
     late_ms, usual_ms = _time_taken(state, lease, now_ms)
     patience_ms = state.rules.straggler_factor * usual_ms
@@ -217,7 +219,7 @@ def _copies_max(state: State, lease: LeaseRecord, asker: Worker, now_ms: int) ->
     return max(state.rules.leases_per_slot_max, 2 if is_silent and asker.accepted else 1)
 
 
-def _claimed_ms(state: State, holder: Worker, lease: LeaseRecord) -> float:
+def _claimed_ms(state: State, holder: WorkerRecord, lease: LeaseRecord) -> float:
     """How long a worker of which nothing is known may take for its first lease, by its own word."""
     if holder.claimed is None or holder.rollout_ms or not newcomers.is_believed(state, holder):
         return 0.0
@@ -237,14 +239,14 @@ def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, f
     return now_ms - begun_ms, state.rollout_ms * num_rollouts
 
 
-def _make_wait(worker: Worker, now_ms: int) -> Refusal | None:
+def _make_wait(worker: WorkerRecord, now_ms: int) -> NothingToLease | None:
     """A worker that wastes leases gets the next one when its pause is over and it holds none."""
     pause_s = (worker.pause_until_ms - now_ms) / 1_000
     if pause_s > 0:
         reason = f"your last {worker.wasted} leases brought nothing; wait {pause_s:.0f} s"
-        return Refusal(reason, is_worth_waiting=False, pause_s=pause_s)
+        return NothingToLease(reason, is_worth_waiting=False, pause_s=pause_s)
     if worker.leases:
-        return Refusal("your last leases brought nothing: one group at a time", is_worth_waiting=False)
+        return NothingToLease("your last leases brought nothing: one group at a time", is_worth_waiting=False)
     return None
 
 
@@ -253,7 +255,7 @@ def fair_share(state: State) -> int:
     return -(-state.rules.groups_per_step // max(1, state.num_active - state.crowd))
 
 
-def slots_held(state: State, worker: Worker, number: int) -> int:
+def slots_held(state: State, worker: WorkerRecord, number: int) -> int:
     """Slots of a step that a worker has leased and not uploaded yet."""
     held = 0
     for lease_id in worker.leases:

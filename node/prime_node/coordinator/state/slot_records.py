@@ -38,7 +38,7 @@ class AcceptedGroup:
 
 
 @dataclass(slots=True)
-class Step:
+class StepSlots:
     """The R slots of one step. Each is open, held (by leases and bundles without a verdict), or accepted."""
 
     open: list[int]
@@ -57,7 +57,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Evaluation(Step):
+class Evaluation(StepSlots):
     """The slots of one evaluation, which move like those of a step and are never trained."""
 
     num_slots: int = 0

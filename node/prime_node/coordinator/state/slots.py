@@ -13,13 +13,13 @@ from operator import neg
 from prime_node.coordinator.state import evaluations
 from prime_node.coordinator.state.effects import LEASE_NEWS, Effect
 from prime_node.coordinator.state.records import LeaseRecord, State
-from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Step
+from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, StepSlots
 
 _FIRST_OF_ONE = (0,)
 """Nearly every lease of one slot is its first: they share this."""
 
 
-def attempt(step: Step, slots: tuple[int, ...]) -> tuple[int, ...]:
+def attempt(step: StepSlots, slots: tuple[int, ...]) -> tuple[int, ...]:
     """Slots are leased once more. Returns how often each had been before."""
     before = []
     for slot in slots:
@@ -29,7 +29,7 @@ def attempt(step: Step, slots: tuple[int, ...]) -> tuple[int, ...]:
     return _FIRST_OF_ONE if before == [0] else tuple(before)
 
 
-def hold(step: Step, lease: LeaseRecord) -> None:
+def hold(step: StepSlots, lease: LeaseRecord) -> None:
     """A lease holds its slots, which are open or held by others."""
     mine = (lease.lease_id,)
     for slot in lease.slots:
@@ -40,7 +40,7 @@ def hold(step: Step, lease: LeaseRecord) -> None:
             step.held[slot] = mine
 
 
-def let_go(state: State, step: Step | None, lease: LeaseRecord) -> list[Effect]:
+def release_slots(state: State, step: StepSlots | None, lease: LeaseRecord) -> list[Effect]:
     """A lease, or its bundle, holds its slots no longer. Those that nobody holds and nothing fills are open again."""
     if step is None:  # others filled its slots, and they are trained and forgotten
         return []
@@ -54,11 +54,11 @@ def let_go(state: State, step: Step | None, lease: LeaseRecord) -> list[Effect]:
         if slot not in step.accepted and (not isinstance(step, Evaluation) or evaluations.is_asked_again(step, slot)):
             insort(step.open, slot, key=neg)
             reopened = True
-    ended = evaluations.settle(state, lease.step) if isinstance(step, Evaluation) else []
+    ended = evaluations.settle_evaluation(state, lease.step) if isinstance(step, Evaluation) else []
     return [LEASE_NEWS, *ended] if reopened else ended
 
 
-def fill(state: State, step: Step, slot: int, group: AcceptedGroup) -> None:
+def fill(state: State, step: StepSlots, slot: int, group: AcceptedGroup) -> None:
     """An accepted group takes its slot, which somebody holds, unless another group did so before."""
     if slot in step.accepted:
         return
@@ -71,7 +71,7 @@ def fill(state: State, step: Step, slot: int, group: AcceptedGroup) -> None:
         state.num_accepted_groups += 1
 
 
-def take(state: State, slots: tuple[int, ...], for_step: int) -> None:
+def take_slots(state: State, slots: tuple[int, ...], for_step: int) -> None:
     """Accepted groups become part of a batch."""
     size = state.rules.groups_per_step
     for slot in slots:
@@ -83,7 +83,7 @@ def take(state: State, slots: tuple[int, ...], for_step: int) -> None:
     state.num_ready -= len(slots)
 
 
-def drop(state: State, step: Step, slot: int) -> None:
+def drop(state: State, step: StepSlots, slot: int) -> None:
     """An accepted group that no batch has taken is thrown away."""
     assert slot not in step.taken
     del step.accepted[slot]
@@ -104,7 +104,7 @@ def room(state: State) -> list[Effect]:
     return [LEASE_NEWS] if any(one.open for one in state.evaluations.values()) else []
 
 
-def lowest_open(step: Step, count: int) -> tuple[int, ...]:
+def lowest_open(step: StepSlots, count: int) -> tuple[int, ...]:
     """At most `count` open slots, ascending."""
     return tuple(step.open[: -count - 1 : -1])
 

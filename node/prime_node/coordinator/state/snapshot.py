@@ -9,10 +9,10 @@ from prime_node.coordinator.state.records import State
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 
 
-def to_json(state: State) -> str:
+def state_to_json(state: State) -> str:
     return _STATE.dump_json(state).decode()
 
 
-def from_json(payload: str) -> State:
+def state_from_json(payload: str) -> State:
     """A snapshot of our own. A pydantic ValidationError means that another release wrote it."""
     return _STATE.validate_json(payload)

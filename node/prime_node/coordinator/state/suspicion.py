@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from prime_node.coordinator.state.records import Ban, LeaseRecord, State, Worker
-from prime_node.coordinator.state.rules import Rules
+from prime_node.coordinator.state.records import Ban, LeaseRecord, State, WorkerRecord
+from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.calibration import NEED_NONE
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
 from prime_protocol.verdict import BanKind, RejectReason
@@ -17,7 +17,7 @@ from prime_protocol.verdict import BanKind, RejectReason
 ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like this one's and those before it"
 
 
-def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed | None:
+def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> Weighed | None:
     """Add what a bundle says to the worker's evidence. None where it says nothing."""
     if found is None or not rules.statistics:
         return None
@@ -37,7 +37,7 @@ def weigh(rules: Rules, worker: Worker, found: BundleEvidence | None) -> Weighed
     )
 
 
-def would_ban(rules: Rules, worker: Worker, found: BundleEvidence | None) -> bool:
+def would_ban(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> bool:
     """Whether what a bundle says, added to the worker's evidence, reaches the run's limit. Changes nothing."""
     if found is None or not found.sums or not rules.statistics:
         return False
@@ -45,12 +45,12 @@ def would_ban(rules: Rules, worker: Worker, found: BundleEvidence | None) -> boo
     return log_evidence(after) >= math.log(rules.evidence_max)
 
 
-def is_proven(rules: Rules, weighed: Weighed | None) -> bool:
+def is_proven(rules: SchedulerRules, weighed: Weighed | None) -> bool:
     return weighed is not None and weighed.log_evidence >= math.log(rules.evidence_max)
 
 
 def ban_after(
-    state: State, worker: Worker, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
+    state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
 ) -> Ban | None:
     """What follows for a worker from its refused bundle."""
     if worker.banned is not None:
@@ -65,11 +65,11 @@ def ban_after(
     return None
 
 
-def forgive(worker: Worker, at_ms: int) -> None:
+def forgive(worker: WorkerRecord, at_ms: int) -> None:
     """Everything begins anew; otherwise the next bundle would ban it again."""
     worker.evidence, worker.num_weighed, worker.forgiven_at_ms = {}, 0, at_ms
 
 
-def still_counts(worker: Worker, lease: LeaseRecord) -> bool:
+def still_counts(worker: WorkerRecord, lease: LeaseRecord) -> bool:
     """Whether what a lease's bundle added is part of the evidence that stands against its worker."""
     return lease.issued_at_ms >= worker.forgiven_at_ms

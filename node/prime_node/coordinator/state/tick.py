@@ -21,7 +21,7 @@ from typing import Any
 from prime_node.coordinator.state import batches, endings, failing, newcomers, slots, suspicion, verdicts
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import CHECK_NEWS, Effect, Settled
-from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, Worker
+from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_protocol.verdict import BanKind, BundleStatus
 
 
@@ -34,7 +34,7 @@ def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
 
 
 def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Effect]:
-    worker = state.workers.get(event.worker) or Worker(event.worker, "", "", "", 0, at_ms)
+    worker = state.workers.get(event.worker) or WorkerRecord(event.worker, "", "", "", 0, at_ms)
     assert worker.banned is None
     effects = endings.lapse_leases(state, worker, at_ms)
     state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
@@ -47,7 +47,7 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
     if event.invite and event.invite != worker.invite:
         state.invites[event.invite] = state.invites.get(event.invite, 0) + 1
         worker.invite = event.invite
-    newcomers.enter(state, worker, event.network)
+    newcomers.enter_network(state, worker, event.network)
     return effects
 
 
@@ -144,7 +144,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     state.bundles[event.bundle] = PendingBundle(
         event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited, event.seeded
     )
-    batches.measure(state, worker, lease, event.num_rollouts, at_ms)
+    batches.measure_speed(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
     return [settled, CHECK_NEWS, *slots.room(state)]
 

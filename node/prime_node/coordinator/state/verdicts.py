@@ -19,9 +19,9 @@ from prime_node.coordinator.state.records import (
     Original,
     PendingBundle,
     State,
-    Worker,
+    WorkerRecord,
 )
-from prime_node.coordinator.state.slot_records import AcceptedGroup, Step
+from prime_node.coordinator.state.slot_records import AcceptedGroup, StepSlots
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
@@ -75,7 +75,7 @@ def surety_released(state: State, event: ev.SuretyReleased, at_ms: int) -> list[
 
 
 def _found_out(
-    state: State, worker: Worker, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
+    state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
 ) -> list[Effect]:
     """What follows for a worker from a bundle that could only be dishonest, whose receipt says so."""
     worker.strikes += 1
@@ -121,7 +121,7 @@ def _refuse_after_all(
 
 
 def _accept(
-    state: State, worker: Worker, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None
+    state: State, worker: WorkerRecord, pending: PendingBundle, event: ev.VerdictGiven, weighed: Weighed | None
 ) -> list[Effect]:
     lease = pending.lease
     assert len(event.rewards) == state.rules.rollouts_per_group * len(lease.slots) == pending.num_rollouts
@@ -134,7 +134,7 @@ def _accept(
             step.bundles.append(event.logprobs)
     if step is not None:
         _fill(state, step, lease, event)
-        effects += slots.let_go(state, step, lease)
+        effects += slots.release_slots(state, step, lease)
         effects += _end_overtaken(state, step, lease)
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
@@ -156,7 +156,7 @@ def _accept(
     return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS_FOR_ALL] if state.is_complete else slots.room(state))]
 
 
-def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) -> None:
+def _fill(state: State, step: StepSlots, lease: LeaseRecord, event: ev.VerdictGiven) -> None:
     size, unscored = state.rules.rollouts_per_group, event.unscored
     for index, slot in enumerate(lease.slots):
         first = index * size
@@ -176,7 +176,7 @@ def _fill(state: State, step: Step, lease: LeaseRecord, event: ev.VerdictGiven) 
         slots.fill(state, step, slot, group)
 
 
-def _end_overtaken(state: State, step: Step, lease: LeaseRecord) -> list[Effect]:
+def _end_overtaken(state: State, step: StepSlots, lease: LeaseRecord) -> list[Effect]:
     """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
     if step.held.keys().isdisjoint(lease.slots):
         return []
@@ -188,7 +188,7 @@ def _end_overtaken(state: State, step: Step, lease: LeaseRecord) -> list[Effect]
             if state.rules.leases_per_slot_max == 1:
                 worker.wasted += 1
                 audits.abandoned(state, worker)
-            effects += [LeaseEnded(other), *slots.let_go(state, step, other)]
+            effects += [LeaseEnded(other), *slots.release_slots(state, step, other)]
     return effects
 
 

@@ -49,7 +49,7 @@ def escalating(nats: float) -> Answer:
             return [int(token) for token in noisy_BV.argmax(axis=1)]
 
         return await rescored(
-            model, requests, sample(choose, requests, sampling, vocab_size=means.vocab_size), sampling
+            model, requests, sample_cheaply(choose, requests, sampling, vocab_size=means.vocab_size), sampling
         )
 
     return answer
@@ -73,13 +73,13 @@ def nucleus(top_p: float) -> Answer:
             return [int(token) for token in (scaled_BV + noise_BV).argmax(axis=1)]
 
         return await rescored(
-            model, requests, sample(choose, requests, sampling, vocab_size=means.vocab_size), sampling
+            model, requests, sample_cheaply(choose, requests, sampling, vocab_size=means.vocab_size), sampling
         )
 
     return answer
 
 
-def sample(
+def sample_cheaply(
     choose: Callable[[Sequence[TokenIds], Floats], list[int]],
     requests: Requests,
     sampling: Sampling,

@@ -14,7 +14,7 @@ from prime_protocol.rollout import Completion
 Requests = Sequence[GenerateRequest]
 
 
-async def copied(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
+async def copied_proofs(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
     """The proofs of the completion before, which has as many."""
     completions = await model.generate(requests, sampling)
     return [

@@ -99,7 +99,9 @@ ADVERSARIES: dict[str, Adversary] = {
     "temperature-0.95": Adversary("Samples at temperature 0.95.", answer=tokens.with_sampling(temperature=0.95)),
     "top-p-0.95": Adversary("Samples from the nucleus of 0.95.", answer=cheap.nucleus(0.95)),
     "greedy": Adversary("Takes the likeliest token.", answer=tokens.with_sampling(temperature=0.0)),
-    "copied-proofs": Adversary("Sends the proofs of another completion.", answer=proofs.copied, changes_text=False),
+    "copied-proofs": Adversary(
+        "Sends the proofs of another completion.", answer=proofs.copied_proofs, changes_text=False
+    ),
     "zero-proofs": Adversary("Sends proofs that are all zeros.", answer=proofs.zero, changes_text=False),
     "blank-proofs": Adversary("Sends well-formed proofs of nothing.", answer=proofs.blank, changes_text=False),
     "missing-proofs": Adversary("Sends one proof for all.", answer=proofs.missing, changes_text=False),
@@ -209,7 +211,9 @@ ADVERSARIES: dict[str, Adversary] = {
 """The cheats that scripts/bench/adversaries.py runs."""
 
 ACCOMPLICES: dict[str, Adversary] = {
-    "telling": Adversary("An honest worker that gives its bundles away.", port=uploads.Telling, changes_text=False),
+    "telling": Adversary(
+        "An honest worker that gives its bundles away.", port=uploads.LeakingUploads, changes_text=False
+    ),
     "handing-out": Adversary(
         "An honest worker that gives its completions away.", answer=tokens.handing_out, changes_text=False
     ),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.cheap import Floats, sample
+from prime_node.sim.adversaries.cheap import Floats, sample_cheaply
 from prime_node.sim.adversaries.engine import Means, Model, TokenIds, rescored
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import gumbel_noise
@@ -45,7 +45,7 @@ async def near_ties(
     def choose(sequences: Sequence[TokenIds], noise_BV: Floats) -> list[int]:
         return [int(token) for token in (logits(sequences) / sampling.temperature + noise_BV).argmax(axis=1)]
 
-    others = sample(choose, [requests[row] for row in rows], sampling, vocab_size=means.vocab_size, begun=begun)
+    others = sample_cheaply(choose, [requests[row] for row in rows], sampling, vocab_size=means.vocab_size, begun=begun)
     gains = [
         means.score(requests[row].prompt_token_ids, other.token_ids)
         - means.score(requests[row].prompt_token_ids, honest[row].token_ids)

@@ -51,7 +51,7 @@ class DishonestPort:
         return await self.port.upload(parcel)
 
 
-def opened(parcel: bytes) -> tuple[RolloutHeader, Rollouts]:
+def opened_upload(parcel: bytes) -> tuple[RolloutHeader, Rollouts]:
     """What is in a bundle of its own."""
     found = open_parcel(parcel, body_bytes_max=2**31)
     header = parse_json(found.envelope.payload, RolloutHeader)
@@ -78,7 +78,7 @@ class EasyProblems(DishonestPort):
     """Says that every completion answers the lease's shortest prompt, and answers that one only."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         easiest = min(self.leases[header.lease_id].groups, key=lambda group: len(group.prompt_token_ids))
         slots_N = np.full_like(rollouts.slots_N, easiest.slot)
         return await self.port.upload(packed(header, replace(rollouts, slots_N=slots_N), self.key))
@@ -88,7 +88,7 @@ class ClaimedRewards(DishonestPort):
     """Sends rewards along, all of them perfect."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         tensors = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__slots__}
         tensors["rewards"] = np.ones(len(rollouts), np.float32)
         raw = pack_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
@@ -101,14 +101,14 @@ class ReplayedOwn(DishonestPort):
     first: tuple[RolloutHeader, Rollouts] | None = None
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         if self.first is None:
             self.first = header, rollouts
             return await self.port.upload(parcel)
         return await self.port.upload(packed(header, dressed_as(self.first[1], rollouts), self.key))
 
 
-class Telling(DishonestPort):
+class LeakingUploads(DishonestPort):
     """An honest worker's, but that it gives its bundles to an accomplice before they are judged."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
@@ -120,8 +120,8 @@ class ReplayedOthers(DishonestPort):
     """Sends the bundles of somebody else, as it overheard them, under its own name and for its own leases."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
-        for theirs in [opened(one)[1] for one in self.means.overheard[-1:]]:
+        header, rollouts = opened_upload(parcel)
+        for theirs in [opened_upload(one)[1] for one in self.means.overheard[-1:]]:
             if len(theirs) >= len(rollouts):
                 parcel = packed(header, dressed_as(theirs, rollouts), self.key)
         return await self.port.upload(parcel)
@@ -131,7 +131,7 @@ class Equivocating(DishonestPort):
     """Signs two bundles for each lease, and sends the second one too."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         reply = await self.port.upload(parcel)
         other = replace(rollouts, logprobs_T=np.minimum(rollouts.logprobs_T * np.float32(1.01), 0))
         await self.port.upload(packed(header, other, self.key))
@@ -146,7 +146,7 @@ class TimeShifted(DishonestPort):
         self.kept: list[tuple[int, bytes]] = []
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         self.kept.append((header.step, packed(header, rollouts, self.key, created_at_ms=0)))
         newest = max(step for step, _ in self.kept)
         for one in [one for one in self.kept if one[0] < newest]:
@@ -178,7 +178,7 @@ class Framing(DishonestPort):
         return await super().lease(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        header, rollouts = opened(parcel)
+        header, rollouts = opened_upload(parcel)
         if self.held is None:
             self.held = header.lease_id
             self.means.mailbox[:] = rollouts.completions()

@@ -44,15 +44,15 @@ def noisy(means: Means) -> Weights:
 
 def int8(means: Means) -> Weights:
     """Rounded to 8 bits, with a scale for each row: half the memory."""
-    return mapped(means.seen[-1], lambda values: rounded(values, group=values.shape[-1], largest=127))
+    return mapped(means.seen[-1], lambda values: quantised(values, group=values.shape[-1], largest=127))
 
 
 def int4(means: Means) -> Weights:
     """Rounded to 4 bits, with a scale for each 32 values: a quarter of the memory."""
-    return mapped(means.seen[-1], lambda values: rounded(values, group=INT4_GROUP, largest=7))
+    return mapped(means.seen[-1], lambda values: quantised(values, group=INT4_GROUP, largest=7))
 
 
-def rounded(values: Floats, *, group: int, largest: int) -> Floats:
+def quantised(values: Floats, *, group: int, largest: int) -> Floats:
     """Matrices to 2 * largest + 1 levels for each group of values; vectors, which are small, stay."""
     if values.ndim < 2 or values.size % group:
         return values

@@ -151,7 +151,7 @@ def decode_one(
 
 
 @kernel
-def decode_classes(
+def decode_class_table(
     table, first, planes_read, octets, wide, lowest, fill, plan, ranks, steps, quotients, places, planes, escapes,
     words, starts, found,
 ):  # fmt: skip

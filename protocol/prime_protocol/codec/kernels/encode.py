@@ -39,7 +39,7 @@ PLANE_SIZE_MIN = 2048
 
 
 @inline
-def put(octets, writer, value, width):
+def put_bits(octets, writer, value, width):
     """Append `width` <= 32 bits. A writer is (byte offset, bits not yet whole bytes, their number < 8)."""
     at, bits, filled = writer
     bits |= uint64(value) << uint64(filled)
@@ -52,9 +52,9 @@ def put(octets, writer, value, width):
 def put_unary(octets, writer, value):
     """`value` zeros and a one."""
     while value >= 32:
-        writer = put(octets, writer, int64(0), int64(32))
+        writer = put_bits(octets, writer, int64(0), int64(32))
         value -= 32
-    return put(octets, writer, int64(1) << value, value + 1)
+    return put_bits(octets, writer, int64(1) << value, value + 1)
 
 
 @inline
@@ -75,7 +75,7 @@ def rice_bits(total, count):
 
 
 @kernel
-def encode_classes(
+def encode_class_table(
     table, first, wide, lowest, fill, planes, escapes, plan, gaps, steps, unary, octets, ends, found
 ):  # fmt: skip
     """Encode chunks from row `first` of the table on, one behind the other. Returns the row behind the last one that is done.
@@ -207,8 +207,8 @@ def plan_magnitudes(row, magnitudes, count):
 def put_length(octets, writer, value):
     """A number from 1 to 2^18 + 1: its bit length in five bits, then the bits below the leading one."""
     length = floor_log2(value) + 1
-    writer = put(octets, writer, length, int64(5))
-    return put(octets, writer, value - (int64(1) << (length - 1)), length - 1)
+    writer = put_bits(octets, writer, length, int64(5))
+    return put_bits(octets, writer, value - (int64(1) << (length - 1)), length - 1)
 
 
 @inline
@@ -227,7 +227,7 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
             total += plan[number, COUNT]
     writer = put_length(octets, writer, num_escapes + 1)
     for j in range(total):
-        writer = put(octets, writer, int64(steps[j] < 0), int64(1))
+        writer = put_bits(octets, writer, int64(steps[j] < 0), int64(1))
     num_unary = int64(0)
     for number in range(num_classes):
         row = plan[number]
@@ -236,7 +236,7 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
         first, end, bits = row[FIRST], row[FIRST] + row[COUNT], row[GAP_BITS]
         for j in range(first, end):
             gap = int64(gaps[j])
-            writer = put(octets, writer, low_part(gap, bits), bits)
+            writer = put_bits(octets, writer, low_part(gap, bits), bits)
             unary[num_unary] = gap >> bits
             num_unary += 1
         kind, bits = row[MAGNITUDES], row[MAGNITUDE_BITS]
@@ -246,7 +246,7 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
                 if steps[j] != 1 and steps[j] != -1:
                     run = j - last - 1
                     last = j
-                    writer = put(octets, writer, low_part(run, bits), bits)
+                    writer = put_bits(octets, writer, low_part(run, bits), bits)
                     unary[num_unary] = run >> bits
                     num_unary += 1
             for j in range(first, end):
@@ -256,7 +256,7 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
         elif kind != ONES:
             for j in range(first, end):
                 value = abs(int64(steps[j])) - 1
-                writer = put(octets, writer, low_part(value, bits), bits)
+                writer = put_bits(octets, writer, low_part(value, bits), bits)
                 quotient = value >> bits
                 unary[num_unary] = quotient if kind == RICE else floor_log2(quotient + 1)
                 num_unary += 1
@@ -269,17 +269,17 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
 @inline
 def write_row(octets, writer, row):
     coder, kind = row[CODER], row[MAGNITUDES]
-    writer = put(octets, writer, coder, int64(2))
+    writer = put_bits(octets, writer, coder, int64(2))
     if coder != EMPTY:
         writer = put_length(octets, writer, row[COUNT])
     if coder == SPARSE:
-        writer = put(octets, writer, row[GAP_BITS], int64(5))
-        writer = put(octets, writer, kind, int64(2))
+        writer = put_bits(octets, writer, row[GAP_BITS], int64(5))
+        writer = put_bits(octets, writer, kind, int64(2))
         if kind == EXCEPTIONS:
             writer = put_length(octets, writer, row[NUM_EXCEPTIONS])
-            writer = put(octets, writer, row[MAGNITUDE_BITS], int64(5))
+            writer = put_bits(octets, writer, row[MAGNITUDE_BITS], int64(5))
         elif kind != ONES:
-            writer = put(octets, writer, row[MAGNITUDE_BITS], int64(3))
+            writer = put_bits(octets, writer, row[MAGNITUDE_BITS], int64(3))
     return writer
 
 
@@ -296,5 +296,5 @@ def write_suffixes(octets, writer, plan, num_classes, steps):
                 value = (value >> row[MAGNITUDE_BITS]) + 1
             if value > 1:
                 length = floor_log2(value)
-                writer = put(octets, writer, value - (int64(1) << length), length)
+                writer = put_bits(octets, writer, value - (int64(1) << length), length)
     return writer

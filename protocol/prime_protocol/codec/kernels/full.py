@@ -6,7 +6,7 @@ from __future__ import annotations
 from numba import uint8, uint16
 
 from prime_protocol.codec.kernels.base import inline, kernel
-from prime_protocol.codec.kernels.vector import BLOCK, merge_block, settle
+from prime_protocol.codec.kernels.vector import BLOCK, merge_block, settle_stores
 
 ALIGNMENT = 64
 
@@ -29,7 +29,7 @@ def merge_words(words, low, high):
     for i in range(begin, end, BLOCK):
         merge_block(words, i, low, high)
     merge_some(words, low, high, end, words.size)
-    settle()
+    settle_stores()
 
 
 @inline

@@ -1,8 +1,8 @@
 """Byte planes <-> zstd frames that hold Huffman codes and nothing else (RFC 8878, sections 3.1.1.3.1 and 4.2).
 
 Exponents hold no repeats, so all that zstd could do for them is its Huffman coder. A frame written here is an ordinary one that
-every zstd reads; `read_frame` reads this one shape twice as fast, because one look into its table yields as many symbols as fit
-in its eleven bits, where zstd takes at most two. Whatever else a frame is, `read_frame` says no and zstd decides.
+every zstd reads; `read_huffman_frame` reads this one shape twice as fast, because one look into its table yields as many symbols
+as fit in its eleven bits, where zstd takes at most two. Whatever else a frame is, `read_huffman_frame` says no and zstd decides.
 
 The shape: one segment, its content size in four bytes, and blocks of BLOCK_BYTES, each with a tree of its own whose weights take
 four bits, four streams, and no sequences. The invariant: nothing outside `frame` is read and nothing outside `plane` is written.
@@ -131,7 +131,7 @@ def pair_codes(counts, num_symbols, codes, pairs):
 
 
 @inline
-def put(octets, at, bits, filled):
+def put_code(octets, at, bits, filled):
     """Store whole bytes. Returns the place behind them and what is left."""
     store_word(octets, at, bits)
     return at + int64(filled >> uint64(3)), bits >> (filled & uint64(56)), filled & uint64(7)
@@ -151,11 +151,11 @@ def write_stream(plane, begin, end, codes, pairs, octets, at):
         for _ in range(2):
             bits, filled = append(bits, filled, pairs[word >> uint64(48)])
             bits, filled = append(bits, filled, pairs[(word >> uint64(32)) & uint64(0xFFFF)])
-            at, bits, filled = put(octets, at, bits, filled)
+            at, bits, filled = put_code(octets, at, bits, filled)
             word <<= uint64(32)
     for i in range(begin + (end - begin) % 8 - 1, begin - 1, -1):
         bits, filled = append(bits, filled, codes[plane[i]])
-        at, bits, filled = put(octets, at, bits, filled)
+        at, bits, filled = put_code(octets, at, bits, filled)
     store_word(octets, at, bits | (uint64(1) << filled))
     return at + 1
 
@@ -321,7 +321,7 @@ def open_stream(frame, begin, end):
 
 
 @kernel
-def read_frame(frame, plane):
+def read_huffman_frame(frame, plane):
     """Write the plane of a frame that has this shape and is whole. False for any other, and `plane` is then undefined."""
     if frame.size < HEAD_BYTES:
         return False

@@ -52,7 +52,7 @@ MAGNITUDE_MAX = 128
 
 
 @inline
-def take(octets, position, width):
+def take_bits(octets, position, width):
     """`width` <= 32 bits at bit `position`."""
     word = load_word(octets, position >> 3) >> uint64(position & 7)
     return int64(word & ((uint64(1) << uint64(width)) - uint64(1)))
@@ -61,10 +61,10 @@ def take(octets, position, width):
 @inline
 def take_length(octets, position):
     """The inverse of `put_length`: the value, 0 if it is malformed, and the next position."""
-    length = take(octets, position, 5)
+    length = take_bits(octets, position, 5)
     if length < 1 or length > 19:
         return int64(0), position
-    value = (int64(1) << (length - 1)) | take(octets, position + 5, length - 1)
+    value = (int64(1) << (length - 1)) | take_bits(octets, position + 5, length - 1)
     return value, position + 4 + length
 
 
@@ -99,7 +99,7 @@ def read_plan(octets, end, num_classes, count, plan):
         row[:] = 0
         if position > end:
             return int64(-1), int64(CUT)
-        coder = take(octets, position, 2)
+        coder = take_bits(octets, position, 2)
         position += 2
         if coder == EMPTY:
             continue
@@ -112,19 +112,19 @@ def read_plan(octets, end, num_classes, count, plan):
             continue
         row[FIRST] = changes
         changes += size
-        row[GAP_BITS] = take(octets, position, 5)
-        row[MAGNITUDES] = take(octets, position + 5, 2)
+        row[GAP_BITS] = take_bits(octets, position, 5)
+        row[MAGNITUDES] = take_bits(octets, position + 5, 2)
         position += 7
         if row[GAP_BITS] > PARAMETER_BITS_MAX:
             return int64(-1), int64(PARAMETERS)
         if row[MAGNITUDES] == EXCEPTIONS:
             row[NUM_EXCEPTIONS], position = take_length(octets, position)
-            row[MAGNITUDE_BITS] = take(octets, position, 5)
+            row[MAGNITUDE_BITS] = take_bits(octets, position, 5)
             position += 5
             if row[NUM_EXCEPTIONS] < 1 or row[NUM_EXCEPTIONS] > size or row[MAGNITUDE_BITS] > PARAMETER_BITS_MAX:
                 return int64(-1), int64(PARAMETERS)
         elif row[MAGNITUDES] != ONES:
-            row[MAGNITUDE_BITS] = take(octets, position, 3)
+            row[MAGNITUDE_BITS] = take_bits(octets, position, 3)
             position += 3
     escapes, position = take_length(octets, position)
     if position > end:
@@ -159,7 +159,7 @@ def take_sums(octets, low_at, bits, size, quotients, first, found, base, few):
     """
     rank, line = int64(-1), first * 2 * LINE_ELEMENTS
     for j in range(size):
-        rank += ((int64(quotients[j]) << bits) | take(octets, low_at, bits)) + 1
+        rank += ((int64(quotients[j]) << bits) | take_bits(octets, low_at, bits)) + 1
         low_at += bits
         found[first + j] = rank
         if few:
@@ -239,7 +239,7 @@ def read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients):
             return int64(-STEP), low_at
         if golomb:
             quotient = (int64(1) << quotient) - 1
-        value = 1 + ((quotient << bits) | take(octets, low_at, bits))
+        value = 1 + ((quotient << bits) | take_bits(octets, low_at, bits))
         low_at += bits
         if value > MAGNITUDE_MAX:
             return int64(-STEP), low_at
@@ -263,7 +263,7 @@ def read_suffixes(octets, position, end, num_classes, plan, steps, places):
             value = ((int64(steps[j]) - 1) >> bits) + int64(golomb)
             if value > 1:
                 length = floor_log2(value)
-                steps[j] += take(octets, position, length) << bits
+                steps[j] += take_bits(octets, position, length) << bits
                 position += length
                 if steps[j] > MAGNITUDE_MAX or position > end:
                     return int64(-STEP)

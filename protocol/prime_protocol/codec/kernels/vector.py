@@ -261,7 +261,7 @@ def _low_bytes(builder: Any, words: Any) -> Any:
 def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
     """Write 64 words past the cache, from their low bytes (rotated left by one bit) and their high ones.
 
-    `words` must be aligned to 64 bytes at `index`. The caller ends with `settle`.
+    `words` must be aligned to 64 bytes at `index`. The caller ends with `settle_stores`.
     """
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -280,7 +280,7 @@ def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic
-def settle(_: Any) -> Any:
+def settle_stores(_: Any) -> Any:
     """What was written past the cache is there for other threads."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:

@@ -21,13 +21,13 @@ from tests.node.coordinator_world import CONFIG_JSON, COORDINATOR, TRAINER, fold
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_peer import HttpDialBack
-from prime_node.broadcast.follow.follower import Progress
+from prime_node.broadcast.follow.follower import DownloadProgress
 from prime_node.broadcast.swarm import directory, topology
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
-from prime_node.coordinator.daemon import serve
+from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.peers import PeerNetwork
 from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
@@ -53,7 +53,7 @@ async def publish(node: SimpleNamespace) -> None:
         parts = dataclasses.replace(parts, dial_back_libp2p=Libp2pDialBack())
     await parts.public.put(CONFIG_JSON)
     up = asyncio.get_running_loop().create_future()
-    daemon = asyncio.create_task(serve(parts, asyncio.Event(), ready=up.set_result))
+    daemon = asyncio.create_task(serve_coordinator(parts, asyncio.Event(), ready=up.set_result))
     await asyncio.wait({daemon, up}, return_when=asyncio.FIRST_COMPLETED)
     policy = Path(node.file).parent
     envelope = open_envelope((policy / "manifest").read_bytes())
@@ -84,7 +84,7 @@ async def receive(node: SimpleNamespace) -> None:
     warm_up()  # a worker at its second policy has imported numba
     all_here = asyncio.Event()
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: DownloadProgress) -> None:
         if progress.bytes_done == progress.bytes_total:
             mark("done")
             all_here.set()
