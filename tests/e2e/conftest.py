@@ -121,7 +121,7 @@ class Up:
     def ranks_of_trainer(self) -> list[int]:
         """Process ids of what torchrun started."""
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in self.processes()}
-        return sorted(pid for pid, words in commands.items() if words[2:5] == ["-m", "prime_node", "trainer"])
+        return sorted(pid for pid, words in commands.items() if words[1:5] == ["-u", "-m", "prime_node", "trainer"])
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
