@@ -328,3 +328,22 @@ def test_where_one_gives_no_word_a_third_one_is_asked() -> None:
     unsure = Opinion("second", unsure.result.model_copy(update={"verdict": verdict, "rewards": ()}), False)
     assert agreement.conclude(unsure, "anna", 0.0, 0) is None
     assert agreement.conclude(opinion("third", convicts=True), "anna", 0.0, 0) is held
+
+
+async def test_an_accepted_bundle_that_names_a_copy_needs_a_second_word() -> None:
+    """A validator that accuses another worker by a fingerprint convicts as much as one that refuses."""
+    async with running(memory_parts(RUN)) as world:
+        await at_work(world, VALIDATOR, SECOND)
+        for worker in (BEN, ANNA):
+            await upload(world, worker)
+            task = await world.take_task(VALIDATOR)
+            accepted = CheckResultRequest(
+                bundle=task.bundle,
+                verdict=Verdict.accept(),
+                rewards=(1.0, 0.0),
+                num_tokens=2,
+                fingerprints=((task.lease.groups[0].slot, "a" * 24),),
+            )
+            await world.client(VALIDATOR).check_result(accepted)
+        assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), CheckTask)
+        assert (await world.status())["pending_bundles"] == 1

@@ -28,7 +28,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_node.coordinator.state import suspicion
+from prime_node.coordinator.state import copies, suspicion
 from prime_node.coordinator.state.records import PendingBundle, State
 from prime_protocol.messages import CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
@@ -160,10 +160,15 @@ class Agreement:
         ]
 
     def opinion(self, state: State, worker: str, validator: str, result: CheckResultRequest) -> Opinion:
-        reason = result.verdict.reason
+        reason, pending = result.verdict.reason, state.bundles.get(result.bundle)
         known = state.workers.get(worker)
-        bans = known is not None and suspicion.would_ban(state.rules, known, result.evidence)
-        return Opinion(validator, result, (reason is not None and reason.is_dishonest) or bans)
+        convicts = known is not None and suspicion.would_ban(state.rules, known, result.evidence)
+        if reason is not None:
+            convicts |= reason.is_dishonest
+        elif pending is not None and result.fingerprints:  # it names a copy, of this bundle or of another one
+            earlier = copies.found_earlier(state, pending, result.fingerprints)
+            convicts |= earlier is not None or bool(copies.found_later(state, pending, result.fingerprints))
+        return Opinion(validator, result, convicts)
 
     def conclude(self, mine: Opinion, worker: str, now_s: float, now_ms: int) -> Opinion | None:
         """By which opinion a waiting bundle is decided. None: another validator is to be asked first."""

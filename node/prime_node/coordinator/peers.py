@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from prime_node.coordinator.api.limiter import Buckets
 from prime_node.ports.swarm import DialBack
@@ -148,14 +149,15 @@ class Peers:
         own = self.own()
         told = None if own is None else own.model_copy(update={"addresses": _named(own.addresses, address)})
         first = (told,) if told is not None and told.addresses else ()
-        members: list[PeerRecord] = []
-        guests: list[PeerRecord] = []
-        for peer, offer in self._offers.items():
-            if peer != asker and (shown := self._shown(offer, address, told)) is not None:
-                (guests if offer.is_guest else members).append(shown)
-        chosen = rng.sample(members, min(peers_max, len(members)))
-        strange = rng.sample(guests, min(limits.PEER_GUESTS_LISTED_MAX, len(guests)))
-        return (*first, *chosen, *strange)[:peers_max]
+        members = [offer for peer, offer in self._offers.items() if peer != asker and not offer.is_guest]
+        guests = [offer for peer, offer in self._offers.items() if peer != asker and offer.is_guest]
+        rng.shuffle(members)
+        rng.shuffle(guests)
+        # Lazily: to work out what is shown of an offer costs more than all else here.
+        chosen = (shown for offer in members if (shown := self._shown(offer, address, told)) is not None)
+        strange = (shown for offer in guests if (shown := self._shown(offer, address, told)) is not None)
+        listed = chain(first, islice(chosen, peers_max), islice(strange, limits.PEER_GUESTS_LISTED_MAX))
+        return tuple(islice(listed, peers_max))
 
     def _shown(self, offer: _Offer, asker: str, relay: PeerRecord | None) -> PeerRecord | None:
         """What an asker at an address is told: where the key has answered, and the way over our own relay while it is linked."""

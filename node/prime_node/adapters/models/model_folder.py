@@ -279,7 +279,7 @@ def _longest_replacement(path: Path, charsmap: object) -> int:
     return max(map(len, raw[4 + size :].split(b"\0")))
 
 
-_REGEX_TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
+_REGEX_TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*+\]|\{\d*,?\d*\}|.", re.DOTALL)
 
 
 def regex_fault(pattern: str) -> str | None:
@@ -291,7 +291,10 @@ def regex_fault(pattern: str) -> str | None:
         return f"has {len(pattern):,} characters, above {limits.TOKENIZER_REGEX_CHARS_MAX:,}"
     repeats, most_within = [0], [0]  # of the alternative at hand, and the most of the group's alternatives so far
     closed: int | None = None  # unbounded repeats in the group that has just ended
-    for token in _REGEX_TOKEN.findall(pattern):
+    for found in _REGEX_TOKEN.finditer(pattern):
+        token = found[0]
+        if token == "[":
+            return "has a class without an end"
         if re.fullmatch(r"\\[1-9k]", token):
             return "refers back to what it has matched"
         if token == "(":

@@ -35,6 +35,8 @@ BODY_STALL_S_MAX = 20.0
 """A body of which no byte comes for so long is given up, however fast it came before."""
 BODY_S_MAX = 300.0
 """A body of any length is whole within the grace and this time: so the least speed rises with its length."""
+STREAMED_BYTES = 2**21
+"""Memory that an answer in pieces takes: a piece of 1 MiB at the handler, and one at the transport."""
 FEW_CONNECTIONS = 4_096
 """The operator is warned where the process can hold no more."""
 LARGE_BYTES = 2**16
@@ -68,7 +70,7 @@ class AiohttpServer:
         app = web.Application(middlewares=[_explain_unknown])
         for route in routes:
             app.router.add_route(route.method, route.path, self._adapt(route), expect_handler=_say_nothing_yet)
-            if route.method == "GET":
+            if route.method == "GET" and not route.is_bulk:  # a HEAD would take a slot and send nothing
                 app.router.add_route("HEAD", route.path, self._adapt(route))
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -197,7 +199,7 @@ class AiohttpServer:
         try:
             if is_large and not (entry.is_proxy or (entry.sender is not None and entry.sender.is_role)):
                 held = self._answers.open(_answers_to(entry))
-                held.add(len(response.body) if isinstance(response.body, bytes) else LARGE_BYTES)
+                held.add(len(response.body) if isinstance(response.body, bytes) else STREAMED_BYTES)
             return await _stream(request, response, headers)
         finally:
             if held is not None:

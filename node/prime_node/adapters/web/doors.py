@@ -114,7 +114,7 @@ class Doors:
         if not is_proxy:
             if self.num_strangers >= self._scaled(limits.HTTP_STRANGERS_MAX):
                 return None
-            if self._strangers_of.get(network, 0) >= limits.HTTP_STRANGERS_EACH_MAX:
+            if self._strangers_of.get(network, 0) >= self._each_max():
                 return None
             if self._connects is not None and not self._connects.try_take(network, self._now()):
                 return None
@@ -169,6 +169,9 @@ class Doors:
         dear one."""
         if entry.sender is None:
             self._cost_s += (min(seconds, COST_S_MAX) - self._cost_s) / COSTS_REMEMBERED
+
+    def _each_max(self) -> int:
+        return min(limits.HTTP_STRANGERS_EACH_MAX, max(1, self._scaled(limits.HTTP_STRANGERS_MAX) // 4))
 
     def _scaled(self, bound: int) -> int:
         return max(1, int(self._scale * bound))

@@ -17,7 +17,8 @@ from prime_protocol.visible import printable
 
 END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,8000}) HTTP/1\.([01])")
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*+([^\x00-\x08\x0a-\x1f\x7f]*+)")
+"""Possessive repeats: spaces before a bad byte are tried once, not in all ways."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _METHODS = {b"GET", b"HEAD", b"POST"}
 _ONCE = {b"content-length", b"host", b"transfer-encoding", b"expect"}

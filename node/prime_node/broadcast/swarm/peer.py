@@ -23,7 +23,8 @@ from prime_node.broadcast.swarm.tended import Tended
 from prime_node.patience import Switch, unless
 from prime_node.ports.peers import PeerNetwork
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import WebServer
+from prime_node.ports.web import CallerBounds, WebServer
+from prime_protocol.addresses import network_of
 from prime_protocol.errors import LocalError
 from prime_protocol.messages import PeersRequest
 
@@ -71,7 +72,9 @@ class Peer:
     async def running(self) -> AsyncIterator[None]:
         """Raises LocalError where its port cannot be had."""
         if not self.config.private:
-            self.port = await self.web.start(self.service.routes(), host=self.config.host, port=self.config.port)
+            walls = CallerBounds(network_of=lambda address, _: network_of(address))
+            routes = self.service.routes()
+            self.port = await self.web.start(routes, host=self.config.host, port=self.config.port, walls=walls)
             log.info("serving peers on port %d", self.port)
         if self.network is not None and self.accepted is None:
             await self.network.start()

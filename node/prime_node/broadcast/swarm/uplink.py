@@ -153,21 +153,30 @@ class Uplink:
         if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
             raise _does_not_serve()
         await self._turn(peer, is_member=is_member, network=network)
-        if not self._may_serve() or (self._cap is not None and not self._cap.take(num_bytes)):
+        first_bytes = min(num_bytes, PACE_BYTES)
+        if not self._may_serve() or (self._cap is not None and not self._cap.take(first_bytes)):
             self._done(peer, 0)  # while it waited
             raise _does_not_serve()
         try:
-            await self.pace(min(num_bytes, PACE_BYTES))
+            await self._wait_for_rate(first_bytes)
         except BaseException:
             if self._cap is not None:
-                self._cap.give_back(num_bytes)
+                self._cap.give_back(first_bytes)
             self._done(peer, 0)
             raise
         return functools.partial(self._done, peer, num_bytes)
 
     async def pace(self, num_bytes: int) -> None:
         """Until so many bytes may leave. An answer of more than PACE_BYTES asks before each that follow the first, so that a long
-        one does not hold up all others."""
+        one does not hold up all others. Counts against the cap: an asker that goes away has used up only what was sent.
+
+        Raises PeerError(UNAVAILABLE) where the cap is reached.
+        """
+        if self._cap is not None and not self._cap.take(num_bytes):
+            raise _does_not_serve()
+        await self._wait_for_rate(num_bytes)
+
+    async def _wait_for_rate(self, num_bytes: int) -> None:
         if self._rate is not None:
             await self._rate.take(num_bytes)
 

@@ -50,6 +50,7 @@ def admits(core: Core, gate: RequestGate, callers: Callers, *, action: str, call
         if claim.run != core.run.digest:  # (6)
             raise wrong_run(claim.run, core.run)
         gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=core.clock.now_ms(), now_s=now_s)
+        gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
         if signer in core.state.workers:
             gate.limiter.by_key.spend(signer, now_s)
         gate.spend_nonce(signer, claim.nonce, state=core.state, address=address, now_s=now_s)

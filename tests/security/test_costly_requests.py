@@ -1,0 +1,64 @@
+"""What a request costs its receiver stays in proportion to the request."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, HEARTBEAT, make_parcel, make_run, memory_parts, running
+from tests.node.worker_world import JumpClock
+from tests.security.raw_http import ask, claim, post
+
+from prime_node.adapters.models.model_folder import regex_fault
+from prime_node.adapters.web.request_head import read_request_head
+from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
+from prime_protocol import limits
+from prime_protocol.errors import PeerError
+
+
+def processor_s(action: object) -> float:
+    began = time.process_time()
+    action()  # type: ignore[operator]
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("space", [b" ", b"\t", b" \t"])
+def test_spaces_before_a_bad_byte_of_a_header_are_read_once(space: bytes) -> None:
+    """All ways to divide them would take seconds: a hundred headers must take less than one such header did."""
+    line = b"X:" + space * (limits.HTTP_HEADER_BYTES_MAX // len(space) - 40) + b"\x01"
+    head = b"GET / HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n"
+
+    def read() -> None:
+        for _ in range(100):
+            with pytest.raises(PeerError, match="not well formed"):
+                read_request_head(head)
+
+    assert processor_s(read) < 1.0
+
+
+def test_classes_without_an_end_are_refused_at_once() -> None:
+    pattern = "[" * limits.TOKENIZER_REGEX_CHARS_MAX
+    assert regex_fault(pattern) == "has a class without an end"
+    assert processor_s(lambda: [regex_fault(pattern) for _ in range(20)]) < 1.0
+
+
+async def test_a_recorded_announcement_uses_up_nothing_of_its_signers_rate() -> None:
+    async with running(memory_parts(make_run(), requests_per_second=2.0)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        head = post("/v1/rollouts", len(parcel), await claim(world, ANNA, parcel))
+        assert (await ask(world.url, head + parcel)).status == 200
+        for _ in range(30):
+            assert (await ask(world.url, head)).code == "replayed"
+        await world.client(ANNA).heartbeat(HEARTBEAT)
+
+
+async def test_an_answer_that_nobody_takes_counts_only_its_first_piece_against_the_cap(tmp_path: Path) -> None:
+    clock = JumpClock()
+    cap = DataCap(2**40, days=30, file=tmp_path / "cap", clock=clock)
+    uplink = Uplink(clock=clock, cap=cap)
+    give_back = await uplink.slot("anna", 64 * PACE_BYTES, is_member=True)
+    give_back()
+    assert cap.used_bytes == PACE_BYTES
